@@ -1,0 +1,45 @@
+# Every target makes .venv by itself. `make gpu PYTHON=python3` runs with another interpreter instead,
+# for machines where torch with CUDA is already installed.
+VENV   := .venv
+PYTHON ?= $(VENV)/bin/python
+PIP    := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+STAMP  := $(VENV)/.installed
+
+# An interpreter given by the caller is used as it is; only our own environment is built.
+ifeq ($(PYTHON),$(VENV)/bin/python)
+READY := $(STAMP)
+endif
+
+.DEFAULT_GOAL := setup
+.PHONY: setup demo test lint bench gpu docs
+
+setup: $(READY)
+
+$(STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(PYTHON) -m memscale.cli demo $(ARGS)
+
+test: $(READY)
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)
+	@set -e; for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(PYTHON) $$bench $(ARGS); done
+
+gpu: $(READY)
+	$(PYTHON) -m pytest -m cuda $(ARGS)
+	$(PYTHON) benchmarks/bench_checkpoint.py --device cuda
+	$(PYTHON) benchmarks/bench_tile.py --device cuda
+	$(PYTHON) benchmarks/bench_cast.py --device cuda
+
+docs: $(READY)
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
+	$(PYTHON) -m mkdocs build --strict --quiet

@@ -1,0 +1,83 @@
+"""Pytrees: optree, plus the containers that models return and optree does not know.
+
+Hugging Face outputs are subclasses of `OrderedDict`, and plain dataclasses are common as outputs. Both are
+registered in optree the first time they are seen, under our own namespace so that nobody else's flattening changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import optree
+import torch
+from torch.utils import _pytree as _torch_pytree
+
+NAMESPACE = "memscale"
+_KNOWN: set[type] = set()
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of `tree` in order, and what puts them back; `None` is structure, not a leaf."""
+    if torch.compiler.is_compiling():  # Dynamo follows torch's own pytrees only
+        return _torch_pytree.tree_flatten(tree)
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if any(_learn(type(leaf)) for leaf in leaves):
+        return flatten(tree)
+    return leaves, spec
+
+
+def unflatten(spec: Any, leaves: list[Any]) -> Any:
+    """The tree of `spec` with `leaves` in place."""
+    if isinstance(spec, _torch_pytree.TreeSpec):
+        return _torch_pytree.tree_unflatten(leaves, spec)
+    return optree.tree_unflatten(spec, leaves)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of `tree`, in order."""
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _learn(cls: Any) -> bool:
+    """Register `cls` if it is a container that optree took for a leaf; says whether the tree must be read again."""
+    if cls is torch.Tensor or cls in _KNOWN:
+        return False
+    read: Any
+    rebuild: Any
+    if issubclass(cls, dict):
+        read, rebuild = _read_mapping, _rebuild_mapping
+    elif dataclasses.is_dataclass(cls):
+        read, rebuild = _read_dataclass, _rebuild_dataclass
+    else:
+        _KNOWN.add(cls)
+        return False
+    optree.register_pytree_node(cls, read, functools.partial(rebuild, cls), namespace=NAMESPACE)
+    _KNOWN.add(cls)
+    return True
+
+
+def _read_mapping(node: Any) -> tuple[Any, Any, Any]:
+    keys = tuple(node.keys())
+    return tuple(node.values()), keys, keys
+
+
+def _rebuild_mapping(cls: Any, keys: Any, values: Any) -> Any:
+    # Hugging Face's ModelOutput mirrors its items as attributes, so it must go through its own constructor.
+    items = dict(zip(keys, values, strict=True))
+    by_field: bool = dataclasses.is_dataclass(cls)
+    return cls(**items) if by_field else cls(items)
+
+
+def _read_dataclass(node: Any) -> tuple[Any, Any, Any]:
+    names = tuple(field.name for field in dataclasses.fields(node))
+    return tuple(getattr(node, name) for name in names), names, names
+
+
+def _rebuild_dataclass(cls: Any, names: Any, values: Any) -> Any:
+    # Not the constructor: __post_init__ has run once, and may reject or change what it is given again.
+    node: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(node, name, value)
+    return node

@@ -1,0 +1,65 @@
+"""The commands and how their errors reach the user: one line each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memscale._errors import MemscaleError
+from memscale.cli._demo import demo
+
+# The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
+# so no import names it in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
+
+
+def _whole_number(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        # typer's own message leaves out the value.
+        raise typer.BadParameter(f"must be a whole number, got {text!r}") from None
+
+
+@app.callback()
+def memscale() -> None:
+    """Train in less memory, to the same numbers."""
+
+
+@app.command("demo")
+def demo_command(
+    steps: Annotated[
+        int,
+        typer.Option(parser=_whole_number, metavar="N", help="Optimizer steps for each of the two models."),
+    ] = 8,
+    layers: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Transformer blocks.")] = 8,
+    width: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Hidden size, a multiple of 64.")] = 256,
+    batch: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Rows of text in a step.")] = 8,
+    seq: Annotated[
+        int, typer.Option(parser=_whole_number, metavar="N", help="Bytes of text in a row, at most 1024.")
+    ] = 256,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where the picture goes, a .png.")] = Path("memscale-demo.png"),
+) -> int:
+    """Train a small GPT-2 on this Python's own source, as it is and checkpointed, and compare."""
+    return demo(steps=steps, layers=layers, width=width, batch=batch, seq=seq, device=device, out=out)
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line ``arguments`` and return the exit status."""
+    try:
+        return int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
+    except MemscaleError as error:
+        message = str(error)
+    except _UsageError as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        print("memscale: stopped", file=sys.stderr)
+        return 130
+    print(f"memscale: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,5 @@
+"""What goes around an optimizer: the loss scale of float16 training."""
+
+from memscale.optimizers._loss_scale import LossScale
+
+__all__ = ["LossScale"]

@@ -1,0 +1,1 @@
+"""Measuring memory: what the allocator really did."""

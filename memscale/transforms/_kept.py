@@ -1,0 +1,75 @@
+"""Tensors that a region keeps for its backward, kept the way autograd would have kept them.
+
+If saved-tensor hooks are active where the region is called (an outer checkpoint, an offload, PyTorch's
+`save_on_cpu`), they see these tensors exactly as they would see any saved tensor. That is what makes a checkpoint
+inside a checkpoint hold nothing of its own, and an offload around a checkpoint move the region's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memscale._errors import CorrectnessError
+
+
+def version(tensor: torch.Tensor) -> int:
+    """The version counter of `tensor`, which in-place changes raise; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Kept:
+    """Some tensors, held directly or through the saved-tensor hooks active at construction."""
+
+    __slots__ = ("_held", "_unpack", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._held: list[Any] = tensors
+        self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._versions: list[int] = []
+        if hooks is not None:
+            pack, self._unpack = hooks
+            with torch.no_grad():
+                packed = {id(tensor): pack(tensor.detach()) for tensor in tensors}
+            self._held = [packed[id(tensor)] for tensor in tensors]
+
+    @property
+    def through_hooks(self) -> bool:
+        """Whether the tensors come back from hooks, possibly as copies whose version counters start anew."""
+        return self._unpack is not None
+
+    def seal(self, versions: list[int]) -> None:
+        """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
+        if self._unpack is None:
+            self._versions = versions
+
+    def tensor(self, index: int, what: str) -> torch.Tensor:
+        """The tensor at `index`; `what` names it in the error.
+
+        Raises:
+            CorrectnessError: it was changed in place since it was sealed.
+        """
+        held = self._held[index]
+        if self._unpack is not None:
+            return self._unpack(held)
+        if self._versions and not held.is_inference() and held._version != self._versions[index]:
+            raise CorrectnessError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what}, {str(held.dtype).removeprefix('torch.')}{list(held.shape)}, is at version {held._version}, "
+                f"expected version {self._versions[index]}. Change a clone of it, or call backward first"
+            )
+        return held  # type: ignore[no-any-return]
+
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Hold `tensor` at `index` instead, directly: it is the region's own copy."""
+        if self._unpack is not None:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            assert hooks is not None, "the hooks around a region stay in place while it runs"
+            self._held[index] = hooks[0](tensor)
+        else:
+            self._held = list(self._held)
+            self._held[index] = tensor
+            self._versions = [*self._versions[:index], tensor._version, *self._versions[index + 1 :]]

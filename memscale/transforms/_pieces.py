@@ -1,0 +1,112 @@
+"""Cutting tensors into pieces and joining them again, so that no second copy of a whole tensor is ever alive.
+
+Autograd's own slicing and concatenation are right but not thrifty: the gradient of a slice is a whole tensor of zeros
+for every piece, and `cat` holds all the pieces beside the result. Here the pieces of a gradient are written into one
+buffer that travels along a chain of `_Take` nodes, and the pieces of an output into one that travels along `_Put`.
+
+The chains are built piece by piece (take, compute, put, take, ...), because autograd runs the latest node first: the
+backward of one piece is then over, and its memory free, before that of the piece before it begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Source:
+    """A tensor argument that is handed out in consecutive pieces along `dim`."""
+
+    def __init__(self, whole: torch.Tensor, dim: int, *, thrifty: bool) -> None:
+        self._rest = whole
+        self._dim = dim
+        self._chained = thrifty and whole.requires_grad and torch.is_grad_enabled()
+
+    def take(self, start: int, length: int) -> torch.Tensor:
+        """The next piece, a view; call it just before the piece is computed with."""
+        if not self._chained:
+            return self._rest.narrow(self._dim, start, length)
+        piece: torch.Tensor
+        piece, self._rest = _Take.apply(self._rest, self._dim, start, length)  # type: ignore[no-untyped-call]
+        return piece
+
+
+class Sink:
+    """An output that is put together from consecutive pieces along `dim`."""
+
+    def __init__(self, dim: int, total: int, *, thrifty: bool) -> None:
+        self._dim = dim
+        self._total = total
+        self._thrifty = thrifty
+        self._whole: torch.Tensor | None = None
+        self._pieces: list[torch.Tensor] = []
+
+    def put(self, piece: torch.Tensor, start: int) -> None:
+        """Add the next piece; call it just after the piece is computed."""
+        if not self._thrifty:
+            self._pieces.append(piece)
+            return
+        if self._whole is None:
+            shape = list(piece.shape)
+            shape[self._dim] = self._total
+            self._whole = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+        self._whole = _Put.apply(self._whole, piece, self._dim, start)  # type: ignore[no-untyped-call]
+
+    def result(self) -> torch.Tensor:
+        """The whole output, once every piece has been put."""
+        if self._whole is not None:
+            return self._whole
+        return torch.cat(self._pieces, self._dim)
+
+
+class _Take(torch.autograd.Function):
+    """Splits off one piece of a tensor; backward writes its gradient into the one buffer for the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, start: int, length: int) -> Any:
+        ctx.place = (dim, start, length)
+        ctx.shape = whole.shape
+        ctx.set_materialize_grads(False)
+        return whole.narrow(dim, start, length), whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, piece: torch.Tensor | None, whole: torch.Tensor | None) -> Any:
+        given = piece if piece is not None else whole
+        if given is None:
+            return None, None, None, None
+        dim, start, length = ctx.place
+        if torch.is_grad_enabled():  # this backward will be differentiated: nothing may be written in place
+            return _summed(piece, whole, ctx.shape, ctx.place), None, None, None
+        if whole is None:
+            whole = torch.zeros(ctx.shape, dtype=given.dtype, device=given.device)
+        if piece is not None:
+            whole.narrow(dim, start, length).copy_(piece)
+        return whole, None, None, None
+
+
+def _summed(
+    piece: torch.Tensor | None, whole: torch.Tensor | None, shape: torch.Size, place: tuple[int, int, int]
+) -> torch.Tensor | None:
+    if piece is None:
+        return whole
+    dim, start, length = place
+    before, after = list(shape), list(shape)
+    before[dim], after[dim] = start, shape[dim] - start - length
+    padded = torch.cat([piece.new_zeros(before), piece, piece.new_zeros(after)], dim)
+    return padded if whole is None else whole + padded
+
+
+class _Put(torch.autograd.Function):
+    """Writes one piece into the output; backward reads its gradient as a view of the output's."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, piece: torch.Tensor, dim: int, start: int) -> torch.Tensor:
+        ctx.place = (dim, start, piece.shape[dim])
+        ctx.mark_dirty(whole)
+        whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, grad.narrow(*ctx.place), None, None

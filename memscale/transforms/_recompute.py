@@ -1,0 +1,282 @@
+"""`checkpoint` under plain autograd: saved tensors become placeholders that know how to come back.
+
+While a region runs, autograd hands every tensor that it would save to `_Frame.pack`, which keeps a `_Placeholder`
+instead. The first placeholder that backward needs runs the region again, with the same inputs and in the same
+environment, and stops as soon as the last tensor that is still wanted has been seen. The graph that autograd walks
+is the ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
+
+Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). What differs: the recompute runs in the
+region's own past (`_snapshot`), and all that is kept is let go as soon as no later backward can ask for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from memscale import _tree
+from memscale._errors import CorrectnessError
+from memscale.transforms._kept import Kept, version
+from memscale.transforms._policies import NothingSaveable, Policy
+from memscale.transforms._scope import Scope
+from memscale.transforms._selective import Recorder, Replayer
+from memscale.transforms._snapshot import Habits, Snapshot
+
+_autograd = torch._C._autograd
+
+
+class Memory:
+    """What a region has learned about itself from earlier runs, by the train/eval flags of its modules."""
+
+    def __init__(self) -> None:
+        self.habits: dict[Any, Habits] = {}
+
+    def __reduce__(self) -> Any:
+        return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
+
+
+def run(fn: Callable[..., Any], policy: Policy, memory: Memory, args: Any, kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, keeping for backward only what `policy` saves."""
+    frame = _Frame(fn, policy, memory, args, kwargs)
+    _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
+    try:
+        with frame.recorder or nullcontext():
+            result = fn(*args, **kwargs)
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+    frame.settle()
+    return result
+
+
+class _Placeholder:
+    """Stands in autograd's graph for a tensor that was not saved. `value` is there between recompute and use."""
+
+    __slots__ = ("__weakref__", "frame", "index", "value")
+
+    def __init__(self, frame: _Frame, index: int) -> None:
+        self.frame = frame
+        self.index = index
+        self.value: torch.Tensor | None = None
+
+
+def _unpack(placeholder: _Placeholder) -> torch.Tensor:
+    value = placeholder.value
+    if value is None:
+        value = placeholder.frame.recompute(placeholder)
+    if _keeps_graph():
+        # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
+        placeholder.value = None
+    return value
+
+
+def _keeps_graph() -> bool:
+    return torch._C._current_graph_task_id() == -1 or _autograd._get_current_graph_task_keep_graph()
+
+
+class _Stop(BaseException):
+    """Ends a recompute. Not an `Exception`, for a region's own ``except Exception`` must not swallow it."""
+
+
+_TENSOR = object()  # marks a tensor's position among the leaves of a call's arguments
+
+
+class _Frame:
+    """One run of a region: its inputs, its snapshot, and the placeholders that autograd holds for it."""
+
+    __slots__ = (
+        "_argument_versions",
+        "_fn",
+        "_inputs",
+        "_memory",
+        "_mode",
+        "_placeholders",
+        "_requires_grad",
+        "_seen",
+        "_settled",
+        "_snapshot",
+        "_spec",
+        "_template",
+        "recorder",
+    )
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy, memory: Memory, args: Any, kwargs: Any) -> None:
+        leaves, self._spec = _tree.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._fn: Callable[..., Any] | None = fn
+        scope = Scope(fn)
+        self._memory = memory
+        self._mode = (scope.flags(), len(scope.places), len(tensors))
+        self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
+        self._argument_versions = [version(tensor) for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._inputs: Kept | None = Kept(tensors)
+        self._placeholders: list[weakref.ref[_Placeholder]] = []
+        self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._settled = False
+        self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors)
+
+    def pack(self, tensor: torch.Tensor) -> _Placeholder:
+        """Called by autograd with each tensor that it would save."""
+        placeholder = _Placeholder(self, len(self._seen))
+        self._placeholders.append(weakref.ref(placeholder))
+        self._seen.append((tensor.shape, tensor.dtype, tensor._version))
+        if self.recorder is not None:
+            self.recorder.needed = self.recorder.count
+        return placeholder
+
+    def settle(self) -> None:
+        """After the run: learn what it changed, and keep the old values of arguments that it changed."""
+        assert self._snapshot is not None
+        assert self._inputs is not None
+        try:
+            habits = self._snapshot.settle(self._argument_versions)
+        except CorrectnessError:
+            self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
+            raise
+        if habits is not None:
+            self._memory.habits[self._mode] = habits
+        if self.recorder is not None:
+            self.recorder.settle()
+        self._inputs.seal(self._argument_versions)
+        for index, old_value in self._snapshot.replaced.items():
+            self._inputs.replace(index, old_value)
+        self._settled = True
+
+    def recompute(self, wanted: _Placeholder) -> torch.Tensor:
+        """Run the region again, giving every placeholder that is still alive its value; returns that of `wanted`.
+
+        Raises:
+            CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
+        """
+        if self._snapshot is None or self._fn is None:
+            raise CorrectnessError(
+                "a checkpointed region was already released: backward went through it without retain_graph. "
+                "Specify retain_graph=True in every backward but the last"
+            )
+        in_backward = torch._C._current_graph_task_id() != -1
+        live = [reference() for reference in self._placeholders]
+        if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
+            live = [placeholder if placeholder is wanted else None for placeholder in live]
+        self._snapshot.fresh.clear()
+        args, kwargs = self._arguments()
+        found = _Recomputed(self._seen, live, self._snapshot.fresh)
+        last = in_backward and self._settled and not _keeps_graph()
+        with self._snapshot.reinstate(last=last), torch.enable_grad():
+            _autograd._push_saved_tensors_default_hooks(found.pack, _as_it_is)
+            try:
+                with self._replayer(args, kwargs) or nullcontext():
+                    self._fn(*args, **kwargs)
+            except _Stop:
+                pass
+            finally:
+                _autograd._pop_saved_tensors_default_hooks()
+        found.check()
+        value = wanted.value
+        assert value is not None, "a recompute that passed its check has met every live placeholder"
+        if in_backward and _keeps_graph():
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget_values)
+        elif last:
+            # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
+            self._fn = self._inputs = self._snapshot = self.recorder = None
+        return value
+
+    def _replayer(self, args: Any, kwargs: Any) -> Replayer | None:
+        if self.recorder is None or not self._settled:
+            return None
+        return Replayer(self.recorder, _tree.tensors((args, kwargs)))
+
+    def _arguments(self) -> tuple[Any, Any]:
+        """The call's arguments as the region received them, cut off from the graph they came from."""
+        assert self._snapshot is not None
+        assert self._inputs is not None
+        fresh: dict[int, torch.Tensor] = {}
+        leaves = list(self._template)
+        index = 0
+        for position, leaf in enumerate(leaves):
+            if leaf is not _TENSOR:
+                continue
+            requires_grad = self._requires_grad[index]
+            if index in self._snapshot.replaced:
+                # The region changes it in place: that needs a tensor of its own, and no leaf.
+                held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
+                if id(held) not in fresh:
+                    with torch.enable_grad():
+                        fresh[id(held)] = held.detach().requires_grad_(requires_grad).clone()
+                    self._snapshot.fresh.append(fresh[id(held)])
+            else:
+                held = self._inputs.tensor(index, f"tensor argument {index} of a checkpointed region")
+                if self._inputs.through_hooks:
+                    self._snapshot.fresh.append(held)
+                if id(held) not in fresh:
+                    fresh[id(held)] = held.detach().requires_grad_(requires_grad)
+            leaves[position] = fresh[id(held)]
+            index += 1
+        args, kwargs = _tree.unflatten(self._spec, leaves)
+        return args, kwargs
+
+    def _forget_values(self) -> None:
+        for reference in self._placeholders:
+            if (placeholder := reference()) is not None:
+                placeholder.value = None
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Recomputed:
+    """Receives the tensors that a recompute saves, and checks them against those of the run."""
+
+    def __init__(
+        self,
+        seen: list[tuple[torch.Size, torch.dtype, int]],
+        live: list[_Placeholder | None],
+        fresh: list[torch.Tensor],
+    ) -> None:
+        self._seen = seen
+        self._live = live
+        self._fresh = fresh  # tensors whose version counters mean nothing
+        self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
+        self._count = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        index = self._count
+        self._count += 1
+        if index <= self._last:
+            shape, dtype, version = self._seen[index]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise CorrectnessError(
+                    f"the recompute differs from the run: saved tensor {index} of the region was "
+                    f"{dtype}{list(shape)} and is now {tensor.dtype}{list(tensor.shape)}. A checkpointed region must "
+                    "do the same at every run with the same inputs"
+                )
+            if tensor._version != version and not self._is_fresh(tensor):
+                raise CorrectnessError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"saved tensor {index} of a checkpointed region, {dtype}{list(shape)}, is at version "
+                    f"{tensor._version}, expected version {version}. The region reads a tensor from outside that was "
+                    "changed between forward and backward; pass it as an argument, or change it after backward"
+                )
+            if (placeholder := self._live[index]) is not None:
+                placeholder.value = tensor = tensor.detach() if tensor.requires_grad else tensor
+            if index == self._last:
+                raise _Stop
+        return tensor
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return any(fresh.untyped_storage()._cdata == storage for fresh in self._fresh)
+
+    def check(self) -> None:
+        """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""
+        if self._count <= self._last:
+            raise CorrectnessError(
+                f"the recompute differs from the run: it saved {self._count} tensors where the run had saved at least "
+                f"{self._last + 1}. A checkpointed region must do the same at every run with the same inputs; look "
+                "for a condition on something that changed in between"
+            )

@@ -1,0 +1,294 @@
+"""What a function depends on besides its arguments, found without running it.
+
+A region is recomputed later, when the world around it has moved on: a closure variable was rebound, a module went to
+`eval()`, a counter counted. A *place* is a spot where such a dependency is stored: a module's dictionaries, a
+closure cell, the globals that the code names, a list or dictionary reached from one of these. Places can be read and
+written back, which is all that a snapshot needs.
+
+Found: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
+functions), closures, defaults, partials, bound methods, random generators, globals named in the code (that of a
+module's forward too), and functions of the same file.
+Not found: state behind other objects, such as a configuration object or an open file.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
+_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+# Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
+_LARGEST_CONTAINER = 1024
+_CONTAINERS = (list, dict, set, deque)
+# Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
+_STATEFUL = {*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
+_PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
+_NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
+
+
+class Names:
+    """The entries of a dictionary that some code names: globals, or attributes that a method reads."""
+
+    __slots__ = ("mapping", "names")
+
+    def __init__(self, mapping: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.mapping = mapping
+        self.names = names
+
+
+class Attributes:
+    """The attributes that a module has of its own, `training` among them; torch's bookkeeping is left out."""
+
+    __slots__ = ("bookkeeping", "mapping")
+
+    def __init__(self, mapping: dict[str, Any], bookkeeping: int) -> None:
+        self.mapping = mapping
+        self.bookkeeping = bookkeeping  # how many entries of the mapping are torch's
+
+
+Place = Any  # dict | list | set | deque | types.CellType | Names | Attributes
+Content = dict[Any, Any] | list[Any]
+
+
+def read(place: Place) -> Content:
+    """A copy of what `place` holds now: a dictionary for named entries, a list otherwise."""
+    if isinstance(place, dict):
+        return dict(place)
+    if isinstance(place, Attributes):
+        return {key: value for key, value in place.mapping.items() if key not in _INTERNAL}
+    if isinstance(place, types.CellType):
+        try:
+            return [place.cell_contents]
+        except ValueError:  # an empty cell: a local that is not assigned yet
+            return []
+    if isinstance(place, Names):
+        return {name: place.mapping[name] for name in place.names if name in place.mapping}
+    return list(place)
+
+
+def write(place: Place, content: Content) -> None:
+    """Put back into `place` what `read` took from it."""
+    if isinstance(place, Attributes):
+        for key in read(place):
+            if key not in content:
+                del place.mapping[key]
+        place.mapping.update(content)
+    elif isinstance(place, types.CellType):
+        if content:
+            place.cell_contents = content[0]
+        else:
+            del place.cell_contents
+    elif isinstance(place, Names):
+        for name in place.names:
+            if name not in content:
+                place.mapping.pop(name, None)
+        place.mapping.update(content)
+    else:
+        place.clear()
+        (place.extend if isinstance(place, (list, deque)) else place.update)(content)
+
+
+def holds(place: Place, content: Content) -> bool:
+    """Whether `place` holds the very objects of `content`."""
+    if type(place) is Attributes:
+        mapping = place.mapping
+        return len(mapping) == place.bookkeeping + len(content) and all(
+            map(operator.is_, map(mapping.get, content), content.values())  # type: ignore[union-attr]
+        )
+    now = place if isinstance(place, (dict, list)) else read(place)
+    if len(now) != len(content):
+        return False
+    if isinstance(now, dict) and isinstance(content, dict):
+        return all(map(operator.is_, now.values(), content.values()))
+    return all(map(operator.is_, now, content))
+
+
+def put_back(scope: Scope) -> None:
+    """Make every place of `scope` hold what it held when the scope was read."""
+    for place, content in zip(scope.places, scope.contents, strict=True):
+        if not holds(place, content):
+            write(place, content)
+
+
+@contextmanager
+def as_it_was(scope: Scope) -> Iterator[None]:
+    """Run the body with every place of `scope` holding what it held when the scope was read."""
+    before: list[tuple[Place, Content]] = []
+    try:
+        for place, content in zip(scope.places, scope.contents, strict=True):
+            if not holds(place, content):
+                before.append((place, read(place)))
+                write(place, content)
+        yield
+    finally:
+        for place, content in before:
+            write(place, content)
+
+
+class Scope:
+    """The modules and places that a function depends on, with what they hold at this moment.
+
+    Attributes:
+        modules: every module reached, once each.
+        places: where dependencies are stored.
+        contents: what each place holds now, by position.
+        tensors: every tensor among the contents, as (position of its place, key in it, tensor).
+        generators: the `torch.Generator` s of the user's own.
+    """
+
+    __slots__ = ("_seen", "contents", "generators", "modules", "places", "tensors")
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.modules: list[nn.Module] = []
+        self.places: list[Place] = []
+        self.contents: list[Content] = []
+        self.tensors: list[tuple[int, Any, torch.Tensor]] = []
+        self.generators: list[torch.Generator] = []
+        self._seen: set[int] = set()
+        self._visit(fn, None)
+
+    def flags(self) -> tuple[bool, ...]:
+        """Which of the modules are in training mode."""
+        return tuple([module.training for module in self.modules])
+
+    def _add(self, place: Place) -> Content:
+        """Record a place; its tensors are recorded too."""
+        content = read(place)
+        position = len(self.places)
+        self.places.append(place)
+        self.contents.append(content)
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            if isinstance(value, torch.Tensor):
+                self.tensors.append((position, key, value))
+        return content
+
+    def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
+        """Add what `thing` holds; `home` is the globals whose functions are followed, `None` at the top."""
+        if isinstance(thing, torch.Tensor) or id(thing) in self._seen:
+            return
+        kind = type(thing)
+        if kind is torch.Generator:
+            self._seen.add(id(thing))
+            self.generators.append(thing)
+        elif isinstance(thing, nn.Module):
+            self._visit_module(thing)
+        elif (parts := getattr(kind, "__memscale_parts__", None)) is not None:
+            for part in parts(thing):
+                self._visit(part, home)
+        elif kind is types.FunctionType:
+            self._seen.add(id(thing))
+            if home is None or thing.__globals__ is home or thing.__closure__:
+                self._visit_function(thing)
+        elif kind is types.MethodType:
+            self._visit_method(thing.__self__, thing.__func__, home)
+        elif kind is functools.partial:
+            for part in (thing.func, *thing.args, *thing.keywords.values()):
+                self._visit(part, home)
+        elif kind in _CONTAINERS:
+            self._visit_container(thing, home)
+        elif kind is tuple:
+            for part in thing:
+                self._visit(part, home)
+        elif home is None and isinstance(call := kind.__dict__.get("__call__"), types.FunctionType):
+            self._visit_method(thing, call, home)
+
+    def _visit_module(self, root: nn.Module) -> None:
+        stack = [root]
+        while stack:
+            module = stack.pop()
+            if id(module) in self._seen:
+                continue
+            self._seen.add(id(module))
+            own = module.__dict__
+            self.modules.append(module)
+            content = {key: value for key, value in own.items() if key not in _INTERNAL}
+            position = len(self.places)
+            self.places.append(Attributes(own, len(own) - len(content)))
+            self.contents.append(content)
+            for key, value in content.items():
+                if isinstance(value, torch.Tensor):
+                    self.tensors.append((position, key, value))
+                elif type(value) in _STATEFUL and not (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+                    self._visit(value, _NOWHERE)
+            for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
+                self._visit_names(mapping, names, _NOWHERE)
+            if own["_parameters"]:
+                self._add(own["_parameters"])
+            if own["_buffers"]:
+                self._add(own["_buffers"])
+            stack.extend([child for child in own["_modules"].values() if child is not None])
+
+    def _visit_function(self, fn: types.FunctionType) -> None:
+        home = fn.__globals__
+        self._visit_names(home, _code_names(fn.__code__), home)
+        for cell in fn.__closure__ or ():
+            for value in self._add(cell):
+                self._visit(value, home)
+        for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            self._visit(default, home)
+
+    def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
+        if isinstance(owner, nn.Module):
+            self._visit_module(owner)
+        elif isinstance(function, types.FunctionType):
+            if hasattr(owner, "__dict__") and not isinstance(owner, type):
+                self._visit_names(owner.__dict__, _code_names(function.__code__), function.__globals__)
+            self._visit(function, home)
+
+    def _visit_names(self, mapping: dict[str, Any], names: tuple[str, ...], home: dict[str, Any]) -> None:
+        """Add the entries of `mapping` that code names, except modules and classes of Python."""
+        kept = [name for name in names if name in mapping and not isinstance(mapping[name], (types.ModuleType, type))]
+        if kept:
+            self._add(Names(mapping, tuple(kept)))
+        for name in kept:
+            self._visit(mapping[name], home)
+
+    def _visit_container(self, container: Any, home: dict[str, Any] | None) -> None:
+        if id(container) in self._seen or len(container) > _LARGEST_CONTAINER:
+            return
+        self._seen.add(id(container))
+        content = self._add(container)
+        for value in content.values() if isinstance(content, dict) else content:
+            self._visit(value, home)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_places(cls: Hashable) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
+    """The globals that a module class's forward, and the functions of its file that it calls, name as data."""
+    assert isinstance(cls, type)
+    if cls.__module__.startswith("torch."):
+        return ()
+    found: dict[int, tuple[dict[str, Any], tuple[str, ...]]] = {}
+    pending: list[Any] = [cls.forward]  # type: ignore[attr-defined]
+    while pending:
+        function = pending.pop()
+        if not isinstance(function, types.FunctionType) or id(function) in found:
+            continue
+        home = function.__globals__
+        named = {name: home[name] for name in _code_names(function.__code__) if name in home}
+        data = tuple(name for name, value in named.items() if type(value) not in _CODE)
+        found[id(function)] = (home, data)
+        pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
+    return tuple((home, data) for home, data in found.values() if data)
+
+
+_CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, type(nn.Module), str}
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_names(code: types.CodeType) -> tuple[str, ...]:
+    """Every name that `code`, and code nested in it, looks up outside its locals."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(_code_names(constant)))
+    return tuple(names)

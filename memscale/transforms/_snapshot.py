@@ -1,0 +1,250 @@
+"""A region's dependencies at the moment it ran, and how to bring that moment back for a recompute.
+
+What a region changes while it runs (BatchNorm statistics, a counter, its own input) must start from the old value
+when it runs again. Python attributes are remembered by reference. A tensor changed in place has lost its old value
+unless it was copied *before*, so the first run of a region, in each combination of train/eval flags, copies every
+candidate and learns which ones it changes (`Habits`); later runs copy those only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale import _tree
+from memscale._errors import CorrectnessError
+from memscale.transforms._environment import Environment
+from memscale.transforms._kept import version
+from memscale.transforms._scope import Content, Scope, holds, read, write
+from memscale.transforms._selective import unseen
+
+K = TypeVar("K")
+Key = tuple[int, Any]  # (position of a place, key in it)
+
+
+class Habits(NamedTuple):
+    """What a region was seen to do on its first run: which tensors it changes in place, and Python randomness."""
+
+    places: frozenset[Key]
+    arguments: frozenset[int]
+    host_random: bool
+
+
+class Snapshot:
+    """Scope, environment and argument versions of one call, before it runs.
+
+    Args:
+        scope: what the region's function depends on.
+        arguments: the tensor arguments of the call, in order.
+        habits: what earlier calls learned, `None` on the first.
+    """
+
+    __slots__ = ("_arguments", "_clones", "_environment", "_first", "_scope", "_versions", "fresh", "replaced")
+
+    def __init__(self, scope: Scope, arguments: list[torch.Tensor], habits: Habits | None) -> None:
+        self._first = habits is None
+        self._scope = scope
+        self._arguments = arguments
+        self._versions = [version(tensor) for _, _, tensor in scope.tensors]
+        self._clones: dict[Key, torch.Tensor] = _copies(
+            {
+                (position, key): tensor
+                for position, key, tensor in scope.tensors
+                if ((position, key) in habits.places if habits else not isinstance(tensor, nn.Parameter))
+            }
+        )
+        self.replaced: dict[int, torch.Tensor] = _copies(
+            {
+                index: tensor
+                for index, tensor in enumerate(arguments)
+                if (index in habits.arguments if habits else not tensor.is_leaf or not tensor.requires_grad)
+            }
+        )
+        devices = {tensor.device for tensor in arguments if not tensor.is_cpu}
+        devices.update([tensor.device for _, _, tensor in scope.tensors if not tensor.is_cpu])
+        self._environment = Environment(
+            devices, host_random=habits is None or habits.host_random, generators=scope.generators
+        )
+        # Copies made for the present rerun: their version counters start anew.
+        self.fresh: list[torch.Tensor] = []
+
+    def settle(self, argument_versions: list[int]) -> Habits | None:
+        """After the run: keep copies of what changed only, and say what was learned on a first run.
+
+        After this, `replaced` maps the positions of arguments that the region changed to their old values.
+
+        Raises:
+            CorrectnessError: something changed in place of which no copy was taken, so that a recompute would
+                start from the wrong value.
+        """
+        self._environment.settle()
+        changed = self._changed_places()
+        mutated = {
+            index
+            for index, (tensor, before) in enumerate(zip(self._arguments, argument_versions, strict=True))
+            if version(tensor) != before
+        }
+        if lost := mutated - self.replaced.keys():
+            raise CorrectnessError(
+                f"the region changed its tensor argument {min(lost)} in place, which it had not done on an earlier "
+                "call, so its old value is gone and a recompute would be wrong; clone that argument inside the region"
+            )
+        self._check_aliases(mutated)
+        self.replaced = {index: self.replaced[index] for index in mutated}
+        self._clones = {key: self._clones[key] for key in changed}
+        self._arguments = []
+        if not self._first:
+            return None
+        return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random)
+
+    def _changed_places(self) -> list[Key]:
+        changed: list[Key] = []
+        lost: list[Key] = []
+        for index, (position, key, tensor) in enumerate(self._scope.tensors):
+            now = version(tensor)
+            clone = self._clones.get((position, key))
+            if now == self._versions[index] and (clone is None or not self._first or self._same(clone, tensor)):
+                if clone is not None and not self._first:
+                    changed.append((position, key))  # a habit: kernels such as batch_norm do not bump the version
+                continue
+            self._versions[index] = now
+            (lost if clone is None else changed).append((position, key))
+        if lost:
+            raise CorrectnessError(
+                f"the region changed {self._describe(lost[0])} in place while it ran, so a recompute would start "
+                "from the changed value; make the change outside the region, or replace the tensor "
+                "instead of changing it"
+            )
+        return changed
+
+    def _same(self, clone: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` still has the values of `clone`; asked on a first run only, for it waits for the device."""
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
+            # No values to compare: fall back on the one family of kernels that changes buffers unseen.
+            return not any(
+                isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())
+                for module in self._scope.modules
+            )
+        with unseen(), torch.no_grad():
+            return torch.equal(clone, tensor) or bool(((clone == tensor) | (clone.isnan() & tensor.isnan())).all())
+
+    def _check_aliases(self, mutated: set[int]) -> None:
+        for index in mutated:
+            storage = self._arguments[index].untyped_storage()._cdata
+            for other, tensor in enumerate(self._arguments):
+                if tensor is not self._arguments[index] and tensor.untyped_storage()._cdata == storage:
+                    raise CorrectnessError(
+                        f"the region changed its tensor argument {index} in place, and argument {other} shares its "
+                        "memory; a recompute cannot repeat that. Clone one of them before the region"
+                    )
+
+    @contextmanager
+    def reinstate(self, *, last: bool) -> Iterator[None]:
+        """Run the body as if no time had passed since the snapshot; afterwards everything is as it was before.
+
+        `last` says that there will be no other rerun, so that the old values themselves may be changed by this one.
+
+        Raises:
+            CorrectnessError: a tensor that the region depends on was changed in place since.
+        """
+        scope = self._scope
+        changed = self._changed_since()
+        renewed = self._clones if last else _copies(self._clones)
+        self.fresh.extend(renewed.values())
+        touched = {position for position, _ in renewed}
+        before: list[Content] = []
+        undo: list[Callable[[], Any]] = []
+        try:
+            for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
+                if position not in touched and holds(place, content):
+                    before.append(content)
+                    continue
+                before.append(read(place))
+                write(place, self._content_for_rerun(position, renewed))
+            self._environment.enter(undo)
+            with _RefuseChanged(changed) if changed else nullcontext():
+                yield
+        finally:
+            for step in reversed(undo):
+                step()
+            for place, content in zip(scope.places, before, strict=False):
+                if not holds(place, content):
+                    write(place, content)
+
+    def _content_for_rerun(self, position: int, renewed: dict[Key, torch.Tensor]) -> Content:
+        content = self._scope.contents[position].copy()
+        present = read(self._scope.places[position])
+        for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
+            if (clone := renewed.get((position, key))) is not None:
+                content[key] = clone.requires_grad_(then.requires_grad)
+            elif _is_sharded(then) and isinstance(present, dict):
+                # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
+                content[key] = present.get(key, then)
+        return content
+
+    def _changed_since(self) -> dict[int, str]:
+        """The storages that were changed in place since the run, each with what to say if the rerun uses it."""
+        return {
+            tensor.untyped_storage()._cdata: (
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._describe((position, key))}, {_shape(tensor)}, is at version {version(tensor)}, but the "
+                f"checkpointed region ran with version {expected} and would be recomputed with other numbers. "
+                "Call backward before changing it (an optimizer step changes parameters)"
+            )
+            for (position, key, tensor), expected in zip(self._scope.tensors, self._versions, strict=True)
+            if version(tensor) != expected and (position, key) not in self._clones
+        }
+
+    def _describe(self, key: Key) -> str:
+        place, name = self._scope.places[key[0]], key[1]
+        for root in self._scope.modules:
+            for path, module in root.named_modules():
+                full = f"{path}.{name}" if path else str(name)
+                if place is module._parameters:
+                    return f"parameter '{full}' of {type(root).__name__}"
+                if place is module._buffers:
+                    return f"buffer '{full}' of {type(root).__name__}"
+                if getattr(place, "mapping", None) is module.__dict__:
+                    return f"attribute '{full}' of {type(root).__name__}"
+        return f"captured tensor '{name}'" if isinstance(name, str) else "a captured tensor"
+
+
+class _RefuseChanged(TorchDispatchMode):
+    """Raises `CorrectnessError` when a rerun uses a tensor that was changed in place since the run.
+
+    Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
+    is right to find that other blocks have moved their statistics on.
+    """
+
+    def __init__(self, changed: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changed = changed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tree.tensors((args, kwargs)):
+            message = self._changed.get(tensor.untyped_storage()._cdata)
+            if message is not None:
+                raise CorrectnessError(message)
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(originals: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
+    if not originals:
+        return {}
+    with unseen(), torch.no_grad():
+        return {key: tensor.clone() for key, tensor in originals.items()}
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,33 @@
+"""Settings of the whole suite: hypothesis profiles, seeds, and the skip of what needs a GPU."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
+torch.set_num_threads(1)
+
+# `ci` finds the same examples at every run; `deep` (HYPOTHESIS_PROFILE=deep) looks for new ones.
+settings.register_profile("ci", derandomize=True, max_examples=20, deadline=None, database=None)
+settings.register_profile("deep", max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeds():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)

@@ -1,0 +1,57 @@
+"""Every Python block of the README and the docs runs, and prints what the docs say that it prints."""
+
+import io
+import re
+import sys
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A Python block, and the text block right after it when there is one: what the Python block prints.
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+
+
+# The compiler's own imports, at the first torch.compile of a process.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run_in_order_and_print_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # log files and pictures
+    namespace = types.ModuleType(f"docs_{page.stem}")  # registered, so that classes of a page can be pickled
+    monkeypatch.setitem(sys.modules, namespace.__name__, namespace)
+    text = page.read_text(encoding="utf-8")
+    blocks = list(BLOCK.finditer(text))
+    assert blocks, f"{page.name} has no Python block"
+    torch.manual_seed(0)
+    try:
+        for block in blocks:
+            line = text.count("\n", 0, block.start("code"))
+            code = compile("\n" * line + block["code"], str(page), "exec")
+            printed = io.StringIO()
+            with redirect_stdout(printed):
+                exec(code, namespace.__dict__)
+            if block["output"] is not None:
+                assert printed.getvalue() == block["output"], f"{page.name}, the block at line {line + 1}"
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = re.findall(r":\s*(\S+\.md)\s*$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(navigation) == sorted(page.name for page in PAGES if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_of_the_project_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_no_page_installs_the_distribution_that_is_not_ours():
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        assert not re.search(r"install[^\n]*\s['\"]?memscale(?![-\w])", page.read_text(encoding="utf-8")), page.name

@@ -1,0 +1,161 @@
+"""The public surface: its names, what each says about itself, and what each says to bad input."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import memscale as ms
+from memscale import policies
+
+NAMES = [
+    "AsyncOffloadConfig",
+    "BudgetError",
+    "Config",
+    "ConfigError",
+    "CorrectnessError",
+    "Executor",
+    "Hardware",
+    "LossScale",
+    "MemscaleError",
+    "OptimizationMode",
+    "Plan",
+    "PlanError",
+    "PolicyFallbackNeeded",
+    "Residual",
+    "RuntimeUnavailable",
+    "Transform",
+    "TransformError",
+    "Verification",
+    "cast",
+    "checkpoint",
+    "compose",
+    "detach",
+    "functional",
+    "identity",
+    "name",
+    "optimize",
+    "policies",
+    "saved_residuals",
+    "tile",
+    "transform",
+    "verify",
+    "wrap",
+]
+POLICIES = [
+    "Move",
+    "Policy",
+    "Recompute",
+    "Save",
+    "Site",
+    "Verdict",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_from_both_policies",
+    "save_only_these_names",
+]
+DOCS = Path(__file__).parents[1] / "docs"
+
+# Errors show themselves where they are raised, and `identity` is a value.
+ERRORS = [name for name in NAMES if isinstance(getattr(ms, name), type) and issubclass(getattr(ms, name), Exception)]
+SHOWN = [name for name in NAMES if callable(getattr(ms, name)) and name not in {"identity", *ERRORS}]
+
+
+def test_the_public_names_are_these():
+    assert sorted(ms.__all__) == sorted(NAMES)
+    assert sorted(policies.__all__) == sorted(POLICIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_is_documented(name):
+    assert (getattr(ms, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_each_function_and_class_shows_an_example(name):
+    assert ">>> " in getattr(ms, name).__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("save_")] + ["Policy"])
+def test_each_policy_factory_shows_an_example(name):
+    assert ">>> " in getattr(policies, name).__doc__
+
+
+@pytest.mark.skipif(not DOCS.exists(), reason="the documentation pages are not written yet")
+@pytest.mark.parametrize("name", NAMES + [f"policies.{name}" for name in POLICIES if name[0].islower()])
+def test_each_name_is_on_a_page_of_the_documentation(name):
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    assert name.removeprefix("policies.") in text
+
+
+def test_errors_are_ours_and_also_what_python_calls_them():
+    for name in ERRORS:
+        assert issubclass(getattr(ms, name), ms.MemscaleError)
+        assert issubclass(getattr(ms, name), (ValueError, RuntimeError)) or name == "MemscaleError"
+
+
+BAD = {
+    "checkpoint: not a policy": (lambda: ms.checkpoint(policy=3), r"checkpoint\(policy=\.\.\.\): a policy is .*got 3"),
+    "checkpoint: a factory": (
+        lambda: ms.checkpoint(policy=policies.save_only_these_names),
+        r"a policy is a value .*; call it first",
+    ),
+    "checkpoint: a verdict": (lambda: ms.checkpoint(policy=policies.Save()), r"a policy is .*got Save\(\)"),
+    "compose: not a transform": (lambda: ms.compose(3), r"compose\(\) takes transforms .*got 3 at position 0"),
+    "compose: a factory": (lambda: ms.compose(ms.identity, ms.checkpoint), r"at position 1; call the factory"),
+    "name: empty": (lambda: ms.name(torch.ones(1), ""), r"the label is a non-empty string, got ''"),
+    "name: no string": (lambda: ms.name(torch.ones(1), 3), r"the label is a non-empty string, got 3"),
+    "name: no tensor": (lambda: ms.name([1], "a"), r"labels a tensor, got list for label 'a'"),
+    "names: none": (lambda: policies.save_only_these_names(), r"save_only_these_names: give at least 1 name"),
+    "names: empty": (lambda: policies.save_only_these_names(""), r"a name is a non-empty string .*got ''"),
+    "names: a list": (lambda: policies.save_only_these_names(["a"]), r"a name is a non-empty string .*\['a'\]"),
+    "but these: no string": (
+        lambda: policies.save_any_names_but_these(3),
+        r"save_any_names_but_these: a name is a non-empty string .*got 3",
+    ),
+    "offload: none": (lambda: policies.save_and_offload_only_these_names(), r"give at least 1 name"),
+    "offload: both": (
+        lambda: policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["a", "b"], names_which_can_be_offloaded=["b"]
+        ),
+        r"\['b'\] cannot be both saved and offloaded",
+    ),
+    "offload: one string": (
+        lambda: policies.save_and_offload_only_these_names(names_which_can_be_offloaded="ab"),
+        r"as separate strings, got 'ab'",
+    ),
+    "offload: tier": (
+        lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], tier=""),
+        r"tier=\.\.\.\) must be the name of a memory tier",
+    ),
+    "both: no policy": (
+        lambda: policies.save_from_both_policies(policies.dots_saveable, None),
+        r"save_from_both_policies: a policy is .*got None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+def test_factories_refuse_what_they_cannot_use(make, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        make()
+
+
+def test_a_transform_maps_functions_only():
+    for transform in (ms.checkpoint(), ms.identity, ms.compose(ms.checkpoint(), ms.checkpoint())):
+        with pytest.raises(ms.TransformError, match="maps a function to a function, got int 3"):
+            transform(3)
+
+
+def test_moving_a_value_needs_a_runtime_that_is_not_there_yet():
+    policy = policies.save_and_offload_only_these_names(names_which_can_be_offloaded=["hidden"])
+
+    def fn(x):
+        return ms.name(x.sin(), "hidden").exp()
+
+    with pytest.raises(ms.RuntimeUnavailable, match="moves hidden to tier 'auto', and the offload runtime is not"):
+        ms.checkpoint(policy=policy)(fn)(torch.ones(2, requires_grad=True))
