@@ -26,6 +26,8 @@ from memscale._transform import Transform, compose, identity
 from memscale._verify import Verification, verify
 from memscale.optimizers import LossScale
 from memscale.profiling._hardware import Hardware
+from memscale.profiling._profile import Profile
+from memscale.profiling._profiler import MemoryProfiler, profile
 from memscale.transforms import Residual, cast, checkpoint, name, saved_residuals, tile
 
 __version__ = "0.1.0"
@@ -39,11 +41,13 @@ __all__ = [
     "Executor",
     "Hardware",
     "LossScale",
+    "MemoryProfiler",
     "MemscaleError",
     "OptimizationMode",
     "Plan",
     "PlanError",
     "PolicyFallbackNeeded",
+    "Profile",
     "Residual",
     "RuntimeUnavailable",
     "Transform",
@@ -58,6 +62,7 @@ __all__ = [
     "name",
     "optimize",
     "policies",
+    "profile",
     "saved_residuals",
     "tile",
     "transform",

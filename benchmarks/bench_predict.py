@@ -1,0 +1,366 @@
+"""Predicted against real peak memory of a training step, over the zoo of architectures, dtypes and transforms.
+
+The truth is PyTorch's allocator in the third step of a real run: on CPU its events, on CUDA its own peak counters. The
+prediction is `memscale.profile` of a model that never ran. A step is forward, loss, backward (`accumulate` times),
+`optimizer.step()`, `zero_grad(set_to_none=True)`; the output is let go before backward begins.
+
+    python benchmarks/bench_predict.py [--only REGEX] [--dtype fp32] [--variant REGEX] [--probe] [--device cuda]
+    python benchmarks/bench_predict.py --shapes   # only: seconds and memory of a prediction for Llama 8B and 70B
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the profiler logs to the terminal otherwise
+
+import torch
+import transformers
+from _zoo import DTYPES, ZOO, Case
+
+import memscale as ms
+from memscale.profiling._allocator import measure, training_roles
+
+WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
+COLUMNS = f"{'case':21}{'dtype':6}{'variant':16}{'truth MB':>10}{'predicted':>11}{'error %':>9}{'seconds':>9}"
+
+# Keyword arguments of LlamaConfig, and the seconds that a prediction may take on 2 cores.
+SHAPES: dict[str, tuple[dict[str, int], float]] = {
+    "Llama 8B": (
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "intermediate_size": 14_336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        5.0,
+    ),
+    "Llama 70B": (
+        {
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "intermediate_size": 28_672,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+        15.0,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """What the allocator did in the third step; `note` is why the peak is an upper bound, or ""."""
+
+    peak_bytes: int
+    start_bytes: int
+    step_seconds: float
+    reserved_peak_bytes: int | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prediction beside its truth; `failure` says why there is none."""
+
+    case: str
+    dtype: str
+    variant: str
+    truth: Truth
+    predicted_bytes: int | None
+    predicted_reserved_bytes: int | None
+    predict_seconds: float
+    failure: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the allocated peak, signed."""
+        return None if self.predicted_bytes is None else self.predicted_bytes / self.truth.peak_bytes - 1
+
+    @property
+    def reserved_error(self) -> float | None:
+        """Relative error of the reserved peak, signed; None where there is no truth of it."""
+        real, predicted = self.truth.reserved_peak_bytes, self.predicted_reserved_bytes
+        return None if real is None or predicted is None else predicted / real - 1
+
+    def __str__(self) -> str:
+        line = f"{self.case:21}{self.dtype:6}{self.variant:16}{self.truth.peak_bytes / 1e6:10.2f}"
+        if self.predicted_bytes is None or self.error is None:
+            return f"{line}  failed: {self.failure}"
+        line += f"{self.predicted_bytes / 1e6:11.2f}{100 * self.error:+9.3f}{self.predict_seconds:9.2f}"
+        if self.reserved_error is not None:
+            line += f"   reserved {self.truth.reserved_peak_bytes / 1e6:.1f} MB {100 * self.reserved_error:+.2f} %"
+        return line + (f"   {self.truth.note}" if self.truth.note else "")
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch) if isinstance(batch, torch.Tensor) else model(*batch)
+
+
+def training_step(
+    case: Case, model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
+    def loss() -> torch.Tensor:
+        output = call(model, batch)
+        return output.loss if case.loss is None else case.loss(output, batch)
+
+    def step() -> None:
+        for _ in range(case.accumulate):
+            loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
+    """Train three steps and measure the last."""
+    torch.manual_seed(0)
+    held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
+    model, batch = case.make(dtype, device)
+    plan = case.plans(model, dtype)[variant]
+    runs = model if plan is None else ms.transform(model, plan)
+    optimizer = case.optimizer(model)
+    step = training_step(case, runs, batch, optimizer)
+    for _ in range(WARM_STEPS):
+        step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start_bytes, began = torch.cuda.memory_allocated(), time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return Truth(
+            torch.cuda.max_memory_allocated() - held_bytes,
+            start_bytes - held_bytes,
+            time.perf_counter() - began,
+            torch.cuda.max_memory_reserved(),
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trace = measure(step, roles=training_roles(model, optimizer, batch))
+    unseen = [str(warning.message) for warning in caught if "upper bound" in str(warning.message)]
+    return Truth(trace.peak_bytes, trace.start_bytes, trace.seconds, note="".join(unseen))
+
+
+def predict(case: Case, dtype: str, variant: str, device: str, probe: bool, truth: Truth) -> Row:
+    """Profile a fresh model; a failure is a row too, since one model must not hide the others."""
+    torch.manual_seed(0)
+    model, batch = case.make(dtype, device)
+    options: dict[str, Any] = {"plan": case.plans(model, dtype)[variant], "accumulate": case.accumulate}
+    if probe:
+        options["probe"] = True
+    optimizer = case.optimizer(model)
+    began = time.perf_counter()
+    try:
+        profile = ms.profile(model, batch, optimizer=optimizer, loss=case.loss, **options)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
+        return Row(case.name, dtype, variant, truth, None, None, time.perf_counter() - began, failure)
+    seconds = time.perf_counter() - began
+    reserved_bytes = profile.reserved_peak_bytes if device == "cuda" else None
+    return Row(case.name, dtype, variant, truth, profile.peak_bytes, reserved_bytes, seconds)
+
+
+def release(device: str) -> None:
+    """Leave nothing of one case to the next."""
+    gc.collect()
+    if device == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+class Truths:
+    """Truths by case, dtype, variant and environment, kept in a file if there is one."""
+
+    def __init__(self, path: Path | None, device: str) -> None:
+        self.path = path
+        threads = f"{torch.get_num_threads()} threads"
+        self.where = "/".join([torch.__version__, torch.cuda.get_device_name() if device == "cuda" else threads])
+        stored = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.known = {key: Truth(**fields) for key, fields in stored.items()}
+
+    def get(self, case: Case, dtype: str, variant: str, device: str) -> Truth:
+        key = f"{case.name}/{dtype}/{variant}/{self.where}"
+        if key not in self.known:
+            self.known[key] = real_step(case, dtype, variant, device)
+            if self.path is not None:
+                self.path.write_text(
+                    json.dumps({name: dataclasses.asdict(truth) for name, truth in self.known.items()}, indent=1)
+                )
+        return self.known[key]
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[Case, str, str]]:
+    """The combinations asked for; says which ones PyTorch refuses."""
+    for case in ZOO.values():
+        if not re.search(options.only, case.name):
+            continue
+        with torch.device("meta"):
+            model, _ = case.build()
+        for dtype in DTYPES if options.dtype == "all" else (options.dtype,):
+            if options.device == "cpu" and dtype in case.refused:
+                print(f"{case.name:21}{dtype:6}skipped: {case.refused[dtype]}", flush=True)
+                continue
+            for variant in case.plans(model, dtype):
+                if re.fullmatch(options.variant, variant):
+                    yield case, dtype, variant
+
+
+def summary(rows: list[Row]) -> dict[str, float]:
+    """Median and worst absolute error in percent, of the allocated and, on CUDA, the reserved peak."""
+    found: dict[str, float] = {"rows": len(rows), "failed": sum(row.error is None for row in rows)}
+    for name, errors in {
+        "allocated": [abs(row.error) for row in rows if row.error is not None],
+        "reserved": [abs(row.reserved_error) for row in rows if row.reserved_error is not None],
+    }.items():
+        if errors:
+            found[f"{name} median %"] = 100 * statistics.median(errors)
+            found[f"{name} worst %"] = 100 * max(errors)
+    return found
+
+
+def environment(device: str) -> dict[str, Any]:
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "memscale": ms.__version__,
+        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
+    }
+
+
+def high_water_bytes() -> int:
+    """The most physical memory that this process ever held."""
+    # Not getrusage: its maximum survives exec, so a child would report its parent's.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/self/status has no VmHWM: this part needs Linux")
+
+
+def predict_shape(name: str) -> dict[str, float]:
+    """Seconds and memory to profile one shape, in this process."""
+    config = transformers.LlamaConfig(
+        **SHAPES[name][0], vocab_size=128_256, max_position_embeddings=8192, use_cache=False
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros(1, 4096, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before_bytes = high_water_bytes()
+    began = time.perf_counter()
+    profile = ms.profile(model, {"input_ids": tokens, "labels": tokens}, optimizer=optimizer, hardware="h100")
+    seconds = time.perf_counter() - began
+    return {
+        "seconds": seconds,
+        "peak_bytes": profile.peak_bytes,
+        "high_water_bytes": high_water_bytes(),
+        "before_bytes": before_bytes,
+    }
+
+
+def shapes(threads: int) -> dict[str, dict[str, float]]:
+    """Each shape in a process of its own, so that the memory is that of one prediction."""
+    print("\nLlama shapes, bf16, AdamW, 1 x 4096 tokens, built on meta, simulated for an H100")
+    found = {}
+    for name, (_, allowed_seconds) in SHAPES.items():
+        command = [sys.executable, __file__, "--shape", name, "--threads", str(threads)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"  {name:10} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+            continue
+        result = found[name] = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"  {name:10} {result['seconds']:6.2f} s (at most {allowed_seconds:.0f})   process "
+            f"{result['high_water_bytes'] / 1e6:.0f} MB, of which {result['before_bytes'] / 1e6:.0f} before the call   "
+            f"predicted peak {result['peak_bytes'] / 1e9:.2f} GB",
+            flush=True,
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="regex: the cases whose name it finds")
+    parser.add_argument("--dtype", default="all", choices=[*DTYPES, "all"])
+    parser.add_argument("--variant", default=".*", help="regex: the variants whose whole name it matches")
+    parser.add_argument("--probe", action="store_true", help="let profile() run each distinct op once for real")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="some kernels allocate for each")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument(
+        "--truth-cache",
+        type=Path,
+        help="keep truths in this file and do not measure them again; it does not see changes to a case or a transform",
+    )
+    parser.add_argument("--truth-only", action="store_true", help="measure, without predicting")
+    parser.add_argument("--shapes", action="store_true", help="predict the large Llama shapes, and nothing else")
+    parser.add_argument("--shape", choices=SHAPES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+    if options.shape:
+        print(json.dumps(predict_shape(options.shape)))
+        return 0
+    about = environment(options.device)
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    rows: list[Row] = []
+    large = shapes(options.threads) if options.shapes else {}
+    if not options.shapes:
+        truths = Truths(options.truth_cache, options.device)
+        print(COLUMNS)
+        for case, dtype, variant in chosen(options):
+            release(options.device)
+            truth = truths.get(case, dtype, variant, options.device)
+            release(options.device)
+            if options.truth_only:
+                seconds = f"{truth.step_seconds:.2f} s"
+                print(
+                    f"{case.name:21}{dtype:6}{variant:16}{truth.peak_bytes / 1e6:10.2f}   step {seconds} {truth.note}"
+                )
+                continue
+            rows.append(predict(case, dtype, variant, options.device, options.probe, truth))
+            print(rows[-1], flush=True)
+    if rows:
+        print("\n" + ", ".join(f"{key} {value:.3g}" for key, value in summary(rows).items()))
+    if options.json is not None:
+        results = [
+            {**dataclasses.asdict(row), "error": row.error, "reserved_error": row.reserved_error} for row in rows
+        ]
+        document = {**about, "probe": options.probe, "summary": summary(rows), "results": results, "shapes": large}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(any(row.failure for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

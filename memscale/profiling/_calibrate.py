@@ -1,0 +1,171 @@
+"""How fast a device really is: the largest rates that matrix products and copies reach on it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Clock = Callable[[], float]
+Run = Callable[[], object]
+
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+# Far larger than any cache, so that copies go through memory.
+_COPY_BYTES = 256 * 1024**2
+_TINY_OPS = 1000
+_REPEATS = 5
+
+_DTYPES = {
+    "cpu": ("float64", "float32", "bfloat16", "float16", "int8"),
+    "cuda": ("float64", "float32", "tfloat32", "bfloat16", "float16", "int8", "float8_e4m3fn"),
+}
+
+
+def calibrate(
+    device: torch.device,
+    free_bytes: int | None,
+    *,
+    sizes: tuple[int, ...] = _SIZES,
+    copy_bytes: int = _COPY_BYTES,
+    budget_seconds: float = 15.0,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """The speeds of `device`, by the names of the fields of `Hardware`.
+
+    Each is the best of several medians: a median is not moved by one interruption, and what disturbs a machine only
+    ever makes it slower.
+
+    Args:
+        device: a CPU or CUDA device.
+        free_bytes: its free memory; the measurement takes at most a quarter of it.
+        sizes: of the square matrices, growing. A size that would exceed the dtype's share of the budget is left out.
+        copy_bytes: of each of the three buffers that copies go between.
+        budget_seconds: for all matrix products together. The copies take a few seconds on top.
+        clock: seconds since some moment.
+    """
+    room_bytes = (free_bytes if free_bytes is not None else 4 * 1024**3) // 4
+    timer = _Timer(device, clock)
+    dtypes = _DTYPES[device.type]
+    flops_per_second = {}
+    with torch.inference_mode():
+        for dtype in dtypes:
+            rate = _gemm_rate(dtype, timer, sizes, room_bytes, budget_seconds / len(dtypes))
+            if rate is not None:
+                flops_per_second[dtype] = rate
+        speeds = _copy_rates(timer, min(copy_bytes, room_bytes // 3))
+        launch_seconds = _launch_seconds(timer)
+    return {"flops_per_second": flops_per_second, "launch_seconds": launch_seconds, **speeds}
+
+
+class _Timer:
+    """Wall time on one device, which is done when the clock is read."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.device = device
+        self._clock = clock
+
+    def once(self, run: Run) -> float:
+        self._finish()
+        began = self._clock()
+        run()
+        self._finish()
+        return self._clock() - began
+
+    def median(self, run: Run) -> float:
+        return statistics.median(self.once(run) for _ in range(_REPEATS))
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _gemm_rate(
+    dtype: str, timer: _Timer, sizes: tuple[int, ...], room_bytes: int, budget_seconds: float
+) -> float | None:
+    """The most operations a second over the sizes; None where the device has no product of this dtype."""
+    best: float | None = None
+    spent = 0.0
+    for size in sizes:
+        if 3 * 8 * size * size > room_bytes:
+            break
+        try:
+            with _product(dtype, size, timer.device) as run:
+                spent += timer.once(run)  # loads kernels, wakes the device
+                seconds = timer.median(run)
+        except RuntimeError:  # not on this device, or, of the larger sizes, not in its memory
+            break
+        spent += _REPEATS * seconds
+        best = max(best or 0.0, 2 * size**3 / seconds)
+        if spent + 8 * (1 + _REPEATS) * seconds > budget_seconds:  # the next size has at least 8 times the work
+            break
+    return best
+
+
+@contextmanager
+def _product(dtype: str, size: int, device: torch.device) -> Iterator[Run]:
+    """A product of two `size` × `size` matrices.
+
+    Of random numbers from a generator of its own, since a device under a power limit multiplies constants faster than
+    it will ever multiply weights (He, "Matrix multiplications on GPUs run faster when given predictable data", 2024).
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device, dtype=torch.float32) for _ in range(2))
+    if dtype == "int8":
+        left, right = (matrix.mul(32).clamp(-127, 127).to(torch.int8) for matrix in (left, right))
+        yield lambda: torch._int_mm(left, right)
+    elif dtype == "float8_e4m3fn":
+        left, right = (
+            left.to(torch.float8_e4m3fn),
+            right.to(torch.float8_e4m3fn).t(),
+        )  # cuBLAS takes a column-major right
+        one = torch.ones((), device=device)
+        yield lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    else:
+        with _tfloat32(dtype == "tfloat32"):
+            precision = torch.float32 if dtype == "tfloat32" else getattr(torch, dtype)
+            left, right = left.to(precision), right.to(precision)
+            out = torch.empty_like(left)
+            yield lambda: torch.mm(left, right, out=out)
+
+
+@contextmanager
+def _tfloat32(allowed: bool) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
+    count = max(1, nbytes // 4)
+    # Ones and not zeros: the memory of fresh zeros is one page that the system maps everywhere, and fast.
+    a, b, c = (torch.ones(count, device=timer.device) for _ in range(3))
+    copy, triad = timer.median(lambda: a.copy_(b)), timer.median(lambda: torch.add(b, c, alpha=3.0, out=a))
+    if timer.device.type == "cuda":
+        del b, c
+        host = torch.ones(count, pin_memory=True)
+        to_device, to_host = (timer.median(lambda: a.copy_(host)), timer.median(lambda: host.copy_(a)))
+    else:
+        to_device = to_host = copy
+    return {
+        "bandwidth_bytes_per_second": max(2 * a.nbytes / copy, 3 * a.nbytes / triad),
+        "host_to_device_bytes_per_second": a.nbytes / to_device,
+        "device_to_host_bytes_per_second": a.nbytes / to_host,
+    }
+
+
+def _launch_seconds(timer: _Timer) -> float:
+    one = torch.ones(1, device=timer.device)
+
+    def run() -> None:
+        for _ in range(_TINY_OPS):
+            one.add_(1)
+
+    return timer.median(run) / _TINY_OPS

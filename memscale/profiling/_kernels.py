@@ -1,0 +1,49 @@
+"""What the kernels of the target device do that the operators' results do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.profiling._attention import CudaAttention
+from memscale.profiling._hardware import Hardware
+from memscale.profiling._scratch import cpu_scratch_bytes
+from memscale.profiling._workspaces import cublas_workspace_bytes, cuda_scratch_bytes
+
+_DEFAULT_CAPABILITY = (8, 0)
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
+
+
+class Kernels:
+    """The kernels of a device, for a step that is simulated on another."""
+
+    def __init__(self, hardware: Hardware, *, probe: bool) -> None:
+        self.is_cuda = hardware.device_type == "cuda"
+        self.capability = hardware.capability or _DEFAULT_CAPABILITY
+        self.probe = probe
+
+    def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
+        """The bytes that `op` allocates and frees again inside one call."""
+        if self.is_cuda:
+            return cuda_scratch_bytes(str(op), args, result, self.capability)
+        return cpu_scratch_bytes(op, args, kwargs, result)
+
+    def library_bytes(self, op: OpOverload) -> int:
+        """The workspace that the first operator of this kind leaves allocated for good."""
+        return cublas_workspace_bytes(self.capability) if self.is_cuda and op._opname in _PRODUCTS else 0
+
+    @contextmanager
+    def chosen(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+        """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
+        with ExitStack() as stack:
+            if self.is_cuda:
+                stack.enter_context(CudaAttention(self.capability))
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                            group["foreach"] = True  # put back with everything else that the simulation reached
+            yield

@@ -1,0 +1,155 @@
+"""What a simulated step did to memory, as data: blocks, their births and deaths, the operators that caused them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+#: What a block is for, in the order in which tables and pictures stack it.
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "optimizer state",
+    "gradient",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+    "other",
+)
+
+
+#: A choice among random activations: which expert, which token.
+CHOICE = "choice"
+#: One number that stands for a loss, a norm or a flag, such that nothing unusual is seen in it.
+SCALAR = "scalar"
+
+
+class Phase(enum.Enum):
+    """The part of a step that an operator runs in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage.
+
+    Attributes:
+        nbytes: its size.
+        op: the index of the operator that made it, -1 for what was there before.
+        category: one of `CATEGORIES`, or "" until the step has shown what it is.
+        shape: of the first tensor over it.
+        dtype: of that tensor, ``"float32"``.
+        path: of the module, or of the parameter, it belongs to.
+        known: whether its values are real ones, and not address space.
+        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, or "" for computed ones.
+    """
+
+    nbytes: int
+    op: int
+    category: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    path: str = ""
+    known: bool = False
+    guess: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One operator of the step: its name, where it ran, its arithmetic and its memory traffic."""
+
+    name: str
+    path: str
+    phase: Phase
+    flops: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+
+
+@dataclass(slots=True)
+class Sum:
+    """An addition that autograd may do in place: `total` reuses `first` (or `second`) if that one dies at once."""
+
+    event: int
+    first: int
+    second: int
+    total: int
+
+
+@dataclass
+class Ledger:
+    """Births and deaths in order. An event is ``block + 1`` for a birth and ``-(block + 1)`` for a death."""
+
+    blocks: list[Block] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    event_ops: list[int] = field(default_factory=list)
+    ops: list[OpCall] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    #: (index of the first event, index of the first operator) of each step.
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+    def birth(self, block: Block) -> int:
+        """Record that `block` is allocated now, and return its number."""
+        self.blocks.append(block)
+        number = len(self.blocks) - 1
+        self.events.append(number + 1)
+        self.event_ops.append(len(self.ops) - 1)
+        return number
+
+    def death(self, number: int) -> None:
+        """Record that block `number` is freed now."""
+        self.events.append(-number - 1)
+        self.event_ops.append(len(self.ops) - 1)
+
+    def begin_step(self) -> None:
+        """Mark the beginning of a step."""
+        self.steps.append((len(self.events), len(self.ops)))
+
+    def settle(self) -> None:
+        """Let the additions of gradients happen in place where autograd would have done that.
+
+        A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode). Without
+        one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
+        """
+        for total in self.sums:
+            after = total.event + 1
+            deaths = {}
+            while after < len(self.events) and self.events[after] < 0:
+                deaths[-self.events[after] - 1] = after
+                after += 1
+            for operand in (total.first, total.second):
+                if operand in deaths:
+                    self._merge(total, operand, deaths[operand])
+                    break
+        kept = [at for at, event in enumerate(self.events) if event]
+        before = 0
+        shifted = {}
+        marks = {event for event, _ in self.steps}
+        for at in range(len(self.events) + 1):
+            if at in marks:
+                shifted[at] = before
+            before += at < len(self.events) and self.events[at] != 0
+        self.steps = [(shifted[event], op) for event, op in self.steps]
+        self.event_ops = [self.event_ops[at] for at in kept]
+        self.events = [self.events[at] for at in kept]
+        self.sums = []
+
+    def _merge(self, total: Sum, operand: int, death: int) -> None:
+        self.events[total.event] = 0
+        self.events[death] = 0
+        # The sum lives on in the operand's block, so what dies later under its number is that block.
+        merged = self.blocks[total.total]
+        self.blocks[operand].category = self.blocks[operand].category or merged.category
+        for at in range(death + 1, len(self.events)):
+            if self.events[at] == -total.total - 1:
+                self.events[at] = -operand - 1
+                break
+        for later in self.sums:
+            if later.first == total.total:
+                later.first = operand
+            if later.second == total.total:
+                later.second = operand

@@ -1,0 +1,198 @@
+"""`profile`: the memory of a training step, simulated; measured on real steps where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale._apply import PlanLike, transform
+from memscale._config import Config
+from memscale._errors import ConfigError, MemscaleError
+from memscale.profiling._analysis import analyse
+from memscale.profiling._empirical import measured_profile
+from memscale.profiling._errors import NeedsValues
+from memscale.profiling._hardware import Hardware
+from memscale.profiling._kernels import Kernels
+from memscale.profiling._profile import Profile, as_hardware
+from memscale.profiling._simulation import Simulation
+from memscale.profiling._step import Loss, training_step
+
+_STEPS = 2  # the first makes the optimizer's states, the second has them
+
+
+def profile(
+    model: nn.Module | Callable[[], object],
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    plan: PlanLike | None = None,
+    hardware: Hardware | str | None = None,
+    accumulate: int = 1,
+    probe: bool = False,
+) -> Profile:
+    """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
+
+    Forward, loss, backward, optimizer step and the dropping of gradients run twice with every kernel left out; what each
+    tensor would take is recorded from its birth to its death. Nothing is changed: model, optimizer, gradients and random
+    states are as before, also after an error.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> profile = ms.profile(model, torch.ones(32, 64), optimizer=optimizer, loss=lambda y, _: y.square().mean())
+    >>> profile.peak_bytes, profile.moment.phase
+    (398404, 'optimizer')
+    >>> profile.by_category["optimizer state"] == 2 * profile.by_category["parameter"] + 4 * 4  # and four step counts
+    True
+
+    Args:
+        model: a module on any device (``meta`` costs no memory), or a function without arguments that is one pass of a
+            training loop; modules, optimizers and tensors that it uses are found.
+        batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
+            mapping keyword arguments. None for a function.
+        optimizer: the one that trains the model; None leaves the step at backward.
+        loss: ``loss(output, batch)``, a scalar tensor. None takes the output's ``loss``, or the output if it is a
+            tensor.
+        plan: transforms to apply first, as in `transform`; the model stays as it is.
+        hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
+            model's device.
+        accumulate: forward and backward passes for each optimizer step.
+        probe: run each kernel once for real on inputs of zeros to see what memory it takes inside, which is otherwise
+            known by formulas; the answers are kept in a cache on disk.
+
+    Raises:
+        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+        RuntimeUnavailable: the step can be neither simulated nor run here.
+    """
+    profiler = MemoryProfiler(model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe)
+    return profiler.profile(batch, accumulate=accumulate)
+
+
+class MemoryProfiler:
+    """Profiles steps of one model with different batches.
+
+    Static first: the step is simulated, operators without a rule for their shapes run on zeros. If the step reads values
+    that only a real run computes, it is measured on ``config.warmup_steps`` real steps and one more, and everything they
+    changed is put back. ``config.use_static_profiling`` and ``config.use_empirical_fallback`` turn the two off.
+
+    >>> import torch, memscale as ms
+    >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum())
+    >>> small, large = (profiler.profile(torch.ones(rows, 8)).peak_bytes for rows in (10, 20))
+    >>> large - small
+    960
+
+    Args:
+        model, optimizer, loss, plan, hardware, probe: as in `profile`.
+        config: None is ``Config()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], object],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        plan: PlanLike | None = None,
+        hardware: Hardware | str | None = None,
+        config: Config | None = None,
+        probe: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.config = config if config is not None else Config()
+        if not isinstance(model, nn.Module):
+            if not callable(model):
+                raise ConfigError(
+                    f"profile(model=...) takes a torch.nn.Module or a function that runs one step, got "
+                    f"{type(model).__name__}; pass the model itself"
+                )
+            if plan is not None:
+                raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
+        elif plan is not None:
+            self.model = transform(model, plan)
+        _check_optimizer(self.model, optimizer)
+        self.hardware = as_hardware(hardware, _device_type(self.model))
+        self.kernels = Kernels(self.hardware, probe=probe)
+
+    def profile(self, batch: Any = None, *, accumulate: int = 1) -> Profile:
+        """The memory of a step with this batch; arguments and errors as in `memscale.profile`."""
+        step = self._step(batch, accumulate)
+        if not self.config.use_static_profiling:
+            return self._measure(step, batch, "Config(use_static_profiling=False)")
+        try:
+            return self._simulate(step, batch)
+        except ConfigError:
+            raise
+        except NeedsValues as error:
+            reason = str(error)
+        except MemscaleError:
+            raise
+        except Exception as error:  # the model's own, or one that only a simulation provokes: a real step tells which
+            reason = f"{type(error).__name__}: {error}"
+        return self._measure(step, batch, reason)
+
+    def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
+        if not isinstance(self.model, nn.Module):
+            if batch is not None:
+                raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
+            return self.model
+        if not isinstance(batch, (torch.Tensor, tuple, list)) and not hasattr(batch, "keys"):
+            raise ConfigError(
+                f"profile(model, batch) takes a tensor, a tuple of arguments or a mapping of keyword arguments as the "
+                f"batch, got {type(batch).__name__}; pass what the model is called with"
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "
+                "step; call requires_grad_() on what should train"
+            )
+        return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
+
+    def _simulate(self, step: Callable[[], object], batch: Any) -> Profile:
+        model = self.model if isinstance(self.model, nn.Module) else None
+        with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
+            for _ in range(_STEPS):
+                simulation.step(step)
+        notes = tuple(simulation.recorder.assumptions)
+        return analyse(simulation.recorder.ledger, self.hardware, notes)
+
+    def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
+        if not self.config.use_empirical_fallback:
+            raise ConfigError(
+                f"the step cannot be simulated: {reason}. Allow real steps with Config(use_empirical_fallback=True), or "
+                "make the model's control flow independent of computed values"
+            )
+        return measured_profile(self.model, step, self.optimizer, batch, self.config, self.hardware, reason)
+
+
+def _check_optimizer(model: Any, optimizer: Any) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"profile(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; "
+            "pass the optimizer itself"
+        )
+    if not isinstance(model, nn.Module):
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if updated and not any(id(parameter) in own for parameter in updated):
+        raise ConfigError(
+            f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
+            "build it on this model's parameters"
+        )
+
+
+def _device_type(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,386 @@
+"""The dispatch mode under which a step runs without computing: it answers operators with hollow tensors and keeps books.
+
+Small integer and boolean tensors are the exception. What a model's control flow reads (lengths, masks, expert numbers)
+is computed for real where it is known, so that `.item()`, `nonzero` and a mixture's routing take a real path.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.profiling._errors import NeedsValues
+from memscale.profiling._hollow import HollowStorages
+from memscale.profiling._kernels import Kernels
+from memscale.profiling._ledger import CHOICE, SCALAR, Block, Ledger, OpCall, Phase, Sum
+from memscale.profiling._roofline import Work, work_of
+from memscale.profiling._shapes import FakeKernels, Kind, Layout, kind_of, layout_of, signature, tensors_in
+
+aten = torch.ops.aten
+
+# Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
+_LARGEST_KNOWN = {True: 1 << 14, False: 1 << 20}  # by whether the dtype is floating point
+_LARGEST_GUESS = 1 << 22
+_LARGEST_RUN_BYTES = 1 << 30
+
+_READS = {aten._local_scalar_dense.default, aten.equal.default}
+# What they return depends on the shape of their argument only.
+_CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+# Their integer results decide what a model does next: which expert, which beam, which token.
+_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is known of every call with one signature."""
+
+    layout: Layout
+    scratch_bytes: int
+    work: Work
+
+
+class Recorder(TorchDispatchMode):
+    """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `Ledger`.
+
+    Args:
+        kernels: those of the device that is simulated.
+        residents: the category and the name of storages of before the step, by address of their storage object.
+    """
+
+    def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.hollow = HollowStorages()
+        self.modules: list[str] = []  # the paths of the modules that are running, innermost last
+        self.optimizing = False
+        self.assumptions: dict[str, None] = {}
+        self._kernels = kernels
+        self._library_bytes = 0
+        self._residents = residents
+        self._fake = FakeKernels()
+        self._answers: dict[Any, _Answer] = {}
+        self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
+        self._live: dict[int, int] = {}  # storage -> its block
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
+        self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled during a simulation, and the guard costs several microseconds at each operator.
+        return False
+
+    # -- storages ------------------------------------------------------------------------------------------------------
+
+    def block(self, tensor: torch.Tensor) -> Block:
+        """The block of the storage under `tensor`, which is recorded as resident if it is seen for the first time."""
+        return self.ledger.blocks[self._number(tensor)]
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        number = self._live.get(storage._cdata)
+        if number is None:
+            category, path = self._residents.get(storage._cdata, ("other", ""))
+            known = category != "parameter" and not tensor.requires_grad
+            number = self._enter(storage, tensor, -1, category, path, known)
+            if known and _is_small(tensor):
+                self._untouched.append((tensor.detach(), tensor.detach().clone()))
+        return number
+
+    def _enter(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
+    ) -> int:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        number = self.ledger.birth(Block(storage.nbytes(), op, category, tuple(tensor.shape), dtype, path, known))
+        key = storage._cdata
+        self._live[key] = number
+        self._deaths[key] = weakref.ref(storage, partial(self._died, key))
+        return number
+
+    def _died(self, key: int, _: Any) -> None:
+        self._deaths.pop(key, None)
+        number = self._live.pop(key, None)
+        if number is not None:
+            self.ledger.death(number)
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Record that `storage` now has `nbytes` bytes: a new block at another address."""
+        number = self._live.get(storage._cdata)
+        if number is None:
+            return
+        old = self.ledger.blocks[number]
+        fresh = Block(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
+        self._live[storage._cdata] = self.ledger.birth(fresh)
+        self.ledger.death(number)
+
+    def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
+        """Say what the storage under `tensor` is for."""
+        block = self.block(tensor)
+        if block.category in ("", "other"):
+            block.category = category
+            block.path = path or block.path
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of `tensor` are real."""
+        return self.block(tensor).known
+
+    def put_back(self) -> None:
+        """Undo what real computation did to the caller's tensors."""
+        with torch.no_grad():
+            for tensor, before in self._untouched:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(cls is not torch.Tensor and not issubclass(cls, torch.nn.Parameter) for cls in types):
+            return NotImplemented  # a subclass takes itself apart, and its parts come back here
+        kwargs = kwargs or {}
+        if op.__class__ is not OpOverload:
+            return op(*args, **kwargs)
+        kind, loose = self._kinds.get(op) or self._learn(op)
+        if kind is Kind.RUN:
+            # A storage that is new here came from Python (`torch.tensor`), so its values are real.
+            return self._note(op, op(*args, **kwargs), Work(0, 0, ""), 0, known=True)
+        tensors = tensors_in(args, kwargs)
+        if _on_meta(tensors, kwargs):
+            return op(*args, **kwargs)  # computes shapes and nothing else, as it is
+        blocks = [self.block(tensor) for tensor in tensors]
+        known = op._opname in _CONSTANTS or all(block.known for block in blocks) and all(map(_is_small, tensors))
+        if op in _READS:
+            return self._read(op, args, kwargs, blocks, known)
+        try:
+            answer = self._answer(op, args, kwargs, tensors, loose)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._from_values(op, args, kwargs, tensors, blocks)
+        if answer.layout.is_view:
+            return self._note(op, op(*args, **kwargs), answer.work, 0)
+        if kind is Kind.IN_PLACE:
+            return self._in_place(op, args, kwargs, blocks, known, answer)
+        if known and all(nbytes <= _LARGEST_KNOWN[False] for nbytes in answer.layout.storage_bytes):
+            return self._compute(op, args, kwargs, blocks, answer)
+        if blocks and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
+            return self._choose(op, args, kwargs, tensors, answer)
+        result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
+        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
+        if op is aten.add.Tensor:
+            self._maybe_in_place(tensors, result)
+        return result
+
+    def _learn(self, op: OpOverload) -> tuple[Kind, bool]:
+        reads_nothing = not any("Tensor" in str(value.type) for value in op._schema.returns) and op not in _READS
+        kind = kind_of(op)
+        if reads_nothing and kind is Kind.MAKE and not op._schema.is_mutable:
+            kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
+        loose = kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags
+        self._kinds[op] = (kind, loose)
+        return kind, loose
+
+    def _answer(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], loose: bool) -> _Answer:
+        try:
+            key = signature(op, args, kwargs, loose)
+            answer = self._answers.get(key)
+            if answer is not None:
+                return answer
+        except TypeError:  # a generator or another argument without a hash
+            key = None
+        try:
+            layout = self._fake.layout(op, args, kwargs, tensors)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise
+        except Exception:
+            # No fake kernel, or one that refuses what the real one takes. The real one, on zeros, also gives the
+            # error that the user would have seen.
+            layout = self._layout_on_zeros(op, args, kwargs, tensors)
+        shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
+        answer = _Answer(layout, self._kernels.scratch_bytes(op, args, kwargs, shown), work_of(op, args, kwargs, shown))
+        if key is not None:
+            self._answers[key] = answer
+        return answer
+
+    def _layout_on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Layout:
+        if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
+            raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", self._path())
+        return layout_of(op(*args, **kwargs), tensors)
+
+    def _note(self, op: OpOverload, result: Any, work: Work, scratch_bytes: int, known: bool = False) -> Any:
+        """Record the operator, its scratch memory and the storages of its results that are new."""
+        new = [
+            (storage, tensor)
+            for tensor in _results(result)
+            if (storage := tensor.untyped_storage())._cdata not in self._live and tensor.device.type != "meta"
+        ]
+        if not new and not work.flops and not work.nbytes and not scratch_bytes:
+            return result
+        ledger = self.ledger
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = Phase.OPTIMIZER if self.optimizing else Phase.BACKWARD if in_backward else Phase.FORWARD
+        path = self._path()
+        if phase is Phase.FORWARD and torch.is_grad_enabled():
+            self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path  # type: ignore[attr-defined]
+        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
+        at = len(ledger.ops) - 1
+        if not self._library_bytes and (library_bytes := self._kernels.library_bytes(op)):
+            self._library_bytes = library_bytes
+            ledger.birth(Block(library_bytes, at, "workspace", path="cuBLAS"))
+        scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
+        for storage, tensor in new:
+            if storage._cdata not in self._live:
+                self._enter(storage, tensor, at, "", path, known)
+        if scratch is not None:
+            ledger.death(scratch)
+        return result
+
+    def _path(self) -> str:
+        if self.modules:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
+
+    def _in_place(
+        self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool, answer: _Answer
+    ) -> Any:
+        if known and not any(block.category == "parameter" for block in blocks):
+            op(*args, **kwargs)
+        else:
+            for tensor in _written(op, args, kwargs):
+                block = self.block(tensor)
+                # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
+                block.known, block.guess = block.known and _stands_in(tensor), SCALAR
+        self._note(op, None, answer.work, answer.scratch_bytes)
+        returned = _written(op, args, kwargs)[: len(op._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+    def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
+        result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
+        self._trust(result, _guess(blocks))
+        return result
+
+    def _trust(self, result: Any, guess: str) -> None:
+        for tensor in _results(result):
+            if tensor.device.type != "meta":
+                block = self.block(tensor)
+                block.known, block.guess = True, guess
+
+    def _choose(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], answer: _Answer) -> Any:
+        """A choice among activations: of random ones, since the real ones are not computed."""
+        source = tensors[0]
+        random = torch.empty_like(source) if not source.is_floating_point() else torch.randn_like(source)
+        chosen = op(*(random if arg is source else arg for arg in args), **kwargs)
+        result = answer.layout.build(self.hollow, tensors)
+        if isinstance(result, torch.Tensor):
+            result = chosen if not chosen.is_floating_point() else result
+        else:
+            pairs = zip(result, chosen, strict=True)
+            result = tuple(made if made.is_floating_point() else real for made, real in pairs)
+        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
+        return result
+
+    def _read(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool) -> Any:
+        if not known:
+            raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
+        self._assume(op, blocks)
+        return op(*args, **kwargs)
+
+    def _from_values(
+        self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], blocks: list[Block]
+    ) -> Any:
+        """The result of an operator whose shape depends on values: of known ones, or it cannot be simulated."""
+        deciding = [
+            block
+            for tensor, block in zip(tensors, blocks, strict=True)
+            if len(tensors) == 1 or not tensor.is_floating_point()
+        ]
+        if not all(block.known for block in deciding) or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
+            raise NeedsValues(f"the shape of what {op} returns depends on values", self._path())
+        self._assume(op, deciding)
+        result = op(*args, **kwargs)
+        known = all(block.known for block in blocks)
+        if not known:
+            result = layout_of(result, tensors).build(self.hollow, tensors)
+        self._note(op, result, Work(0, 0, ""), 0)
+        if known:
+            self._trust(result, _guess(blocks))
+        return result
+
+    def _assume(self, op: OpOverload, blocks: list[Block]) -> None:
+        """Note that a value is read which is a stand-in; a model must not decide on a scalar one."""
+        guess = _guess(blocks)
+        if not guess:
+            return
+        if guess == SCALAR and self.modules:
+            raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
+        where = self._path() or "the step"
+        self.assumptions[
+            f"{op.name()} in {where} chooses by activations: random ones were assumed"
+            if guess == CHOICE
+            else f"{op.name()} in {where} reads a number computed by the step: one without overflow was assumed"
+        ] = None
+
+    def _maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
+        """Note a sum that autograd's engine makes when two gradients of one value meet."""
+        if len(operands) != 2 or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+            return
+        # Called by the engine itself, not by a backward written in Python nor by a tensor operation of the user's.
+        if sys._getframe(2).f_code.co_name != "_engine_run_backward" or operands[0].shape != operands[1].shape:
+            return
+        first, second = map(self._number, operands)
+        self.ledger.sums.append(Sum(len(self.ledger.events) - 1, first, second, self._number(total)))
+
+
+def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return any(tensor.is_meta for tensor in tensors) or (device is not None and torch.device(device).type == "meta")
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= _LARGEST_KNOWN[tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _guess(blocks: list[Block]) -> str:
+    guesses = {block.guess for block in blocks}
+    return SCALAR if SCALAR in guesses else CHOICE if CHOICE in guesses else ""
+
+
+def _stands_in(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one number, for which a value can stand in."""
+    return tensor.numel() == 1 and (tensor.is_floating_point() or tensor.dtype == torch.bool)
+
+
+def _with_scalars(op: OpOverload, result: Any) -> Any:
+    """`result` with real tensors for single numbers: 1.0, and for flags what finite numbers would give."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_with_scalars(op, part) for part in result])
+    if not isinstance(result, torch.Tensor) or not _stands_in(result):
+        return result
+    # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
+    return torch.full_like(result, op._opname != "any")
+
+
+def _results(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for part in result for tensor in _results(part)]
+    return []
+
+
+def _written(op: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that `op` writes to, by its schema."""
+    found = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += _results(value)
+    return found

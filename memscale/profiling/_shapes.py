@@ -1,0 +1,198 @@
+"""What an operator returns, without running it: shapes, strides, dtypes and which outputs are its arguments."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memscale.profiling._hollow import HollowStorages
+
+
+class Kind(enum.Enum):
+    """How the simulation treats an operator."""
+
+    RUN = enum.auto()  # it touches no data: a view, a change of a tensor's own shape
+    IN_PLACE = enum.auto()  # it returns its first argument, whose shape stays
+    MAKE = enum.auto()  # it returns new tensors
+
+
+def kind_of(op: OpOverload) -> Kind:
+    """How to treat `op`, by its schema and tags.
+
+    >>> kind_of(torch.ops.aten.t.default).name, kind_of(torch.ops.aten.add_.Tensor).name
+    ('RUN', 'IN_PLACE')
+    >>> kind_of(torch.ops.aten.mm.default).name
+    'MAKE'
+    """
+    if torch.Tag.inplace_view in op.tags and op not in _RESIZES:
+        return Kind.RUN
+    returns = op._schema.returns
+    aliases = [value.alias_info for value in returns]
+    if returns and all(alias is not None and not alias.is_write for alias in aliases):
+        return Kind.RUN
+    if op._schema.is_mutable and all(alias is not None and alias.is_write for alias in aliases):
+        return Kind.IN_PLACE
+    return Kind.MAKE
+
+
+_RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that an operator makes, over the new storage at index `storage`."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A result that is the operator's tensor argument at `index`, or shares its storage if `run` says so."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an operator returns: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
+
+    outputs: Any
+    storage_bytes: tuple[int, ...]
+    #: True if a result shares an argument's storage although the schema does not say so: run it, it is a view.
+    is_view: bool = False
+
+    def build(self, hollow: HollowStorages, arguments: Sequence[torch.Tensor]) -> Any:
+        """The results, as hollow tensors."""
+        return _build(self.outputs, hollow, [hollow.storage(nbytes) for nbytes in self.storage_bytes], arguments)
+
+
+# A function of the module and not a closure: one that calls itself is a cycle, which would keep the tensors that it
+# holds alive until the next garbage collection.
+def _build(
+    output: Any, hollow: HollowStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
+) -> Any:
+    match output:
+        case NewTensor():
+            storage = storages[output.storage]
+            return hollow.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
+        case Argument():
+            return arguments[output.index]
+        case list() | tuple():
+            return type(output)([_build(part, hollow, storages, arguments) for part in output])
+    return output
+
+
+def layout_of(result: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+    """The layout of `result`, which an operator returned for `arguments`."""
+    storages: dict[int, tuple[int, int]] = {}
+    outputs = _describe(result, arguments, storages)
+    given = {tensor.untyped_storage()._cdata for tensor in arguments}
+    return Layout(outputs, tuple(nbytes for _, nbytes in storages.values()), is_view=not given.isdisjoint(storages))
+
+
+def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int, tuple[int, int]]) -> Any:
+    if isinstance(output, (list, tuple)):
+        return type(output)([_describe(part, arguments, storages) for part in output])
+    if not isinstance(output, torch.Tensor):
+        return output
+    for index, argument in enumerate(arguments):
+        if output is argument:
+            return Argument(index)
+    if output.layout != torch.strided:
+        raise NotImplementedError(f"results of layout {output.layout} cannot be simulated")
+    storage = output.untyped_storage()
+    at, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
+    return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), output.storage_offset())
+
+
+class FakeKernels:
+    """Runs operators on fake tensors, one call at a time, to learn their layouts."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._log = logging.getLogger(fake_tensor.__name__)
+
+    def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+        """What `op` returns for arguments with the layouts of these.
+
+        Raises:
+            Exception: whatever the operator's fake kernel raises, as when the shape depends on values.
+        """
+        was_disabled, self._log.disabled = self._log.disabled, True  # it prints a traceback of what is handled here
+        try:
+            with self._mode, torch.no_grad():
+                fakes = {id(tensor): _like(tensor) for tensor in arguments}
+                result = op(*replaced(args, fakes), **replaced(kwargs, fakes))
+                return layout_of(result, [fakes[id(tensor)] for tensor in arguments])
+        finally:
+            self._log.disabled = was_disabled
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def replaced(tree: Any, by_id: dict[int, Any]) -> Any:
+    """`tree`, an operator's arguments, with the values whose id is in `by_id` replaced."""
+    if isinstance(tree, torch.Tensor):
+        return by_id.get(id(tree), tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([replaced(item, by_id) for item in tree])
+    if isinstance(tree, dict):
+        return {key: replaced(value, by_id) for key, value in tree.items()}
+    return tree
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, one entry for each time one appears."""
+    return [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def signature(op: OpOverload, args: Any, kwargs: Any, loose: bool) -> Any:
+    """A key under which equal calls have equal layouts; `loose` leaves out the values of floats.
+
+    Raises:
+        TypeError: an argument cannot be part of a key.
+    """
+    part: Callable[[Any], Any] = _loose_part if loose else _part
+    key = (op, *map(part, args))
+    if kwargs:
+        key = (*key, *((name, part(value)) for name, value in kwargs.items()))
+    hash(key)
+    return key
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_part, value))
+    return (value.__class__, value)  # 1, 1.0 and True are equal, and promote differently
+
+
+def _loose_part(value: Any) -> Any:
+    if value.__class__ is float:
+        return float
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_loose_part, value))
+    return _part(value)

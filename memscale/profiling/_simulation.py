@@ -1,0 +1,263 @@
+"""The world of a simulated step: the caller's own objects, made ready and put back exactly as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memscale._errors import ConfigError
+from memscale._tree import tensors as tensors_of
+from memscale.profiling._errors import NeedsValues
+from memscale.profiling._hollow import HollowStorages
+from memscale.profiling._reach import Reach
+from memscale.profiling._kernels import Kernels
+from memscale.profiling._recorder import Recorder
+from memscale.transforms._scope import put_back
+
+
+class Simulation:
+    """A context in which the caller's objects can be stepped without computing and without a trace.
+
+    On entry, parameters off the CPU (on ``meta``, on a GPU) get hollow CPU contents; on exit everything reached has what
+    it had: contents, gradients, version counters, optimizer state, attributes, random states.
+
+    Args:
+        step: one pass of the loop.
+        model: the module it trains, whose paths name things; None to find them.
+        optimizer, batch: what else it uses.
+        kernels: those of the device that is simulated.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        batch: Any,
+        *,
+        kernels: Kernels,
+    ) -> None:
+        self.reach = Reach(model, optimizer, step, batch)
+        inputs = tensors_of(dict(batch) if isinstance(batch, Mapping) else batch)
+        reached = [*(tensor for _, _, tensor in self.reach.tensors), *inputs]
+        self._tensors = list({id(tensor): tensor for tensor in reached}.values())
+        self._inputs = inputs
+        self._kernels = kernels
+        self._stack = ExitStack()
+        self._paths = _module_paths(model, self.reach.modules)
+        self.recorder: Recorder
+
+    def __enter__(self) -> Simulation:
+        stack = self._stack
+        try:
+            stack.enter_context(random_states_kept())
+            stack.enter_context(versions_kept(self._tensors))
+            stack.enter_context(gradients_set_aside(self._tensors))
+            stack.callback(put_back, self.reach)
+            hollow = HollowStorages()
+            stack.enter_context(_on_cpu(self._tensors, hollow))
+            self.recorder = Recorder(self._kernels, self._residents())
+            stack.callback(self.recorder.put_back)
+            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.enter_context(_calls_followed(self.recorder, self._paths))
+            # A compiled function has inlined what the simulation needs to see.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for tensor in self._tensors:
+                self.recorder.block(tensor)
+            stack.enter_context(_reads_checked(self.recorder))
+            stack.enter_context(self._kernels.chosen(self.reach.optimizers))
+            stack.enter_context(self.recorder)
+        except BaseException:
+            stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def step(self, step: Callable[[], object]) -> None:
+        """Run `step` and record it as one step."""
+        self.recorder.ledger.begin_step()
+        step()
+        self.mark_gradients()
+
+    def mark_gradients(self) -> None:
+        """Record the present gradients of everything reached as gradients."""
+        for tensor in self._tensors:
+            if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+                self.recorder.mark(tensor.grad, "gradient", self.recorder.block(tensor).path)
+
+    def _residents(self) -> dict[int, tuple[str, str]]:
+        """The category and the name of each storage that is there before the step."""
+        found: dict[int, tuple[str, str]] = {}
+
+        def enter(tensor: torch.Tensor | None, category: str, name: str) -> None:
+            if tensor is not None:
+                found.setdefault(tensor.untyped_storage()._cdata, (category, name))
+
+        for module in self.reach.modules:
+            prefix = self._paths.get(id(module), "")
+            prefix = f"{prefix}." if prefix else ""
+            for name, parameter in module._parameters.items():
+                enter(parameter, "parameter", prefix + name)
+            for name, buffer in module._buffers.items():
+                enter(buffer, "buffer", prefix + name)
+        for optimizer in self.reach.optimizers:
+            for state in optimizer.state.values():
+                for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
+                    enter(tensor, "optimizer state", "")
+        for tensor in self._inputs:
+            enter(tensor, "input", "")
+        for tensor in self._tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                enter(tensor, "parameter", "")
+        return found
+
+    # -- hooks: where the step is --------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+        self.mark_gradients()
+        self.recorder.optimizing = True
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+        self.recorder.optimizing = False
+        for parameter, state in optimizer.state.items():
+            path = self.recorder.block(parameter).path
+            for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
+                self.recorder.mark(tensor, "optimizer state", path)
+
+
+def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
+    """A name for each module: its path in `model`; the class of the outermost module, and the path in that, elsewhere."""
+    paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
+    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    roots = [module for module in modules if id(module) not in children and id(module) not in paths]
+    for root in roots:
+        prefix = "" if model is None and len(roots) == 1 else type(root).__name__
+        for path, module in root.named_modules(prefix=prefix):
+            paths.setdefault(id(module), path)
+    return paths
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def versions_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        for tensor, version in before:
+            if tensor._version != version:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@contextmanager
+def gradients_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    try:
+        for tensor, _ in before:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+@contextmanager
+def _on_cpu(tensors: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
+    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    storages: dict[int, torch.UntypedStorage] = {}
+    try:
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                continue
+            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                raise ConfigError(
+                    f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
+                )
+            own = tensor.untyped_storage()
+            if own._cdata not in storages:
+                storages[own._cdata] = hollow.storage(own.nbytes())
+            stand_in = hollow.like(tensor, storages[own._cdata])
+            if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
+                stand_in = tensor.detach().cpu()  # its values may decide what the model does
+            stand_in.requires_grad_(tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, stand_in)
+            swapped.append((tensor, stand_in))
+        yield
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+@contextmanager
+def _calls_followed(recorder: Recorder, paths: dict[int, str]) -> Iterator[None]:
+    """Keep ``recorder.modules`` at the modules that are running.
+
+    Not by forward hooks: they are not told of a forward that ends in an exception outside `Exception`, such as the one
+    that ends a recompute early, and modules take another path while global hooks exist.
+    """
+    call = nn.Module.__call__
+
+    def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.modules.append(paths.get(id(module), type(module).__name__))
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            recorder.modules.pop()
+
+    nn.Module.__call__ = followed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+@contextmanager
+def _reads_checked(recorder: Recorder) -> Iterator[None]:
+    """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
+
+    def checked(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not recorder.is_known(tensor):
+                raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", recorder._path())
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        recorder.resized(storage, nbytes)
+        return storage
+
+    replaced: list[tuple[type, str]] = []
+    try:
+        for name in ("tolist", "numpy"):
+            setattr(torch.Tensor, name, checked(name))
+            replaced.append((torch.Tensor, name))
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        replaced.append((torch.UntypedStorage, "resize_"))
+        yield
+    finally:
+        for owner, name in replaced:
+            delattr(owner, name)  # what the C++ base class has shows again
