@@ -357,12 +357,7 @@ _simple(
 )
 _simple("conv1d", own.conv1d, lambda: torch.randn(8, 1, 16_384), lambda output, batch: output.square().mean())
 _simple("groupnorm", own.groupnorm_net, _images(4, 64), _to_input)
-_simple(
-    "diffusion",
-    own.DiffusionUNet,
-    lambda: (torch.randn(16, 3, 32, 32), torch.randint(0, 1000, (16,))),
-    _to_input,
-)
+_simple("diffusion", own.DiffusionUNet, lambda: (torch.randn(16, 3, 32, 32), torch.randint(0, 1000, (16,))), _to_input)
 _simple("autoencoder", own.Autoencoder, _images(8, 128), _to_input)
 _simple("lstm", partial(own.RecurrentTagger, nn.LSTM, bidirectional=True), _rows(16, 64, 1000), _to_next_token)
 _simple(

@@ -26,6 +26,8 @@ from memscale._transform import Transform, compose, identity
 from memscale._verify import Verification, verify
 from memscale.optimizers import LossScale
 from memscale.profiling._hardware import Hardware
+from memscale.profiling._prediction import OOMPrediction, OOMRisk
+from memscale.profiling._predictor import OOMPredictor
 from memscale.profiling._profile import Profile
 from memscale.profiling._profiler import MemoryProfiler, profile
 from memscale.transforms import Residual, cast, checkpoint, name, saved_residuals, tile
@@ -43,6 +45,9 @@ __all__ = [
     "LossScale",
     "MemoryProfiler",
     "MemscaleError",
+    "OOMPrediction",
+    "OOMPredictor",
+    "OOMRisk",
     "OptimizationMode",
     "Plan",
     "PlanError",

@@ -104,6 +104,13 @@ SCENARIOS = {
         {"expandable_segments": True},
         (3 * MIB, 4 * MIB, MIB, 1, None),
     ),
+    "a remainder of 512 bytes is a small block": ([MIB, MIB - 512, 512], {}, (2 * MIB, 2 * MIB, MIB, 1, None)),
+    "an expandable segment tries no larger block than it must": (
+        # Free are 8 MiB at the end, which can grow, 20 and 30: 5 MiB come from the 20, and 30 find the 30 untouched.
+        [20 * MIB, 2 * MIB, 30 * MIB, ~0, ~2, 5 * MIB, 30 * MIB],
+        {"expandable_segments": True},
+        (52 * MIB, 60 * MIB, 8 * MIB, 1, None),
+    ),
     "an expandable segment prefers the block that grows least": (
         # Free are 20 MiB in front of the block in use and 10 MiB at the end, which can grow without limit and so
         # counts as larger: the second request takes the 20.
@@ -115,6 +122,11 @@ SCENARIOS = {
         [60 * MIB, ~0, 30 * MIB],
         {"max_split_size_bytes": 40 * MIB},
         (60 * MIB, 90 * MIB, 60 * MIB, 2, None),
+    ),
+    "a block of the split size is oversize": (
+        [40 * MIB, ~0, 30 * MIB],
+        {"max_split_size_bytes": 40 * MIB},
+        (40 * MIB, 70 * MIB, 40 * MIB, 2, None),
     ),
     "an oversize block serves a request that is less than 20 MiB smaller, unsplit": (
         [60 * MIB, ~0, 41 * MIB],
@@ -216,11 +228,31 @@ LIMITED = {
         (96 * MIB, 96 * MIB, 0, 3, None),
         70 * MIB,
     ),
-    "half of the device is allowed": (
+    "blocks that make up the request exactly are enough": (
+        # 26 + 24 free enough for 50, and 22 stay.
+        [26 * MIB, 24 * MIB, 22 * MIB, ~0, ~1, ~2, 50 * MIB],
+        {"max_split_size_bytes": 20 * MIB},
+        (72 * MIB, 72 * MIB, 0, 3, None),
+        72 * MIB,
+    ),
+    "a block of the split size is one of them": (
+        [40 * MIB, 20 * MIB, 18 * MIB, ~0, ~1, ~2, 60 * MIB],
+        {"max_split_size_bytes": 20 * MIB},
+        (78 * MIB, 78 * MIB, 0, 3, None),
+        78 * MIB,
+    ),
+    "half of the device is allowed": ([50 * MIB], {"memory_fraction": 0.5}, (50 * MIB, 50 * MIB, 0, 1, None), 50 * MIB),
+    "and no more": (
         [40 * MIB, 20 * MIB],
         {"memory_fraction": 0.5},
         (40 * MIB, 40 * MIB, 0, 1, 1),
         40 * MIB,
+    ),
+    "a fraction alone collects nothing": (
+        [40 * MIB, ~0, 50 * MIB],
+        {"memory_fraction": 0.95},
+        (50 * MIB, 90 * MIB, 40 * MIB, 2, None),
+        90 * MIB,
     ),
     "collection frees the block that was cached longest": (
         # Of 90 MiB allowed 74 are taken when 28 more are asked for, above the threshold of 72. The two cached blocks
@@ -236,6 +268,13 @@ LIMITED = {
         {"memory_fraction": 0.9, "garbage_collection_threshold": 0.5},
         (54 * MIB, 70 * MIB, 24 * MIB, 3, None),
         54 * MIB,
+    ),
+    "collection stops when it is enough": (
+        # The same with a threshold of 46.
+        [24 * MIB, 20 * MIB, ~0, 26 * MIB, ~1, 28 * MIB],
+        {"memory_fraction": 0.92, "garbage_collection_threshold": 0.5},
+        (54 * MIB, 74 * MIB, 20 * MIB, 3, None),
+        74 * MIB,
     ),
     "collection needs a memory fraction": (
         [40 * MIB, ~0, 50 * MIB],
@@ -268,6 +307,12 @@ def test_what_remains_at_the_end():
     assert replay([]) == Replay(0, 0, 0, 0, 0, 0, None)
 
 
+@pytest.mark.parametrize(("nbytes", "rounding"), [(41 * MIB, 20 * MIB), (40 * MIB, 40 * MIB)])
+def test_an_oversize_block_counts_whole(nbytes, rounding):
+    settings = AllocatorSettings(max_split_size_bytes=40 * MIB, max_non_split_rounding_bytes=rounding)
+    assert replay(stream(60 * MIB, ~0, nbytes), settings=settings).allocated_end_bytes == 60 * MIB
+
+
 def test_an_empty_tensor_has_no_block():
     assert replay([(1, 0), (1, 0), (2, 512)]) == replay([(2, 512)])
 
@@ -298,6 +343,7 @@ def test_bad_events_are_named(events, message):
 
 
 def test_a_bad_capacity_is_named():
+    assert replay([(1, 1)], capacity_bytes=1).out_of_memory_at == 0
     with pytest.raises(ConfigError, match=r"replay\(capacity_bytes=0\) must be at least 1"):
         replay([], capacity_bytes=0)
 
@@ -308,11 +354,54 @@ def next_step(nbytes, steps):
     return min(size for size in range(power, 2 * power + 1, max(1, power // steps)) if size >= nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [1, 511, 512, 2048, 2049, 4096, 5000, 1200 * KIB, 3 * MIB, 3 * MIB + 1, 100_000_000])
-def test_rounding_to_steps_between_powers_of_two(nbytes):
-    rounded = AllocatorSettings(roundup_power2_divisions=(4,) * 16).rounded_bytes(nbytes)
-    # The grid is as fine as 512 bytes from 2 KiB on.
-    assert rounded == (next_step(nbytes, 4) if nbytes > 2048 else max(512, (nbytes + 511) // 512 * 512))
+@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 1200, 2048, 2049, 4096, 5000, 1200 * KIB, 3 * MIB + 1, 100_000_000])
+def test_rounding_to_steps_between_powers_of_two(nbytes, steps):
+    rounded = AllocatorSettings(roundup_power2_divisions=(steps,) * 16).rounded_bytes(nbytes)
+    # Only where the steps are wider than 512 bytes.
+    plain = max(512, (nbytes + 511) // 512 * 512)
+    assert rounded == (next_step(nbytes, steps) if nbytes > 512 * steps else plain)
+
+
+@pytest.mark.parametrize(("nbytes", "interval"), [(600 * KIB, 0), (1100 * KIB, 0), (2200 * KIB, 1), (2**40 + 1, 15)])
+def test_each_interval_has_its_own_steps(nbytes, interval):
+    divisions = tuple(8 if index == interval else 0 for index in range(16))
+    assert AllocatorSettings(roundup_power2_divisions=divisions).rounded_bytes(nbytes) == next_step(nbytes, 8)
+    others = tuple(0 if index == interval else 8 for index in range(16))
+    assert AllocatorSettings(roundup_power2_divisions=others).rounded_bytes(nbytes) == (nbytes + 511) // 512 * 512
+
+
+def test_one_step_is_none():
+    assert AllocatorSettings(roundup_power2_divisions=(1,) * 16).rounded_bytes(3 * MIB + 1) == 3 * MIB + 512
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"garbage_collection_threshold": 1.0},
+        {"garbage_collection_threshold": -0.1},
+        {"memory_fraction": 1.5},
+        {"memory_fraction": -0.5},
+        {"roundup_power2_divisions": (4,)},
+        {"roundup_power2_divisions": (-4,) * 16},
+        {"max_split_size_bytes": 20 * MIB - 1},
+        {"max_non_split_rounding_bytes": 20 * MIB - 1},
+        {"large_segment_bytes": 10 * MIB},
+    ],
+)
+def test_values_out_of_range_are_named(fields):
+    (name,) = fields
+    with pytest.raises(ConfigError, match=rf"AllocatorSettings\({name}=.*\) must be"):
+        AllocatorSettings(**fields)
+
+
+def test_all_values_out_of_range_are_named_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)max_split_size_bytes=1\).*memory_fraction=2"):
+        AllocatorSettings(max_split_size_bytes=1, memory_fraction=2)
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    AllocatorSettings(memory_fraction=0, garbage_collection_threshold=0.999, large_segment_bytes=11 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +421,7 @@ def test_rounding_to_steps_between_powers_of_two(nbytes):
         ("large_segment_size_mb:40", {"large_segment_bytes": 40 * MIB}),
         ("pinned_use_background_threads:True,backend:native,", {}),
         ("roundup_power2_divisions:4", {"roundup_power2_divisions": (4,) * 16}),
+        ("roundup_power2_divisions:1", {"roundup_power2_divisions": (1,) * 16}),
         ("roundup_power2_divisions:[]", {"roundup_power2_divisions": (0,) * 16}),
         ("roundup_power2_divisions:[4:2,16:8,>:4]", {"roundup_power2_divisions": (2, 2, 2, 0, 8, *(4,) * 11)}),
         (
@@ -431,7 +521,7 @@ SIZES = st.one_of(st.integers(1, 3 * KIB), st.integers(1, 2 * MIB), st.integers(
 
 
 def stretches(allocator, live):
-    """All memory the allocator holds, as (address, size, in use), found by walking each block's segment."""
+    """All addresses the allocator holds as (address, size, mapped, in use), by walking each block's segment."""
     starts = {}
     for block in [*live.values(), *allocator.small.blocks.values(), *allocator.large.blocks.values()]:
         while block.prev is not None:
@@ -445,8 +535,7 @@ def stretches(allocator, live):
             assert block.address == end, "a gap or an overlap inside a segment"
             assert block.free != (id(block) in used)
             end += block.size
-            if block.mapped:
-                found.append((block.address, block.size, id(block) in used))
+            found.append((block.address, block.size, block.mapped, id(block) in used))
             if block.next is not None:
                 assert block.next.prev is block
                 assert not (block.free and block.next.free and block.mapped == block.next.mapped), "not merged"
@@ -474,10 +563,10 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
             assert block.size >= settings.rounded_bytes(nbytes) >= nbytes
             live[index] = block
         memory = stretches(allocator, live)
-        ends = [address + size for address, size, _ in memory]
-        assert all(end <= start for end, (start, _, _) in zip(ends, memory[1:], strict=False))
-        assert sum(size for _, size, _ in memory) == allocator.reserved
-        assert sum(size for _, size, used in memory if used) == allocator.allocated
+        ends = [address + size for address, size, *_ in memory]
+        assert all(end <= start for end, (start, *_) in zip(ends, memory[1:], strict=False))
+        assert sum(size for _, size, mapped, _ in memory if mapped) == allocator.reserved
+        assert sum(size for _, size, _, used in memory if used) == allocator.allocated
         assert len({block.address for block in live.values()}) == len(live)
         assert capacity is None or allocator.reserved <= int(settings.memory_fraction * capacity)
     result = replay(events, settings=settings, capacity_bytes=capacity)

@@ -231,7 +231,8 @@ MOVES = {
     "overwritten": (X_BYTES, [(aten.fill_.Scalar, X.clone(), 1.0), (aten.zero_.default, X.clone()),
                               (aten.normal_.default, X.clone())]),
     "overwritten with another": (2 * X_BYTES, [(aten.copy_.default, X.clone(), X)]),
-    "expanded": (2 * X_BYTES + ROW_BYTES, [(aten.add.Tensor, X, ROW), (aten.add.Tensor, X, ROW.expand(4, 8))]),
+    "expanded": (2 * X_BYTES + ROW_BYTES, [(aten.add.Tensor, X, ROW), (aten.add.Tensor, X, ROW.expand(4, 8)),
+                                             (aten.add.Tensor, X, torch.ones(999)[:8].expand(4, 8))]),
     "strided": (2 * X_BYTES, [(aten.relu.default, X.t()), (aten.clone.default, torch.ones(4, 16)[:, ::2])]),
     "windows that overlap": (ROW_BYTES + 5 * 4 * 4, [(aten.relu.default, ROW.unfold(0, 4, 1))]),
     "rows of a large table": (IDS_BYTES + 2 * 3 * ROW_BYTES, [

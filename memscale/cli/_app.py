@@ -10,6 +10,7 @@ import typer
 
 from memscale._errors import MemscaleError
 from memscale.cli._demo import demo
+from memscale.cli._predict import Options, predict
 
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
 # so no import names it in both.
@@ -48,6 +49,60 @@ def demo_command(
 ) -> int:
     """Train a small GPT-2 on this Python's own source, as it is and checkpointed, and compare."""
     return demo(steps=steps, layers=layers, width=width, batch=batch, seq=seq, device=device, out=out)
+
+
+@app.command("predict")
+def predict_command(
+    hf: Annotated[
+        str,
+        typer.Option(
+            metavar="CONFIG|MODULE:FACTORY",
+            help="A transformers config.json, or a function that returns a model, (model, batch_fn) or "
+            "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
+        ),
+    ],
+    batch: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Rows of a batch.")] = 1,
+    seq: Annotated[
+        int | None,
+        typer.Option(parser=_whole_number, metavar="N", help="Tokens of a row; by default 1024 or all positions."),
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="An optimizer of torch.optim, or none.")] = "adamw",
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="checkpoint, tile and cast joined by +, or the file of a Plan in JSON.")
+    ] = None,
+    accumulate: Annotated[
+        int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")
+    ] = 1,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share such as 0.9."),
+    ] = None,
+    largest: Annotated[
+        str | None, typer.Option(metavar="batch|seq", help="Find also the largest batch or sequence that fits.")
+    ] = None,
+    recommend: Annotated[
+        bool | None,
+        typer.Option("--recommend/--no-recommend", help="Simulate what would free memory; by default if it is close."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Where a report of the step goes, a .html.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a picture of the step goes, a .png or .svg.")] = None,
+) -> int:
+    """Tell whether a training step fits on a card, without the card and without running it.
+
+    Exits with 0 if it fits, 3 if it does not, 2 if an option is wrong.
+    """
+    return predict(
+        Options(
+            hf, batch, seq, optimizer, gpu, dtype, plan, accumulate, budget, largest, recommend, as_json, html, plot
+        )
+    )
 
 
 def run(arguments: list[str]) -> int:

@@ -132,7 +132,7 @@ class AllocatorSettings:
             divisions = self.roundup_power2_divisions[interval]
             if divisions > 1 and nbytes > MIN_BLOCK_BYTES * divisions:
                 step = (1 << (nbytes.bit_length() - 1)) // divisions
-                return nbytes if nbytes & (nbytes - 1) == 0 else -(-nbytes // step) * step
+                return -(-nbytes // step) * step
         return (nbytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
 
 

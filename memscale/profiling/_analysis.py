@@ -12,7 +12,7 @@ from memscale.profiling._ledger import CATEGORIES, Block, Ledger, OpCall, Phase
 from memscale.profiling._profile import Holding, Moment, Profile
 from memscale.profiling._roofline import Work, seconds
 
-_HOLDINGS = 64
+_HOLDINGS = 512
 _GRANULE = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 _NAMED_FOR_TENSORS = ("parameter", "buffer", "gradient", "optimizer state")
 
@@ -42,11 +42,11 @@ def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profi
     times = _op_seconds(ledger, hardware)
     first_event, first_op = ledger.steps[-1]
     by_category: dict[str, int] = defaultdict(int)
-    by_module: dict[str, int] = defaultdict(int)
+    by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for number in steady.alive:
         block = ledger.blocks[number]
         by_category[block.category] += sizes[number]
-        by_module[_module(block)] += sizes[number]
+        by_module[_module(block)][block.category] += sizes[number]
     changes, positions, phases = _timeline(ledger, sizes, times)
     seconds_by_module: dict[str, float] = defaultdict(float)
     for op, time in zip(ledger.ops[first_op:], times or (), strict=False):
@@ -61,7 +61,7 @@ def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profi
         reserved_peak_bytes=reserved,
         moment=_moment(ledger, steady, first_event),
         by_category=dict(sorted(by_category.items(), key=lambda item: CATEGORIES.index(item[0]))),
-        by_module=dict(sorted(by_module.items())),
+        categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
         holdings=tuple(_holding(ledger, number, sizes[number]) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
         step_seconds=None if times is None else sum(times),
@@ -107,7 +107,9 @@ def _apply(event: int, alive: dict[int, None], sizes: list[int]) -> int:
 
 def _categorise(ledger: Ledger) -> None:
     """Say of each block without a category whether backward waited for it, or whether it came and went."""
-    backwards = [at for at, number in enumerate(ledger.event_ops) if number >= 0 and _is(ledger, number, Phase.BACKWARD)]
+    backwards = [
+        at for at, number in enumerate(ledger.event_ops) if number >= 0 and _is(ledger, number, Phase.BACKWARD)
+    ]
     died = {-event - 1: at for at, event in enumerate(ledger.events) if event < 0}
     born = {event - 1: at for at, event in enumerate(ledger.events) if event > 0}
     following = iter(backwards)
@@ -131,7 +133,9 @@ def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
 
 
 def _stream(ledger: Ledger, sizes: list[int]) -> list[tuple[int, int]]:
-    return [(abs(event) - 1, sizes[event - 1] if event > 0 else -1) for event in ledger.events]
+    # An empty tensor has no block, so it cannot be freed either.
+    pairs = [(event, sizes[abs(event) - 1]) for event in ledger.events]
+    return [(abs(event) - 1, nbytes if event > 0 else -nbytes) for event, nbytes in pairs if nbytes]
 
 
 def _module(block: Block) -> str:
@@ -141,9 +145,7 @@ def _module(block: Block) -> str:
 def _op_seconds(ledger: Ledger, hardware: Hardware) -> list[float] | None:
     """The time of each operator of the last step, None if the hardware's speed is not known."""
     try:
-        return [
-            seconds(Work(op.flops, op.nbytes, op.dtype), hardware) for op in ledger.ops[ledger.steps[-1][1] :]
-        ]
+        return [seconds(Work(op.flops, op.nbytes, op.dtype), hardware) for op in ledger.ops[ledger.steps[-1][1] :]]
     except ConfigError:
         return None
 
@@ -189,7 +191,9 @@ def _timeline(
         number = abs(event) - 1
         category = CATEGORIES.index(ledger.blocks[number].category)
         changes.append((category, sizes[number] if event > 0 else -sizes[number]))
-        positions.append(ends[max(0, op - first_op + 1)])
+        # An operator's results are there while it runs, and what it was the last to need until it is done.
+        at = ends[max(0, op - first_op + (event < 0))]
+        positions.append(max(at, positions[-1]) if positions else at)
     phases = []
     for index, op_call in enumerate(ledger.ops[first_op:]):
         if not phases or phases[-1][0] != op_call.phase.value:

@@ -23,6 +23,7 @@ from memscale._errors import ConfigError
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]
 
+_SDPA = F.scaled_dot_product_attention
 _HALVES = (torch.float16, torch.bfloat16)
 _NEWEST: Capability = (12, 1)  # the last architecture that the fused kernels accept
 _DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
@@ -300,7 +301,7 @@ class CudaAttention(TorchFunctionMode):
     ) -> Any:
         """Take over the attention; everything else passes."""
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is _SDPA:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with replaced("scaled_dot_product_attention", self._attend):
@@ -318,11 +319,9 @@ class CudaAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if not (query.numel() and key.numel() and value.numel()) or (is_causal and attn_mask is not None):
-            # Nothing to compute, or an error of PyTorch's own.
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        if not (query.numel() and key.numel() and value.numel()):
+            # No kernel runs for nothing.
+            return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         flags = self.flags or AttentionFlags.current()
         call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         kernel = attention_kernel(

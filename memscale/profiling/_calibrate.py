@@ -146,12 +146,11 @@ def _tfloat32(allowed: bool) -> Iterator[None]:
 def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
     count = max(1, nbytes // 4)
     # Ones and not zeros: the memory of fresh zeros is one page that the system maps everywhere, and fast.
-    a, b, c = (torch.ones(count, device=timer.device) for _ in range(3))
+    a, b, c = (torch.ones(count, device=timer.device, dtype=torch.float32) for _ in range(3))
     copy, triad = timer.median(lambda: a.copy_(b)), timer.median(lambda: torch.add(b, c, alpha=3.0, out=a))
     if timer.device.type == "cuda":
-        del b, c
-        host = torch.ones(count, pin_memory=True)
-        to_device, to_host = (timer.median(lambda: a.copy_(host)), timer.median(lambda: host.copy_(a)))
+        host = torch.ones(count, device="cpu", dtype=torch.float32, pin_memory=True)
+        to_device, to_host = timer.median(lambda: a.copy_(host)), timer.median(lambda: host.copy_(a))
     else:
         to_device = to_host = copy
     return {

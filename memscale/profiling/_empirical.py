@@ -132,7 +132,7 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         reserved_peak_bytes=torch.cuda.max_memory_reserved() if hardware.device_type == "cuda" else None,
         moment=Moment("", "", "forward" if backward is None or at_peak < backward else "backward"),
         by_category={_NAMES.get(name, name): int(values[peak]) for name, values in live.items() if values[peak]},
-        by_module={},
+        categories_by_module={},
         holdings=(),
         flops=0,
         step_seconds=trace.seconds,

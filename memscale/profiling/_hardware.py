@@ -174,8 +174,9 @@ class Hardware:
         Raises:
             ConfigError, RuntimeUnavailable: as in `detect`.
         """
-        hardware = cls.detect(_place("measure", device))
-        return dataclasses.replace(hardware, measured=True, **calibrate(_place("measure", device), hardware.free_bytes))
+        where = _place("measure", device)
+        hardware = cls.detect(where)
+        return dataclasses.replace(hardware, measured=True, **calibrate(where, hardware.free_bytes))
 
     @classmethod
     def _of_cuda(cls, device: torch.device) -> Hardware:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from memscale.profiling._attention import CudaAttention
 from memscale.profiling._hardware import Hardware
-from memscale.profiling._scratch import cpu_scratch_bytes
+from memscale.profiling._scratch import CpuScratch
 from memscale.profiling._workspaces import cublas_workspace_bytes, cuda_scratch_bytes
 
 _DEFAULT_CAPABILITY = (8, 0)
@@ -24,13 +24,13 @@ class Kernels:
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
-        self.probe = probe
+        self._cpu = CpuScratch(probe=probe)
 
-    def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
-        """The bytes that `op` allocates and frees again inside one call."""
+    def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> int:
+        """The bytes that `op`, which does `flops` of arithmetic, allocates and frees again inside one call."""
         if self.is_cuda:
             return cuda_scratch_bytes(str(op), args, result, self.capability)
-        return cpu_scratch_bytes(op, args, kwargs, result)
+        return self._cpu.nbytes(op, args, kwargs, flops)
 
     def library_bytes(self, op: OpOverload) -> int:
         """The workspace that the first operator of this kind leaves allocated for good."""

@@ -115,7 +115,7 @@ class Ledger:
         A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode). Without
         one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
         """
-        for total in self.sums:
+        for total in sorted(self.sums, key=lambda total: total.event):
             after = total.event + 1
             deaths = {}
             while after < len(self.events) and self.events[after] < 0:

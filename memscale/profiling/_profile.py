@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -14,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale._errors import ConfigError
-from memscale._units import format_bytes, format_seconds
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._ledger import CATEGORIES
+from memscale.profiling._tables import diff_text, differences, profile_text
 
 SCHEMA_VERSION = 1
-_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Moment:
     phase: str
 
     def __str__(self) -> str:
-        return f"in {self.phase}, {self.op}{f' of {self.path}' if self.path else ''}"
+        return f"in {self.phase}{f', {self.op}' if self.op else ''}{f' of {self.path}' if self.path else ''}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Profile:
         reserved_peak_bytes: what the caching allocator holds of the device at its most; None where there is none (CPU).
         moment: when the peak is.
         by_category: bytes at the peak by what they are for.
-        by_module: bytes at the peak by module path.
+        categories_by_module: bytes at the peak by module path and category; empty if not known.
         holdings: the largest storages at the peak, the largest first.
         flops: floating point operations of the step in products, convolutions and attention.
         step_seconds: the step's time by the roofline of the hardware (a lower bound in practice), or as measured;
@@ -122,7 +120,7 @@ class Profile:
     reserved_peak_bytes: int | None
     moment: Moment
     by_category: Mapping[str, int]
-    by_module: Mapping[str, int]
+    categories_by_module: Mapping[str, Mapping[str, int]]
     holdings: tuple[Holding, ...]
     flops: int
     step_seconds: float | None
@@ -136,6 +134,11 @@ class Profile:
     def fragmentation_bytes(self) -> int | None:
         """What the caching allocator holds at its most above the most it has handed out; None without one."""
         return None if self.reserved_peak_bytes is None else self.reserved_peak_bytes - self.peak_bytes
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes at the peak by module path; ``""`` is the model itself and the step around it."""
+        return {path: sum(parts.values()) for path, parts in self.categories_by_module.items()}
 
     @property
     def timeline(self) -> MemoryTimeline:
@@ -199,9 +202,9 @@ class Profile:
             ConfigError: the suffix is neither.
             RuntimeUnavailable: matplotlib is not installed.
         """
-        from memscale.profiling._report import plot
+        from memscale.profiling._plot import plot_profile
 
-        plot(self, path)
+        plot_profile(self, path)
 
     def html(self, path: str | PathLike[str]) -> None:
         """Write a report as one HTML file that needs nothing else, from the network or from disk."""
@@ -210,20 +213,7 @@ class Profile:
         write_html(self, path)
 
     def __str__(self) -> str:
-        lines = [
-            f"peak {format_bytes(self.peak_bytes)} ({self.method}, {self.hardware.name}), {self.moment}",
-            f"  first step {format_bytes(self.first_step_peak_bytes)}",
-        ]
-        if self.reserved_peak_bytes is not None:
-            lines[-1] += f"; reserved by the allocator {format_bytes(self.reserved_peak_bytes)}"
-        if self.step_seconds is not None:
-            how = "at least " if self.method == "static" else ""
-            lines.append(f"  step {how}{format_seconds(self.step_seconds)}, {self.flops / 1e12:.3g} TFLOP")
-        parts = sorted(self.by_category.items(), key=lambda item: -item[1])
-        lines += ["at the peak, by category", *_table([(name, nbytes) for name, nbytes in parts if nbytes])]
-        lines += ["by module", *_table(_grouped(self.by_module))]
-        lines += ["largest tensors", *(f"  {_describe(holding)}" for holding in self.holdings[:_ROWS])]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        return profile_text(self)
 
 
 @dataclass(frozen=True)
@@ -231,10 +221,12 @@ class ProfileDiff:
     """What changes from one profile to another. Prints as a table.
 
     >>> import torch, memscale as ms
-    >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)])
+    >>> def block():
+    ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    >>> model = torch.nn.Sequential(*[block() for _ in range(4)])
     >>> step = {"batch": torch.ones(512, 64), "loss": lambda y, _: y.square().mean()}
     >>> plain = ms.profile(model, **step)
-    >>> plain.diff(ms.profile(model, plan={"*": ms.checkpoint()}, **step)).peak_bytes < 0
+    >>> plain.diff(ms.profile(model, plan={"*": ms.checkpoint()}, **step)).by_category["activation"] < 0
     True
     """
 
@@ -249,53 +241,16 @@ class ProfileDiff:
     @property
     def by_category(self) -> dict[str, int]:
         """The change at the peaks by category."""
-        return _changes(self.before.by_category, self.after.by_category)
+        return differences(self.before.by_category, self.after.by_category)
 
     @property
     def by_module(self) -> dict[str, int]:
         """The change at the peaks by module path, without those that stay."""
-        return {path: nbytes for path, nbytes in _changes(self.before.by_module, self.after.by_module).items() if nbytes}
+        changes = differences(self.before.by_module, self.after.by_module)
+        return {path: nbytes for path, nbytes in changes.items() if nbytes}
 
     def __str__(self) -> str:
-        lines = [
-            f"peak {format_bytes(self.before.peak_bytes)} -> {format_bytes(self.after.peak_bytes)} "
-            f"({self.after.peak_bytes / max(1, self.before.peak_bytes):.3f}), now {self.after.moment}"
-        ]
-        if self.before.step_seconds and self.after.step_seconds:
-            ratio = self.after.step_seconds / self.before.step_seconds
-            lines.append(f"step time {ratio:.3f}")
-        changed = sorted(self.by_category.items(), key=lambda item: -abs(item[1]))
-        lines += ["by category", *_table([item for item in changed if item[1]], sign=True)]
-        lines += ["by module", *_table(_grouped(self.by_module), sign=True)]
-        return "\n".join(lines)
-
-
-def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    return {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
-
-
-def _grouped(by_module: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The largest modules, with those that differ in a number only (the layers of a stack) taken together."""
-    sums: dict[str, int] = {}
-    for path, nbytes in by_module.items():
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path) or "(outside modules)"
-        sums[pattern] = sums.get(pattern, 0) + nbytes
-    ranked = sorted(sums.items(), key=lambda item: -abs(item[1]))
-    rest = sum(nbytes for _, nbytes in ranked[_ROWS:])
-    return [*ranked[:_ROWS], *([("(the rest)", rest)] if rest else [])]
-
-
-def _table(rows: list[tuple[str, int]], sign: bool = False) -> list[str]:
-    width = max((len(name) for name, _ in rows), default=0)
-    cells = [(name, ("+" if sign and nbytes > 0 else "-" if nbytes < 0 else "") + format_bytes(abs(nbytes)))
-             for name, nbytes in rows]  # fmt: skip
-    return [f"  {name.ljust(width)}  {cell:>10}" for name, cell in cells]
-
-
-def _describe(holding: Holding) -> str:
-    origin = f" {holding.op} ({holding.phase})" if holding.op else ""
-    shape = f"{holding.dtype}{list(holding.shape)}" if holding.dtype else ""
-    return f"{format_bytes(holding.nbytes):>10}  {holding.category}  {holding.path or '(outside modules)'}{origin} {shape}"
+        return diff_text(self)
 
 
 def as_hardware(hardware: Any, device_type: str) -> Hardware:

@@ -22,7 +22,7 @@ from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
 from memscale.profiling._ledger import CHOICE, SCALAR, Block, Ledger, OpCall, Phase, Sum
 from memscale.profiling._roofline import Work, work_of
-from memscale.profiling._shapes import FakeKernels, Kind, Layout, kind_of, layout_of, signature, tensors_in
+from memscale.profiling._shapes import FakeKernels, Kind, Layout, kind_of, layout_of, signature, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -32,8 +32,13 @@ _LARGEST_GUESS = 1 << 22
 _LARGEST_RUN_BYTES = 1 << 30
 
 _READS = {aten._local_scalar_dense.default, aten.equal.default}
+# Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
+_KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
+_LISTS = ("_foreach_", "_fused_")
 # What they return depends on the shape of their argument only.
 _CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+# Shapes, and integer results, follow from the lengths among the arguments.
+_BY_LENGTHS = {aten._pack_padded_sequence.default}
 # Their integer results decide what a model does next: which expert, which beam, which token.
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
 
@@ -70,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
         self._live: dict[int, int] = {}  # storage -> its block
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sum: Sum | None = None  # the last one
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
@@ -156,6 +162,8 @@ class Recorder(TorchDispatchMode):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         blocks = [self.block(tensor) for tensor in tensors]
         known = op._opname in _CONSTANTS or all(block.known for block in blocks) and all(map(_is_small, tensors))
+        if op in _BY_LENGTHS:
+            return self._from_values(op, args, kwargs, tensors, blocks)
         if op in _READS:
             return self._read(op, args, kwargs, blocks, known)
         try:
@@ -175,6 +183,8 @@ class Recorder(TorchDispatchMode):
         self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
         if op is aten.add.Tensor:
             self._maybe_in_place(tensors, result)
+        elif op is aten._safe_softmax.default:
+            self._mask_added_in_place(tensors[0])
         return result
 
     def _learn(self, op: OpOverload) -> tuple[Kind, bool]:
@@ -195,7 +205,12 @@ class Recorder(TorchDispatchMode):
         except TypeError:  # a generator or another argument without a hash
             key = None
         try:
-            layout = self._fake.layout(op, args, kwargs, tensors)
+            if op._schema.is_mutable and op._opname.startswith(_LISTS):
+                layout = Layout(None, ())  # in place, on hundreds of tensors that the optimizer made to match
+            elif op in _KERNEL_DECIDES:
+                layout = self._layout_on_zeros(op, args, kwargs, tensors)
+            else:
+                layout = self._fake.layout(op, args, kwargs, tensors)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise
         except Exception:
@@ -203,7 +218,8 @@ class Recorder(TorchDispatchMode):
             # error that the user would have seen.
             layout = self._layout_on_zeros(op, args, kwargs, tensors)
         shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
-        answer = _Answer(layout, self._kernels.scratch_bytes(op, args, kwargs, shown), work_of(op, args, kwargs, shown))
+        work = work_of(op, args, kwargs, shown)
+        answer = _Answer(layout, self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops), work)
         if key is not None:
             self._answers[key] = answer
         return answer
@@ -253,17 +269,17 @@ class Recorder(TorchDispatchMode):
         if known and not any(block.category == "parameter" for block in blocks):
             op(*args, **kwargs)
         else:
-            for tensor in _written(op, args, kwargs):
+            for tensor in written_by(op, args, kwargs):
                 block = self.block(tensor)
                 # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
                 block.known, block.guess = block.known and _stands_in(tensor), SCALAR
         self._note(op, None, answer.work, answer.scratch_bytes)
-        returned = _written(op, args, kwargs)[: len(op._schema.returns)]
+        returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
         result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
-        self._trust(result, _guess(blocks))
+        self._trust(result, "" if op._opname in _CONSTANTS else _guess(blocks))
         return result
 
     def _trust(self, result: Any, guess: str) -> None:
@@ -277,12 +293,7 @@ class Recorder(TorchDispatchMode):
         source = tensors[0]
         random = torch.empty_like(source) if not source.is_floating_point() else torch.randn_like(source)
         chosen = op(*(random if arg is source else arg for arg in args), **kwargs)
-        result = answer.layout.build(self.hollow, tensors)
-        if isinstance(result, torch.Tensor):
-            result = chosen if not chosen.is_floating_point() else result
-        else:
-            pairs = zip(result, chosen, strict=True)
-            result = tuple(made if made.is_floating_point() else real for made, real in pairs)
+        result = _integers_of(chosen, answer.layout.build(self.hollow, tensors))
         self._note(op, result, answer.work, answer.scratch_bytes)
         self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
         return result
@@ -306,12 +317,13 @@ class Recorder(TorchDispatchMode):
             raise NeedsValues(f"the shape of what {op} returns depends on values", self._path())
         self._assume(op, deciding)
         result = op(*args, **kwargs)
-        known = all(block.known for block in blocks)
-        if not known:
-            result = layout_of(result, tensors).build(self.hollow, tensors)
+        whole = result
+        if not all(block.known for block in blocks):
+            hollow = layout_of(result, tensors).build(self.hollow, tensors)
+            result = _integers_of(result, hollow) if op in _BY_LENGTHS else hollow
         self._note(op, result, Work(0, 0, ""), 0)
-        if known:
-            self._trust(result, _guess(blocks))
+        trusted = {id(tensor) for tensor in _results(whole)}
+        self._trust([tensor for tensor in _results(result) if id(tensor) in trusted], _guess(deciding))
         return result
 
     def _assume(self, op: OpOverload, blocks: list[Block]) -> None:
@@ -329,14 +341,24 @@ class Recorder(TorchDispatchMode):
         ] = None
 
     def _maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
-        """Note a sum that autograd's engine makes when two gradients of one value meet."""
-        if len(operands) != 2 or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
+        self._sum = None
+        if len(operands) != 2:
             return
-        # Called by the engine itself, not by a backward written in Python nor by a tensor operation of the user's.
-        if sys._getframe(2).f_code.co_name != "_engine_run_backward" or operands[0].shape != operands[1].shape:
-            return
-        first, second = map(self._number, operands)
-        self.ledger.sums.append(Sum(len(self.ledger.events) - 1, first, second, self._number(total)))
+        first, second, number = map(self._number, (*operands, total))
+        born = len(self.ledger.events) - 1
+        while self.ledger.events[born] != number + 1:  # scratch memory dies after the result is born
+            born -= 1
+        self._sum = Sum(born, first, second, number)
+        # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
+        by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if by_engine and sys._getframe(2).f_code.co_name == "_engine_run_backward":
+            self.ledger.sums.append(self._sum)
+
+    def _mask_added_in_place(self, scores: torch.Tensor) -> None:
+        """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
+        if self._sum is not None and self._sum.total == self._number(scores):
+            self.ledger.sums.append(self._sum)
 
 
 def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
@@ -346,6 +368,13 @@ def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= _LARGEST_KNOWN[tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _integers_of(real: Any, hollow: Any) -> Any:
+    """`hollow`, with the real tensors in place of its integer ones."""
+    if isinstance(hollow, torch.Tensor):
+        return hollow if hollow.is_floating_point() else real
+    return type(hollow)([_integers_of(*pair) for pair in zip(real, hollow, strict=True)])
 
 
 def _guess(blocks: list[Block]) -> str:
@@ -364,8 +393,10 @@ def _with_scalars(op: OpOverload, result: Any) -> Any:
         return type(result)([_with_scalars(op, part) for part in result])
     if not isinstance(result, torch.Tensor) or not _stands_in(result):
         return result
+    storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), result.storage_offset())
     # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
-    return torch.full_like(result, op._opname != "any")
+    return number.fill_(op._opname != "any")
 
 
 def _results(result: Any) -> list[torch.Tensor]:
@@ -374,13 +405,3 @@ def _results(result: Any) -> list[torch.Tensor]:
     if isinstance(result, (list, tuple)):
         return [tensor for part in result for tensor in _results(part)]
     return []
-
-
-def _written(op: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that `op` writes to, by its schema."""
-    found = []
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += _results(value)
-    return found

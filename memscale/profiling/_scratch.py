@@ -1,12 +1,127 @@
-"""Memory that CPU kernels allocate and free inside one call."""
+"""Memory that a CPU kernel takes inside one call, beside its results: found by running the kernel, on less than it gets.
+
+A convolution reorders its tensors into blocked layouts, and which ones depends on the processor's instruction set, the
+shape and the dtype; only oneDNN knows. So it is asked: the kernel runs on zeros, on as many samples as are cheap and on
+half as many. The sizes that it allocates are affine in the number of samples, each by itself (their peak, a maximum, is
+not), so the sequence for all samples follows. Only operators that are known to take memory are asked; `probe` asks all.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
+from torch.profiler import ProfilerActivity, profile
+
+from memscale.profiling._allocator import allocation_events
+from memscale.profiling._kernel_cache import KernelCache, Sounding
+from memscale.profiling._shapes import replaced, tensors_in, written_by
+
+aten = torch.ops.aten
+
+# A call of this many floating point operations takes some tenths of a second on one core.
+_LARGEST_SOUNDING_FLOPS = 1 << 33
+_FLOPS_PER_BYTE = 16  # what a core computes while it moves a byte
+
+# Scratch memory that grows with the batch, and how many of the first arguments have it as their first dimension.
+_BATCHED = {
+    aten.convolution.default: 1,
+    aten.convolution_backward.default: 2,
+    aten.native_batch_norm.default: 1,
+    aten.native_batch_norm_backward.default: 2,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+}
+# Products in 16 bits take a buffer that no longer grows with the rows from some hundred on; which argument has them.
+_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+_ENOUGH_ROWS = 512
+_ALWAYS = {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "native_group_norm_backward", "binary_cross_entropy"} | {
+    "sort", "cumsum", "roll", "_safe_softmax", "cumprod", "logcumsumexp", "unique_consecutive",
+}  # fmt: skip
+_SUMS = {"sum", "mean", "var", "var_mean", "std"}  # of 16 bits in 32, of flags in 64
+_HALF = (torch.bfloat16, torch.float16)
 
 
-def cpu_scratch_bytes(op: OpOverload, args: Any, kwargs: Any, result: Any) -> int:
-    """The bytes that the CPU kernel of `op` takes beside its results."""
-    return 0
+class CpuScratch:
+    """The scratch memory of this machine's kernels, remembered on disk.
+
+    Args:
+        probe: run every kernel once on all that it gets.
+    """
+
+    def __init__(self, *, probe: bool) -> None:
+        self._probe = probe
+        self._cache = KernelCache()
+
+    def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
+        """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
+        if self._probe:
+            return self._sound(op, args, kwargs).scratch_bytes
+        if op in _BATCHED and args[0].dim() > 0:
+            return self._of_batch(op, args, kwargs, flops)
+        if op in _PRODUCTS:
+            if args[-1].dtype not in _HALF:
+                return 0
+            at = _PRODUCTS[op]
+            rows = args[at][:_ENOUGH_ROWS] if args[at].dim() == 2 else args[at]
+            return self._sound(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
+        if not _takes_memory(op, args, kwargs) or _cost(flops, tensors_in(args, kwargs)) > _LARGEST_SOUNDING_FLOPS:
+            return 0
+        return self._sound(op, args, kwargs).scratch_bytes
+
+    def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
+        batched, rest = args[: _BATCHED[op]], args[_BATCHED[op] :]
+        samples = batched[0].shape[0]
+        affordable = samples * _LARGEST_SOUNDING_FLOPS // max(1, _cost(flops, batched))
+        if affordable >= samples:
+            return self._sound(op, args, kwargs).scratch_bytes
+        if affordable < 2:
+            # Too slow to try. Both large tensors in another layout: what contiguous float32 tensors take.
+            return sum(tensor.nbytes for tensor in batched)
+        few, more = affordable // 2, affordable
+        of_few, of_more = (
+            self._sound(op, (*(tensor[:count] for tensor in batched), *rest), kwargs) for count in (few, more)
+        )
+        return of_few.extended(of_more, (samples - more) / (more - few)).scratch_bytes
+
+    def _sound(self, op: OpOverload, args: Any, kwargs: Any) -> Sounding:
+        return self._cache.get(op, args, kwargs, lambda: sound(op, args, kwargs))
+
+
+def _cost(flops: int, tensors: Any) -> int:
+    return flops + _FLOPS_PER_BYTE * sum(tensor.nbytes for tensor in tensors)
+
+
+def _takes_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether `op` was seen to take memory on arguments like these."""
+    name = op._opname
+    if name in _ALWAYS:
+        return True
+    tensors = tensors_in(args, kwargs)
+    if name in _SUMS:
+        return bool(tensors) and not (tensors[0].dtype in (torch.float32, torch.float64))
+    if torch.Tag.pointwise in op.tags:
+        # An operand of another floating dtype is converted whole, and a gradient of another layout copied.
+        floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
+        other_dtype = len({tensor.dtype for tensor in floating}) > 1
+        return other_dtype or name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating)
+    if "layer_norm" in name or "softmax" in name:
+        return not all(tensor.is_contiguous() for tensor in tensors)
+    return False
+
+
+def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
+    """Run `op` once and return what it allocated.
+
+    The arguments may be hollow: what is only read is zero, and what is written to is replaced by zeros of its own.
+    """
+    own = {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
+    args, kwargs = replaced(tuple(args), own), replaced(kwargs, own)
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        result = op(*args, **kwargs)
+    changes = tuple(event.nbytes for event in allocation_events(recording, torch.device("cpu")))
+    storages = {tensor.untyped_storage() for tensor in tensors_in((result,), {})}
+    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in given}
+    return Sounding(changes, sum(returned.values()))

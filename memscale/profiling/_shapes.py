@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,20 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
     return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), output.storage_offset())
 
 
+# Real kernels allocate a result with an element for each row, shrink its shape to a scalar and keep its storage
+# (aten/src/ATen/native/BinaryOps.cpp); the fake ones make a scalar.
+_REDUCED_LATE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+}
+
+
+def _with_whole_storage(layout: Layout, args: Sequence[Any]) -> Layout:
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
+
+
 class FakeKernels:
     """Runs operators on fake tensors, one call at a time, to learn their layouts."""
 
@@ -135,7 +149,8 @@ class FakeKernels:
             with self._mode, torch.no_grad():
                 fakes = {id(tensor): _like(tensor) for tensor in arguments}
                 result = op(*replaced(args, fakes), **replaced(kwargs, fakes))
-                return layout_of(result, [fakes[id(tensor)] for tensor in arguments])
+                layout = layout_of(result, [fakes[id(tensor)] for tensor in arguments])
+                return _with_whole_storage(layout, args) if op in _REDUCED_LATE else layout
         finally:
             self._log.disabled = was_disabled
 
@@ -153,6 +168,15 @@ def replaced(tree: Any, by_id: dict[int, Any]) -> Any:
     if isinstance(tree, dict):
         return {key: replaced(value, by_id) for key, value in tree.items()}
     return tree
+
+
+def written_by(op: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among its arguments that `op` writes to, by its schema."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+    return found
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:

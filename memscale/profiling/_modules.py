@@ -1,0 +1,210 @@
+"""Modules as a tree with sums, and the layers of a stack taken together, for tables that people read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+TOP = "(top level)"
+REST = "(the rest)"
+_RESIDENT = ("parameter", "buffer", "optimizer state", "gradient")
+_THIN = 0.01  # of the whole: less is not worth a line
+_FEWEST = 3  # parts that are named when not all can be
+
+
+class Held(NamedTuple):
+    """Bytes at the peak: what stays until the gradients are dropped or longer, and what comes and goes in the step."""
+
+    resident_bytes: int
+    transient_bytes: int
+
+    @classmethod
+    def of(cls, by_category: Mapping[str, int]) -> Held:
+        """The two sums over the categories.
+
+        >>> Held.of({"parameter": 4, "gradient": 4, "activation": 9})
+        Held(resident_bytes=8, transient_bytes=9)
+        """
+        resident_bytes = sum(by_category.get(category, 0) for category in _RESIDENT)
+        return cls(resident_bytes, sum(by_category.values()) - resident_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Both together."""
+        return self.resident_bytes + self.transient_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a module, or several that are alike, hold at the peak with all that is in them.
+
+    Attributes:
+        path: of the module; of several, with their numbers as ``*``, ``{1-6}`` or ``{0,2,4}``.
+        held: bytes, or changes of bytes.
+        seconds: the time of its operators.
+        weight: the bytes of every module in it, added up without their signs.
+        parts: of which it is made, the heaviest first. What is its own and no submodule's is a part too.
+    """
+
+    path: str
+    held: Held
+    seconds: float
+    weight: int
+    parts: tuple[Part, ...] = ()
+
+
+def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Part:
+    """The root of the tree of modules.
+
+    >>> root = module_tree([("", Held(0, 1)), ("a.b", Held(0, 2)), ("a.c", Held(4, 0))], [("a.b", 0.5)])
+    >>> root.held, [(part.path, part.held.nbytes, part.seconds) for part in root.parts]
+    (Held(resident_bytes=4, transient_bytes=3), [('a', 6, 0.5), ('(top level)', 1, 0.0)])
+
+    Args:
+        held, seconds: of each module itself, with its path; those with one path are added up.
+    """
+    own_bytes: dict[str, list[Held]] = defaultdict(list)
+    for path, own in held:
+        own_bytes[path].append(own)
+    own_seconds: dict[str, float] = defaultdict(float)
+    for path, value in seconds:
+        own_seconds[path] += value
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for path in (*own_bytes, *own_seconds):
+        at = path
+        while at:
+            above = at.rpartition(".")[0]
+            names[above][at] = None
+            at = above
+
+    def part(path: str) -> Part:
+        def leaf(name: str) -> Part:
+            return Part(name, _total(own_bytes[path]), own_seconds[path], sum(map(abs, chain(*own_bytes[path]))))
+
+        below = [part(child) for child in names.get(path, ())]
+        if not below:
+            return leaf(path or TOP)
+        if own_bytes[path] or own_seconds[path]:
+            below.append(leaf(f"{path} (itself)" if path else TOP))
+        return _sum(path, below)
+
+    return part("")
+
+
+def _sum(path: str, parts: Iterable[Part]) -> Part:
+    parts = tuple(_largest_first(parts))
+    seconds, weight = sum(part.seconds for part in parts), sum(part.weight for part in parts)
+    return Part(path, _total(part.held for part in parts), seconds, weight, parts)
+
+
+def _total(held: Iterable[Held]) -> Held:
+    return Held(*map(sum, zip((0, 0), *held, strict=True)))
+
+
+def _largest_first(parts: Iterable[Part]) -> list[Part]:
+    return sorted(parts, key=lambda part: (-part.weight, [name.zfill(6) for name in part.path.split(".")]))
+
+
+def summary(root: Part, lines: int) -> list[Part]:
+    """At most `lines` parts that make up `root`: the largest is split for as long as they fit; the last is the rest.
+
+    >>> layers = [(f"h.{at}.{part}", Held(0, size)) for at in "01" for part, size in (("mlp", 9), ("attn", 7))]
+    >>> root = module_tree([*layers, ("head", Held(8, 0))], [])
+    >>> [(part.path, part.held.nbytes) for part in summary(root, 4)]
+    [('h.0', 16), ('h.1', 16), ('head', 8)]
+    """
+    shown, small = [root], []
+    while True:
+        for part in _largest_first(shown):
+            large, lost = _split(part, root.weight, lines - len(shown))
+            if large:
+                break
+        else:
+            break
+        shown = [*(other for other in shown if other is not part), *large]
+        small += lost
+    rest = [_sum(REST, small)] if any(part.weight for part in small) else []
+    return [*_largest_first(shown), *rest]
+
+
+def _split(part: Part, whole: int, lines: int) -> tuple[list[Part], list[Part]]:
+    """At most `lines` parts of `part` worth a line, and what is not; nothing if a split would not tell enough."""
+    large = [below for below in part.parts if below.weight >= _THIN * whole]
+    small = [below for below in part.parts if below.weight < _THIN * whole]
+    if len(large) > lines or sum(below.weight for below in small) > _THIN * whole:
+        large = large[: lines - 1]
+        if len(large) < _FEWEST:
+            return [], []
+        small = list(part.parts[len(large) :])
+        if part.path:  # less than the root: its rest keeps its name
+            return [*large, dataclasses.replace(_sum(f"{part.path} (rest)", small), parts=())], []
+    return large, small
+
+
+@dataclass
+class _Module:
+    path: str
+    parameter_bytes: int = 0
+    children: dict[str, _Module] = field(default_factory=dict)
+    likeness: int | None = None  # equal for modules with equal parameters; None without any
+
+    def walk(self) -> Iterator[_Module]:
+        """Itself and all below, what is below first."""
+        for child in self.children.values():
+            yield from child.walk()
+        yield self
+
+
+def stacks(parameter_bytes: Mapping[str, int]) -> dict[str, str]:
+    """A pattern for each module path, the same for layers of a stack that have equal parameters.
+
+    >>> stacks({"h.0.fc": 4, "h.0.act": 0, "h.1.fc": 4, "h.1.act": 0})["h.1.act"]
+    'h.*.act'
+    >>> found = stacks({"0": 9, "1.fc": 5, "2.fc": 5, "3": 9, "4": 7})
+    >>> found["0"], found["2.fc"], found["4"]
+    ('{0,3}', '{1-2}.fc', '4')
+
+    Args:
+        parameter_bytes: of each module itself, by its path.
+    """
+    root = _Module("")
+    for path, nbytes in parameter_bytes.items():
+        at = root
+        for name in path.split(".") if path else ():
+            at = at.children.setdefault(name, _Module(f"{at.path}.{name}" if at.path else name))
+        at.parameter_bytes = nbytes
+    known: dict[Hashable, int] = {}
+    for module in root.walk():
+        below = [(name, child.likeness) for name, child in module.children.items() if child.likeness is not None]
+        if below or module.parameter_bytes:
+            module.likeness = known.setdefault((module.parameter_bytes, tuple(sorted(below))), len(known))
+    found: dict[str, str] = {}
+    _name_alike([root], "", found)
+    return found
+
+
+def _name_alike(alike: list[_Module], pattern: str, found: dict[str, str]) -> None:
+    found.update((module.path, pattern) for module in alike)
+    by_name: dict[str, list[_Module]] = defaultdict(list)
+    for module in alike:
+        for name, child in module.children.items():
+            by_name[name].append(child)
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for name, children in by_name.items():
+        groups[("stack", children[0].likeness) if name.isdecimal() else name].append(name)
+    count = sum(name.isdecimal() for name in by_name)
+    for names in groups.values():
+        name = names[0] if len(names) == 1 else "*" if len(names) == count else _numbers(sorted(map(int, names)))
+        children = [child for name in names for child in by_name[name]]
+        _name_alike(children, f"{pattern}.{name}" if pattern else name, found)
+
+
+def _numbers(numbers: list[int]) -> str:
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    shown = numbers if len(numbers) <= 4 else [*numbers[:2], "…", numbers[-1]]
+    return f"{{{','.join(map(str, shown))}}}"

@@ -1,0 +1,124 @@
+"""Live memory over a step, made ready to be drawn: colours for categories, and as many moments as there are pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# Okabe and Ito's palette, which readers with colour blindness can tell apart. What a transform can remove is warm; what
+# stays whatever one does is cold.
+COLOURS = {
+    "parameter": "#0072B2",
+    "buffer": "#7A8793",
+    "optimizer state": "#56B4E9",
+    "gradient": "#009E73",
+    "input": "#333333",
+    "activation": "#D55E00",
+    "temporary": "#F0B44A",
+    "workspace": "#CC79A7",
+    "other": "#BBBBBB",
+    "unknown": "#BBBBBB",  # what the allocator's trace calls "other"
+}
+
+
+def css_name(category: str) -> str:
+    """What a style sheet calls the colour of a category."""
+    return "--" + category.replace(" ", "-")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A step cut into equal spans, each with the moment in it at which most was live.
+
+    Attributes:
+        edges: float64 of shape (columns + 1,), where the spans begin and end.
+        live_bytes: for each category int64 of shape (columns,).
+    """
+
+    edges: npt.NDArray[np.float64]
+    live_bytes: Mapping[str, npt.NDArray[np.int64]]
+
+
+def columns(
+    position: npt.NDArray[np.float64], live_bytes: Mapping[str, npt.NDArray[np.int64]], *, count: int
+) -> Columns:
+    """Return one moment for each of `count` columns of pixels.
+
+    A peak that comes and goes between two pixels, or in no time at all, is kept: the column shows it. The categories of
+    a column are all of the same moment, so that they add up to what was really live.
+
+    >>> live = {"activation": np.array([0, 8, 3, 90, 3, 0]), "temporary": np.array([0, 0, 0, 1, 0, 2])}
+    >>> cut = columns(np.array([0.0, 0.1, 1.0, 2.5, 2.5, 4.0]), live, count=4)
+    >>> {category: values.tolist() for category, values in cut.live_bytes.items()}
+    {'activation': [8, 3, 90, 3], 'temporary': [0, 0, 1, 0]}
+
+    Args:
+        position: ascending from 0, of shape (moments,).
+        live_bytes: by category what is live from each position to the next, of the same shape.
+        count: at least 1.
+    """
+    total = np.sum(list(live_bytes.values()), axis=0)
+    edges = np.linspace(0.0, float(position[-1]) or 1.0, count + 1)
+    first = np.searchsorted(position, edges[:-1], side="left").clip(max=len(position) - 1)
+    first -= (position[first] > edges[:-1]) & (first > 0)  # what was live already when the column began
+    last = np.searchsorted(position, edges[1:], side="left")
+    last[-1] = len(position)
+    spans = zip(first, last, strict=True)
+    picked = np.array([low + int(total[low : max(low + 1, high)].argmax()) for low, high in spans])
+    return Columns(edges, {category: values[picked] for category, values in live_bytes.items()})
+
+
+def thick(stacks: Iterable[Mapping[str, npt.NDArray[np.int64]]], highest_bytes: int) -> list[str]:
+    """The categories that are worth a colour: a layer thinner than a pixel is only a puzzle in the legend."""
+    found: dict[str, bool] = {}
+    for live_bytes in stacks:
+        for category, values in live_bytes.items():
+            found[category] = found.get(category, False) or bool(values.max() > highest_bytes / 500)
+    return [category for category, is_thick in found.items() if is_thick]
+
+
+def placed(phases: Sequence[tuple[str, float]], end: float, letter: float) -> list[tuple[str, float]]:
+    """Where to begin writing the name of each phase, so that none overlaps another; without those that do not fit.
+
+    >>> placed([("forward", 0), ("backward", 50), ("optimizer", 98)], 100, letter=1.0)
+    [('forward', 21.5), ('backward', 70.0), ('optimizer', 91.0)]
+    >>> placed([("forward", 0), ("backward", 2), ("forward", 4), ("backward", 6)], 100, letter=1.0)
+    [('forward', 0.0), ('backward', 49.0)]
+
+    Args:
+        phases: names, and where they begin.
+        end: of the last phase.
+        letter: the width of a letter in the same unit.
+    """
+    found: list[tuple[str, float]] = []
+    free = 0.0
+    ends = [*(begin for _, begin in phases[1:]), end]
+    for (name, begin), stop in zip(phases, ends, strict=True):
+        width = len(name) * letter
+        at = min(max((begin + stop - width) / 2, free), end - width)
+        if free <= at < stop:
+            found.append((name, at))
+            free = at + width + letter
+    return found
+
+
+def byte_scale(highest_bytes: int) -> tuple[str, int]:
+    """The unit for an axis that goes up to `highest_bytes`, and its bytes.
+
+    >>> byte_scale(3 << 20), byte_scale(0)
+    (('MiB', 1048576), ('B', 1))
+    """
+    scales = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next((scale for scale in scales if highest_bytes >= scale[1]), ("B", 1))
+
+
+def time_scale(end_seconds: float) -> tuple[str, float]:
+    """The unit for an axis that goes up to `end_seconds`, and its seconds.
+
+    >>> time_scale(0.3)
+    ('ms', 0.001)
+    """
+    return next((scale for scale in (("s", 1.0), ("ms", 1e-3)) if end_seconds >= scale[1]), ("µs", 1e-6))
