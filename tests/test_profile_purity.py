@@ -323,11 +323,13 @@ def test_a_large_batch_that_the_model_writes_to_is_left_alone():
     assert batch._version == version
 
 
-def test_large_buffers_are_left_alone():
+@pytest.mark.parametrize("probe", [False, True])
+def test_large_buffers_are_left_alone(probe, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))  # what was measured before would not be run again
     model = nn.BatchNorm1d(40_000)
     model.running_mean.normal_()
     before = copy.deepcopy(model.state_dict())
-    ms.profile(model, torch.randn(3, 40_000), loss=mean)
+    ms.profile(model, torch.randn(3, 40_000), loss=mean, probe=probe)
     assert {key: torch.equal(value, before[key]) for key, value in model.state_dict().items()} == dict.fromkeys(
         before, True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ def _peaks(ledger: Ledger, sizes: list[int]) -> list[_Peak]:
     alive: dict[int, None] = {}
     for event in ledger.events[: bounds[0]]:
         live += _apply(event, alive, sizes)
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         start, best, at = dict(alive), live, begin - 1
         for index in range(begin, end):
             live += _apply(ledger.events[index], alive, sizes)
@@ -194,7 +195,7 @@ def _timeline(
         # An operator's results are there while it runs, and what it was the last to need until it is done.
         at = ends[max(0, op - first_op + (event < 0))]
         positions.append(max(at, positions[-1]) if positions else at)
-    phases = []
+    phases: list[tuple[str, float]] = []
     for index, op_call in enumerate(ledger.ops[first_op:]):
         if not phases or phases[-1][0] != op_call.phase.value:
             phases.append((op_call.phase.value, ends[index]))

@@ -54,8 +54,8 @@ def measured_profile(
             raise
         except Exception as error:
             raise ConfigError(
-                f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch before "
-                "its memory can be told; check that the batch is what the model is called with"
+                f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
+                "before its memory can be told; check that the batch is what the model is called with"
             ) from error
     return _profile(trace, first, hardware, f"measured on real steps, since it cannot be simulated: {reason}")
 
@@ -64,8 +64,8 @@ def _device(tensors: list[torch.Tensor], hardware: Hardware, reason: str) -> tor
     devices = {tensor.device for tensor in tensors}
     if any(device.type == "meta" for device in devices):
         raise RuntimeUnavailable(
-            f"the step cannot be simulated ({reason}) and not be run either, with tensors on meta; build the model on a "
-            "real device, or make its control flow independent of computed values"
+            f"the step cannot be simulated ({reason}) and not be run either, with tensors on meta; build the model on "
+            "a real device, or make its control flow independent of computed values"
         )
     accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
     device = accelerators[0] if accelerators else torch.device("cpu")

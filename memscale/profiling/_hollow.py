@@ -1,10 +1,10 @@
 """Hollow tensors: ordinary CPU tensors whose bytes are address space that nobody touches.
 
 A simulated step must take the path that the real one takes. Fake tensors do not: libraries ask `isinstance(x,
-FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach path, and PyTorch
-decomposes an LSTM differently for them. A hollow tensor is a plain `torch.Tensor` on the CPU, with a storage of the
-right size, so everything above the kernels behaves as it would; and since no kernel ever runs on it, the kernel of the
-operating system never gives it a page.
+FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach path, and
+PyTorch decomposes an LSTM differently for them. A hollow tensor is a plain `torch.Tensor` on the CPU, with a storage of
+the right size, so everything above the kernels behaves as it would; and since no kernel ever runs on it, the operating
+system never gives it a page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HollowStorages:
     def like(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
         """A hollow tensor with the layout and dtype of `tensor`, over `storage` or one of its own."""
         storage = storage or self.storage(tensor.untyped_storage().nbytes())
-        return self.tensor(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self.tensor(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _reserve(nbytes: int) -> mmap.mmap:

@@ -23,7 +23,7 @@ VARIABLE = "MEMSCALE_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Where measurements are kept: ``$MEMSCALE_CACHE``, else the user's cache folder; None if that variable is empty."""
+    """Where measurements are kept: ``$MEMSCALE_CACHE``, or the user's cache folder; None if the variable is empty."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None

@@ -112,8 +112,8 @@ class Ledger:
     def settle(self) -> None:
         """Let the additions of gradients happen in place where autograd would have done that.
 
-        A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode). Without
-        one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
+        A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode).
+        Without one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
         """
         for total in sorted(self.sums, key=lambda total: total.event):
             after = total.event + 1

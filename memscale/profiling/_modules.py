@@ -127,7 +127,7 @@ def summary(root: Part, lines: int) -> list[Part]:
             break
         shown = [*(other for other in shown if other is not part), *large]
         small += lost
-    rest = [_sum(REST, small)] if any(part.weight for part in small) else []
+    rest = [_sum(REST, small)] if any(part.weight or part.seconds for part in small) else []
     return [*_largest_first(shown), *rest]
 
 

@@ -1,4 +1,4 @@
-"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, counters in the user's objects."""
+"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Reach(Scope):
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
-        self._add(optimizer.param_groups)  # type: ignore[arg-type]
+        self._add(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._add(group)
             self._add(group["params"])

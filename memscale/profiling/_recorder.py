@@ -1,4 +1,4 @@
-"""The dispatch mode under which a step runs without computing: it answers operators with hollow tensors and keeps books.
+"""The dispatch mode under which a step runs without computing: hollow tensors for answers, and books kept on them.
 
 Small integer and boolean tensors are the exception. What a model's control flow reads (lengths, masks, expert numbers)
 is computed for real where it is known, so that `.item()`, `nonzero` and a mixture's routing take a real path.
@@ -34,7 +34,6 @@ _LARGEST_RUN_BYTES = 1 << 30
 _READS = {aten._local_scalar_dense.default, aten.equal.default}
 # Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
 _KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
-_LISTS = ("_foreach_", "_fused_")
 # What they return depends on the shape of their argument only.
 _CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
 # Shapes, and integer results, follow from the lengths among the arguments.
@@ -61,7 +60,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
@@ -161,7 +160,7 @@ class Recorder(TorchDispatchMode):
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         blocks = [self.block(tensor) for tensor in tensors]
-        known = op._opname in _CONSTANTS or all(block.known for block in blocks) and all(map(_is_small, tensors))
+        known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(_is_small, tensors)))
         if op in _BY_LENGTHS:
             return self._from_values(op, args, kwargs, tensors, blocks)
         if op in _READS:
@@ -205,8 +204,8 @@ class Recorder(TorchDispatchMode):
         except TypeError:  # a generator or another argument without a hash
             key = None
         try:
-            if op._schema.is_mutable and op._opname.startswith(_LISTS):
-                layout = Layout(None, ())  # in place, on hundreds of tensors that the optimizer made to match
+            if not op._schema.returns:
+                layout = Layout(None, ())  # all in place: an optimizer's loop over lists, a custom operator's update
             elif op in _KERNEL_DECIDES:
                 layout = self._layout_on_zeros(op, args, kwargs, tensors)
             else:
@@ -243,7 +242,7 @@ class Recorder(TorchDispatchMode):
         phase = Phase.OPTIMIZER if self.optimizing else Phase.BACKWARD if in_backward else Phase.FORWARD
         path = self._path()
         if phase is Phase.FORWARD and torch.is_grad_enabled():
-            self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path  # type: ignore[attr-defined]
+            self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
         at = len(ledger.ops) - 1
         if not self._library_bytes and (library_bytes := self._kernels.library_bytes(op)):
@@ -394,7 +393,7 @@ def _with_scalars(op: OpOverload, result: Any) -> Any:
     if not isinstance(result, torch.Tensor) or not _stands_in(result):
         return result
     storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
-    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), result.storage_offset())
+    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
     # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
     return number.fill_(op._opname != "any")
 

@@ -1,4 +1,4 @@
-"""Memory that a CPU kernel takes inside one call, beside its results: found by running the kernel, on less than it gets.
+"""Memory that a CPU kernel takes inside one call, beside its results: found by running it, on less than it gets.
 
 A convolution reorders its tensors into blocked layouts, and which ones depends on the processor's instruction set, the
 shape and the dtype; only oneDNN knows. So it is asked: the kernel runs on zeros, on as many samples as are cheap and on
@@ -8,6 +8,7 @@ not), so the sequence for all samples follows. Only operators that are known to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class CpuScratch:
         return self._cache.get(op, args, kwargs, lambda: sound(op, args, kwargs))
 
 
-def _cost(flops: int, tensors: Any) -> int:
+def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:
     return flops + _FLOPS_PER_BYTE * sum(tensor.nbytes for tensor in tensors)
 
 
@@ -100,12 +101,12 @@ def _takes_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
         return True
     tensors = tensors_in(args, kwargs)
     if name in _SUMS:
-        return bool(tensors) and not (tensors[0].dtype in (torch.float32, torch.float64))
+        return bool(tensors) and tensors[0].dtype not in (torch.float32, torch.float64)
     if torch.Tag.pointwise in op.tags:
         # An operand of another floating dtype is converted whole, and a gradient of another layout copied.
         floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
         other_dtype = len({tensor.dtype for tensor in floating}) > 1
-        return other_dtype or name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating)
+        return other_dtype or (name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating))
     if "layer_norm" in name or "softmax" in name:
         return not all(tensor.is_contiguous() for tensor in tensors)
     return False

@@ -114,7 +114,7 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
         raise NotImplementedError(f"results of layout {output.layout} cannot be simulated")
     storage = output.untyped_storage()
     at, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
-    return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), output.storage_offset())
+    return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), int(output.storage_offset()))
 
 
 # Real kernels allocate a result with an element for each row, shrink its shape to a scalar and keep its storage

@@ -16,8 +16,8 @@ from memscale._errors import ConfigError
 from memscale._tree import tensors as tensors_of
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
-from memscale.profiling._reach import Reach
 from memscale.profiling._kernels import Kernels
+from memscale.profiling._reach import Reach
 from memscale.profiling._recorder import Recorder
 from memscale.transforms._scope import put_back
 
@@ -25,8 +25,8 @@ from memscale.transforms._scope import put_back
 class Simulation:
     """A context in which the caller's objects can be stepped without computing and without a trace.
 
-    On entry, parameters off the CPU (on ``meta``, on a GPU) get hollow CPU contents; on exit everything reached has what
-    it had: contents, gradients, version counters, optimizer state, attributes, random states.
+    On entry, parameters off the CPU (on ``meta``, on a GPU) get hollow CPU contents; on exit everything reached has
+    what it had: contents, gradients, version counters, optimizer state, attributes, random states.
 
     Args:
         step: one pass of the loop.
@@ -136,7 +136,7 @@ class Simulation:
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
-    """A name for each module: its path in `model`; the class of the outermost module, and the path in that, elsewhere."""
+    """A name for each module: its path in `model`; elsewhere the class of the outermost module, and the path in it."""
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [module for module in modules if id(module) not in children and id(module) not in paths]
@@ -255,7 +255,7 @@ def _reads_checked(recorder: Recorder) -> Iterator[None]:
         for name in ("tolist", "numpy"):
             setattr(torch.Tensor, name, checked(name))
             replaced.append((torch.Tensor, name))
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
         replaced.append((torch.UntypedStorage, "resize_"))
         yield
     finally:

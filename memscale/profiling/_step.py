@@ -34,7 +34,7 @@ def training_step(
 
     def step() -> None:
         for _ in range(accumulate):
-            scalar_loss(call(model, batch), batch, loss).backward()  # type: ignore[no-untyped-call]
+            scalar_loss(call(model, batch), batch, loss).backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -50,7 +50,8 @@ def scalar_loss(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
         ConfigError: there is none, or it is not a scalar that depends on a parameter.
     """
     if loss is not None:
-        value, source = loss(output, batch), "loss(output, batch)"
+        value: Any = loss(output, batch)
+        source = "loss(output, batch)"
     elif isinstance(output, torch.Tensor):
         value, source = output, "the model's output, which stands for the loss when none is given,"
     else:

@@ -54,13 +54,11 @@ def diff_text(diff: ProfileDiff) -> str:
     """What ``str(diff)`` is."""
     before, after = diff.before, diff.after
     peaks = f"peak {format_bytes(before.peak_bytes)} -> {format_bytes(after.peak_bytes)}"
-    ratio = (
-        f"{signed(diff.peak_bytes)}, {after.peak_bytes / max(1, before.peak_bytes):.3f} ×" if diff.peak_bytes else "="
-    )
-    lines = [f"{peaks} ({ratio}), now {after.moment}"]
+    change = f"{signed(diff.peak_bytes)}, {_ratio(before.peak_bytes, after.peak_bytes)}"
+    lines = [f"{peaks} ({change if diff.peak_bytes else 'the same'}), now {after.moment}"]
     if before.step_seconds and after.step_seconds:
         times = f"{format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
-        lines.append(f"  time {times} ({after.step_seconds / before.step_seconds:.3f} ×)")
+        lines.append(f"  time {times} ({_ratio(before.step_seconds, after.step_seconds)})")
     changed = sorted(diff.by_category.items(), key=lambda item: -abs(item[1]))
     rows = [
         (name, *(_or_dash(profile.by_category.get(name, 0)) for profile in (before, after)), signed(nbytes))
@@ -81,7 +79,7 @@ def _changed_modules(before: Profile, after: Profile) -> list[str]:
     rows = [
         (shortened(part.path, _LONGEST_PATH), *map(signed, part.held), signed(part.held.nbytes))
         for part in summary(root, _MODULES)
-        if part.weight
+        if any(part.held)
     ]
     return _table(("by module", "resident", "transient", "change"), rows)
 
@@ -93,10 +91,10 @@ def differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
 
 def patterns(*profiles: Profile) -> dict[str, str]:
     """For each module path that the profiles know, the pattern that stands for it and its like."""
-    parameter_bytes: dict[str, int] = {}
+    parameter_bytes = {path: 0 for profile in profiles for path in profile.seconds_by_module}
     for profile in profiles:
-        parameter_bytes |= dict.fromkeys(profile.seconds_by_module, 0)
-        parameter_bytes |= {path: parts.get("parameter", 0) for path, parts in profile.categories_by_module.items()}
+        for path, parts in profile.categories_by_module.items():
+            parameter_bytes[path] = max(parameter_bytes.get(path, 0), parts.get("parameter", 0))
     return stacks(parameter_bytes)
 
 
@@ -203,6 +201,10 @@ def signed(nbytes: int) -> str:
     ('-2.00 KiB', '+1 B', '-')
     """
     return f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}" if nbytes else "-"
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"{after / before:.3f} ×" if before else "from nothing"
 
 
 def _or_dash(nbytes: int) -> str:
