@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memscale._errors import ConfigError
-from memscale._tree import flatten, tensors, unflatten
+from memscale._tree import tensors
+from memscale.profiling._hardware import Hardware
+from memscale.profiling._kernels import Kernels
+from memscale.profiling._simulation import Simulation
+from memscale.profiling._step import call
 
 _MIB = 1024**2
 # Adam's first and second moment, each with the parameter's shape and dtype.
@@ -69,88 +70,31 @@ def static_estimate(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 
 def activation_bytes(model: nn.Module, batch: Any) -> int:
-    """Count the bytes that ``model(batch)`` keeps for backward, on fake tensors: nothing is computed.
+    """Count the bytes that ``model(batch)`` keeps for backward; nothing is computed.
 
     A storage counts once however many views of it are saved; parameters, buffers and the batch do not count.
     The model and the random state are left as they were.
 
     Raises:
-        Exception: whatever the model raises on fake tensors, as when its control flow reads values.
+        ConfigError: ``batch`` is not what a model can be called with.
+        Exception: whatever the model raises, and `NeedsValues` where its control flow reads values.
     """
+    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
+        raise ConfigError(
+            f"sample_input must be a tensor, a tuple of arguments or a mapping of keyword arguments, "
+            f"got {type(batch).__name__}; pass what the model is called with"
+        )
     kept: dict[int, torch.UntypedStorage] = {}
-    # A tokeniser's BatchEncoding is a mapping that no pytree library knows.
-    leaves, spec = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            # Held on to, so that no later storage gets the number of one that has died.
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        # Held on to, so that no later storage gets the number of one that has died.
+        if not simulation.recorder.storages.is_resident(tensor):
             storage = tensor.untyped_storage()
             kept[storage._cdata] = storage
-            return tensor
+        return tensor
 
-        with borrowed(model, mode.from_tensor) as state, torch.enable_grad():
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                call(model, unflatten(spec, fakes))
-            for resident in (*state, *tensors(fakes)):
-                kept.pop(resident.untyped_storage()._cdata, None)
+    kernels = Kernels(Hardware.detect("cpu"), probe=False)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with Simulation(model, model, None, batch, kernels=kernels) as simulation, torch.enable_grad(), hooks:
+        call(model, batch)
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """``model`` of ``batch``: a tensor is one argument, a tuple or list the arguments, a mapping keywords.
-
-    Raises:
-        ConfigError: ``batch`` is none of these.
-    """
-    if isinstance(batch, torch.Tensor):
-        return model(batch)
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    raise ConfigError(
-        f"sample_input must be a tensor, a tuple of arguments or a mapping of keyword arguments, "
-        f"got {type(batch).__name__}; pass what the model is called with"
-    )
-
-
-@contextmanager
-def borrowed(model: nn.Module, substitute: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Run the model on other tensors, then put back its attributes, parameters, buffers and the random state.
-
-    ``substitute`` gives the tensor that stands in for each parameter, buffer and tensor attribute; one that
-    appears twice gets one stand-in. Yields the stand-ins. What a forward changes inside a list or another
-    object of the user's is not undone.
-    """
-    stand_ins: dict[int, torch.Tensor] = {}
-
-    def stand_in(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in stand_ins:
-            stand_ins[id(value)] = substitute(value)
-        return stand_ins[id(value)]
-
-    # Dicts are refilled, not replaced: their identity is part of what a caller may hold.
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (namespace, dict(namespace))
-        for module in model.modules()
-        for namespace in (module._parameters, module._buffers, module.__dict__)
-    ]
-    python_state = random.getstate()
-    with torch.random.fork_rng(_cuda_devices(model.parameters())):
-        try:
-            for namespace, before in saved:
-                for key, value in before.items():
-                    namespace[key] = stand_in(value)
-            yield list(stand_ins.values())
-        finally:
-            for namespace, before in saved:
-                namespace.clear()
-                namespace.update(before)
-            random.setstate(python_state)
-
-
-def _cuda_devices(parameters: Iterable[torch.Tensor]) -> list[int]:
-    return sorted({parameter.get_device() for parameter in parameters if parameter.is_cuda})

@@ -485,6 +485,7 @@ def embedding(tokens, vocabulary, width, *, dtype=F32, by_frequency=False, index
 
 def test_embedding_backward_sums_up_to_ten_rows_at_a_time():
     assert embedding((3, 1024), 50304, 512) == 0
+    assert embedding((1, 3073), 50304, 512) > 0
     # 4096 tokens: 4096 segments at most, and 409 + 4096 partial sums.
     partials = 409 + 4096
     small = 3 * 4096 * 8 + 2 * 4096 * 8 + 2 * 512 + 36352  # 4505 * 8 bytes rounded up
@@ -569,65 +570,104 @@ def test_flash_backward_is_deterministic_at_a_price():
 def test_efficient_forward_needs_a_float_output_for_large_heads():
     op = "aten._scaled_dot_product_efficient_attention.default"
 
-    def forward(head, dtype):
-        return scratch(op, *[meta(2, 4, 128, head, dtype=dtype)] * 3)
+    def forward(head, dtype, value_head=None):
+        key, value = meta(2, 4, 300, head, dtype=dtype), meta(2, 4, 300, value_head or head, dtype=dtype)
+        return scratch(op, meta(2, 4, 128, head, dtype=dtype), key, value)
 
     assert forward(128, BF16) == 0
     assert forward(136, BF16) == 2 * 4 * 128 * 136 * 4
+    assert forward(64, BF16, 136) == 2 * 4 * 128 * 136 * 4
+    assert forward(136, BF16, 64) == 2 * 4 * 128 * 64 * 4
     assert forward(136, F32) == 0
-
-
-def efficient_backward(shape, dtype=BF16, *, capability=A100, key=None):
-    q, k = meta(*shape, dtype=dtype), meta(*(key or shape), dtype=dtype)
-    grad = meta(shape[0], shape[2], shape[1], k.size(-1), dtype=dtype).transpose(1, 2)
-    op = "aten._scaled_dot_product_efficient_attention_backward.default"
-    return scratch(op, grad, q, k, k, capability=capability)
 
 
 def blocks(*sizes):
     return sum(-(-nbytes // 512) * 512 for nbytes in sizes)
 
 
-def test_efficient_backward_accumulates_in_float_tiles():
-    # Eight heads and 128 rows; a tile has 16 bytes in front of its floats.
-    delta, small, large = 8 * 128 * 4, 64 * 64 * 4 + 16, 128 * 128 * 4 + 16
-    assert efficient_backward((2, 4, 128, 64)) == blocks(delta, 8 * 2 * small)
-    # Tiles of 128 by 128 where shared memory allows, else of 64 by 64, with tiles for keys and values besides:
-    # 128 keys are 2 blocks, each of 64 by 128 floats for either.
-    assert efficient_backward((2, 4, 128, 128)) == blocks(delta, 8 * large)
+def efficient_backward(shape, dtype=BF16, *, capability=A100, keys=None, value_head=None):
+    batch, heads, length, head = shape
+    q, k = meta(*shape, dtype=dtype), meta(batch, heads, keys or length, head, dtype=dtype)
+    v = meta(batch, heads, keys or length, value_head or head, dtype=dtype)
+    grad = meta(batch, length, heads, value_head or head, dtype=dtype).transpose(1, 2)
+    op = "aten._scaled_dot_product_efficient_attention_backward.default"
+    return scratch(op, grad, q, k, v, capability=capability)
+
+
+def tile(rows, columns):
+    """Bytes of one tile of float32, with its lock."""
+    return rows * columns * 4 + 16
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head", "rows", "columns", "spills"),
+    [
+        (A100, BF16, 64, 64, 64, False),
+        (A100, BF16, 72, 128, 128, False),
+        (A100, BF16, 128, 128, 128, False),
+        (A100, BF16, 136, 128, 64, True),
+        *[(capability, F16, 128, 128, 128, False) for capability in ((8, 7), H100, B200, (10, 3), (11, 0))],
+        (A10, BF16, 96, 128, 64, False),
+        (L4, BF16, 96, 128, 64, False),
+        (L4, BF16, 104, 64, 64, True),
+        (L4, BF16, 136, 64, 64, True),
+        (RTX5090, BF16, 64, 64, 64, False),
+        (RTX5090, BF16, 72, 64, 64, True),
+        (T4, F16, 64, 64, 64, True),
+    ],
+)
+def test_efficient_backward_accumulates_in_float_tiles(capability, dtype, head, rows, columns, spills):
+    # Eight heads with 256 queries and 100 keys, which are two blocks of 64 or one of 128.
+    row_sums = 8 * 256 * 4
+    floats = math.ceil(256 / rows) * math.ceil(head / columns) * tile(rows, columns)
+    if spills:
+        floats += 2 * 2 * 64 * math.ceil(head / rows) * rows * 4
+    assert efficient_backward((2, 4, 256, head), dtype, capability=capability, keys=100) == blocks(row_sums, 8 * floats)
+
+
+def test_efficient_backward_goes_by_the_larger_head():
+    floats = 2 * tile(128, 128)  # and not 4 * tile(64, 64)
+    assert efficient_backward((2, 4, 256, 64), value_head=72) == blocks(8 * 256 * 4, 8 * floats)
+
+
+def test_efficient_backward_splits_the_keys_less_for_many_heads():
     spilled = 2 * 64 * 128 * 4
-    assert efficient_backward((2, 4, 128, 128), capability=RTX5090) == blocks(delta, 8 * (4 * small + 2 * spilled))
-    # Up to 96 the cards of that size have a kernel that keeps them.
-    assert efficient_backward((2, 4, 128, 96), capability=L4) == blocks(delta, 8 * 2 * (128 * 64 * 4 + 16))
-    # Heads over 128 spill everywhere.
-    wide = 3 * (128 * 64 * 4 + 16) + 2 * 2 * 64 * 256 * 4
-    assert efficient_backward((2, 4, 128, 136)) == blocks(delta, 8 * wide)
-    # 25 heads leave at most 200 // 25 = 8 of the 16 blocks of keys.
-    many = efficient_backward((5, 5, 128, 128), capability=RTX5090, key=(5, 5, 1024, 128))
-    assert many == blocks(25 * 128 * 4, 25 * (4 * small + 8 * spilled))
-    # On V100 the half kernels leave the row sums to PyTorch, which casts gradient and output to float first.
-    row_sums = 256 * 128 * 4
-    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 0)) == 3 * row_sums * 128 + 2 * row_sums
-    # On T4 the kernel has them, and 256 heads with 2 blocks of keys are not split.
-    assert efficient_backward((16, 16, 128, 128), F16, capability=T4) == blocks(row_sums, 256 * (4 * small + spilled))
-    # Nothing is split in a deterministic process.
+    # 25 heads leave at most 200 // 25 = 8 of the 16 blocks of keys, and 256 heads one.
+    for batch, heads, keys, splits in ((5, 5, 1024, 8), (5, 5, 256, 4), (16, 16, 1024, 1), (16, 16, 128, 1)):
+        floats = 4 * tile(64, 64) + splits * spilled
+        found = efficient_backward((batch, heads, 128, 128), capability=RTX5090, keys=keys)
+        assert found == blocks(batch * heads * 128 * 4, batch * heads * floats)
     torch.use_deterministic_algorithms(True)
     try:
         once = efficient_backward((2, 4, 128, 128), capability=RTX5090)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert once == blocks(delta, 8 * (4 * small + spilled))
+    assert once == blocks(8 * 128 * 4, 8 * (4 * tile(64, 64) + spilled))
 
 
-def test_efficient_backward_multiplies_float32_outside_the_kernel():
-    small = 64 * 64 * 4 + 16
-    # The product of gradient and output, its sum over a head and that sum in order, or the sum and the tiles.
-    product = blocks(8 * 128 * 256 * 4, 8 * 128 * 4, 8 * 128 * 4)
-    tiles = blocks(8 * 128 * 4, 8 * 4 * (128 * 64 * 4 + 16))
-    assert efficient_backward((2, 4, 128, 256), F32) == max(product, tiles) == product
-    assert efficient_backward((2, 4, 64, 8), F32) == blocks(8 * 64 * 4, 8 * small)
-    few = blocks(8 * 40 * 512 * 4, 8 * 40 * 4, 8 * 40 * 4)
-    assert efficient_backward((2, 4, 40, 512), F32, capability=T4) == max(few, blocks(8 * 40 * 4, 8 * 8 * small))
+@pytest.mark.parametrize(
+    ("capability", "head", "rows"), [(A100, 64, 64), (A100, 72, 128), (L4, 72, 64), (T4, 64, 64), ((6, 1), 64, 64)]
+)
+def test_efficient_backward_multiplies_float32_outside_the_kernel(capability, head, rows):
+    # First the product of gradient and output and its sums, then those sums in order and the tiles.
+    row_sums = 8 * 256 * 4
+    product = blocks(8 * 256 * head * 4, row_sums)
+    # Before sm70 the gradient of the query is its own accumulator.
+    tiles = math.ceil(256 / rows) * math.ceil(head / 64) * tile(rows, 64) if capability >= (7, 0) else 0
+    found = efficient_backward((2, 4, 256, head), F32, capability=capability)
+    assert found == blocks(row_sums) + max(product, blocks(8 * tiles))
+
+
+def test_efficient_backward_keeps_the_larger_of_product_and_tiles():
+    # 40 rows fill two thirds of their tiles, and 300 rows of 512 most of theirs.
+    assert efficient_backward((2, 4, 40, 64), F32) == blocks(8 * 40 * 4, 8 * tile(64, 64))
+    assert efficient_backward((2, 4, 256, 512), F32) == blocks(*[8 * 256 * 4] * 2, 8 * 256 * 512 * 4)
+
+
+def test_efficient_backward_on_volta_casts_halves_first():
+    row_sums = 256 * 128 * 4
+    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 0)) == 3 * row_sums * 128 + 2 * row_sums
+    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 2)) == 3 * row_sums * 128 + 2 * row_sums
 
 
 def test_dropout_keeps_one_byte_an_element(fakes):

@@ -192,8 +192,9 @@ def test_each_recommended_plan_frees_by_the_allocator_what_it_says():
     assert {ms.Plan(tiled), ms.Plan({**checkpointed, **tiled}), ms.Plan(both)} <= {each.plan for each in plans}
     for each in plans:
         after = truth(ms.transform(model, each.plan), batch, loss=next_token)
-        # On a CPU, what a bfloat16 product takes inside depends on the processor.
-        assert each.peak_bytes == (pytest.approx(after, rel=0.005) if "cast" in repr(each.plan) else after)
+        # A tiled head remembers the random state, which no operator makes, so that no simulation sees it.
+        unseen = torch.get_rng_state().nbytes if "tile" in repr(each.plan) else 0
+        assert each.peak_bytes == after - unseen
         assert each.freed_bytes == before - each.peak_bytes
 
 
@@ -238,14 +239,12 @@ def test_the_foreach_loop_costs_what_is_said():
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     predictor = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB))
     prediction = predictor.predict(torch.ones(2, 512))
-    told = {each.action: each.peak_bytes for each in prediction.recommendations}
-    for options in ({"fused": True}, {"foreach": False}):
-        other = torch.optim.Adam(model.parameters(), **options)
-        ((key, value),) = options.items()
-        assert (
-            told[f"build the optimizer with {key}={value}"]
-            == ms.profile(model, torch.ones(2, 512), optimizer=other, loss=square, hardware=box(MIB)).peak_bytes
-        )
+    told = {each.action: each for each in prediction.recommendations}
+    for choice in ("fused=True", "foreach=False"):
+        each = told[f"build the optimizer with {choice}"]
+        other = torch.optim.Adam(model.parameters(), **each.optimizer_options)
+        profile = ms.profile(model, torch.ones(2, 512), optimizer=other, loss=square, hardware=box(MIB))
+        assert each.peak_bytes == profile.peak_bytes == prediction.peak_bytes - each.freed_bytes
     assert optimizer.param_groups[0]["foreach"] is True
 
 
@@ -257,7 +256,7 @@ def test_accumulation_takes_as_few_parts_as_fit():
         prediction = ms.OOMPredictor(model, loss=square, hardware=box(capacity)).predict(batch)
         (told,) = [each for each in prediction.recommendations if each.action.startswith("accumulate")]
         assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
-        assert (told.peak_bytes, told.freed_bytes, told.plan) == (peak, whole - peak, None)
+        assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
 
 
 def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
@@ -665,7 +664,7 @@ def test_a_budget_is_called_what_the_verb_calls_it():
 
 
 def test_recommendations_are_values():
-    one = Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), 0.5)
-    assert one == Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), 0.5)
+    one = Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}))
+    assert one == Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), {}, 1, None)
     with pytest.raises(AttributeError):
         one.freed_bytes = 2

@@ -274,7 +274,25 @@ def test_a_numpy_function_on_known_numbers_is_simulated():
     assert profile.method == "static", profile.notes
 
 
-# --------------------------------------------------------------------------------------- loops that read what they train
+# ------------------------------------------------------------------------------------ loops that read what they train
+
+
+def test_a_loop_until_the_loss_is_small_ends():
+    model, batch, turns = nn.Linear(24, 20), torch.randn(ROWS, 24), []
+    count = turns.append
+
+    def step():
+        for _ in range(3000):
+            count(1)
+            loss = model(batch).square().mean()
+            loss.backward()
+            if loss.item() < 0.9:
+                break
+        model.zero_grad()
+
+    profile = ms.profile(step)
+    assert profile.method == "empirical"
+    assert len(turns) < 3000, "a stand-in that never gets small would go round for ever"
 
 
 def test_an_optimizer_that_decides_on_numbers_is_measured():
@@ -320,20 +338,20 @@ BAD = {
     "a batch of another dtype": (lambda: ms.profile(LAYER, BATCH.double(), loss=mean), r"dtype"),
     "too many arguments": (lambda: ms.profile(LAYER, (BATCH, BATCH), loss=mean), r"positional argument"),
     "an unknown keyword": (lambda: ms.profile(LAYER, {"y": BATCH}, loss=mean), r"unexpected keyword argument 'y'"),
-    "a number as the batch": (lambda: ms.profile(LAYER, 3, loss=mean), r"as the batch, got int"),
+    "a number": (lambda: ms.profile(LAYER, 3, loss=mean), r"as the batch, got int"),
     "no batch": (lambda: ms.profile(LAYER, loss=mean), r"as the batch, got NoneType"),
-    "a text as the batch": (lambda: ms.profile(LAYER, "text", loss=mean), r"as the batch, got str"),
+    "a text": (lambda: ms.profile(LAYER, "text", loss=mean), r"batch, got str"),
     "an output without a loss": (lambda: ms.profile(Named(), BATCH), r"loss"),
-    "an output that is not a scalar": (lambda: ms.profile(LAYER, BATCH), r"one element, got a tensor of shape \[3, 4\]"),
+    "an output that is not a scalar": (lambda: ms.profile(LAYER, BATCH), r"one element, got .* \[3, 4\]"),
     "a loss that is not a scalar": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: y), r"loss\(output.*\[3, 4\]"),
     "a loss that is a number": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: 1.0), r"got float"),
     "a loss that is None": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: None), r"got NoneType"),
     "a loss that is detached": (lambda: ms.profile(LAYER, BATCH, loss=lambda y, _: y.sum().detach()), r"not depend"),
     "a loss that cannot be called": (lambda: ms.profile(LAYER, BATCH, loss=3), r"loss.*int"),
     "a loss of one argument": (lambda: ms.profile(LAYER, BATCH, loss=lambda y: y.sum()), r"loss|argument"),
-    "nothing to train": (lambda: ms.profile(FROZEN, BATCH, loss=mean), r"no parameter that requires"),
-    "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"no parameter that requires"),
-    "an optimizer of another model": (lambda: ms.profile(LAYER, BATCH, optimizer=OTHERS), r"none of them is the model's"),
+    "nothing to train": (lambda: ms.profile(FROZEN, BATCH, loss=mean), r"no parameter that"),
+    "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"no parameter that"),
+    "a foreign optimizer": (lambda: ms.profile(LAYER, BATCH, optimizer=OTHERS), r"none of them is the model's"),
     "an optimizer class": (lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.SGD), r"Optimizer or None, got type"),
     "an optimizer's name": (lambda: ms.profile(LAYER, BATCH, optimizer="adamw", loss=mean), r"got str"),
     "an unknown card": (lambda: ms.profile(LAYER, BATCH, loss=mean, hardware="h1000"), r"(?i)h1000.*h100"),
@@ -344,9 +362,9 @@ BAD = {
     "a model that is a class": (lambda: ms.profile(nn.Linear, BATCH, loss=mean), r"."),
     "a model that is a number": (lambda: ms.profile(3, BATCH), r"got int"),
     "a function with a batch": (lambda: ms.profile(lambda: None, BATCH), r"batch for a module only"),
-    "a function with a plan": (lambda: ms.profile(lambda: None, plan={"": ms.checkpoint()}), r"plan=.*needs a module"),
+    "a function with a plan": (lambda: ms.profile(lambda: None, plan={"": ms.checkpoint()}), r"needs a module"),
     "a function with arguments": (lambda: ms.profile(lambda x: None), r"argument"),
-    "a plan that matches nothing": (lambda: ms.profile(LAYER, BATCH, loss=mean, plan={"body": ms.checkpoint()}), r"body"),
+    "a misfit plan": (lambda: ms.profile(LAYER, BATCH, loss=mean, plan={"body": ms.checkpoint()}), r"body"),
 }  # fmt: skip
 
 

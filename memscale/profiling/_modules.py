@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+ROOT = "(model)"
 TOP = "(top level)"
 REST = "(the rest)"
 _RESIDENT = ("parameter", "buffer", "optimizer state", "gradient")
@@ -132,17 +133,19 @@ def summary(root: Part, lines: int) -> list[Part]:
 
 
 def _split(part: Part, whole: int, lines: int) -> tuple[list[Part], list[Part]]:
-    """At most `lines` parts of `part` worth a line, and what is not; nothing if a split would not tell enough."""
+    """At most `lines` parts of `part`, and those too thin for a line; nothing if a split would not tell enough."""
     large = [below for below in part.parts if below.weight >= _THIN * whole]
-    small = [below for below in part.parts if below.weight < _THIN * whole]
-    if len(large) > lines or sum(below.weight for below in small) > _THIN * whole:
-        large = large[: lines - 1]
-        if len(large) < _FEWEST:
-            return [], []
-        small = list(part.parts[len(large) :])
-        if part.path:  # less than the root: its rest keeps its name
-            return [*large, dataclasses.replace(_sum(f"{part.path} (rest)", small), parts=())], []
-    return large, small
+    named = large[:lines]
+    # The rest of the root is the rest of all; of another module it keeps its name, if it is worth a line.
+    has_rest = part.path != "" and sum(below.weight for below in part.parts[len(named) :]) >= _THIN * whole
+    if has_rest:
+        named = large[: lines - 1]
+    if not named or len(named) < min(_FEWEST, len(large)):
+        return [], []
+    others = list(part.parts[len(named) :])
+    if has_rest:
+        return [*named, dataclasses.replace(_sum(f"{part.path} (rest)", others), parts=())], []
+    return named, others
 
 
 @dataclass

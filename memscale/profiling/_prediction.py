@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +56,9 @@ class Recommendation:
         action: what to do.
         freed_bytes: by how much the peak falls, more than 0.
         peak_bytes: the peak after it.
-        plan: the whole plan to give to `transform` where the action is one, with the rules that the predictor had;
-            None for a change of the optimizer or of the loop.
+        plan: the whole plan to give to `transform`, with the rules that the predictor had; None if it stays.
+        optimizer_options: what to build the optimizer with, such as ``{"fused": True}``.
+        parts: into how many equal parts to cut the batch, their gradients accumulated.
         step_seconds: the estimated time of the step after it, None if the hardware's speed is not known.
     """
 
@@ -64,6 +66,8 @@ class Recommendation:
     freed_bytes: int
     peak_bytes: int
     plan: Plan | None = None
+    optimizer_options: Mapping[str, bool] = field(default_factory=dict)
+    parts: int = 1
     step_seconds: float | None = None
 
 
@@ -92,7 +96,7 @@ class OOMPrediction:
     profile: Profile
     capacity_bytes: int
     recommendations: tuple[Recommendation, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -17,7 +17,6 @@ from memscale._plan import Plan, as_plan
 from memscale._units import budget_bytes, format_bytes
 from memscale.profiling._largest import LargestBatch, largest_fitting
 from memscale.profiling._prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
-from memscale.profiling._profile import Profile
 from memscale.profiling._profiler import MemoryProfiler
 from memscale.profiling._remedies import Remedy, optimizer_options, remedies, split
 from memscale.profiling._step import Loss
@@ -181,27 +180,30 @@ class OOMPredictor:
 
     def _tried(self, remedy: Remedy, config: Config, batch: Any, prediction: OOMPrediction) -> Recommendation:
         profiler = self._profiling(remedy.plan or self.plan, config, self.hardware)
-        action = remedy.action
+        if remedy.in_parts:
+            return self._in_parts(profiler, batch, prediction)
         with optimizer_options(self.optimizer, remedy.options):
-            if remedy.in_parts:
-                action, profile = self._in_parts(profiler, batch, prediction.capacity_bytes)
-            else:
-                profile = profiler.profile(batch, accumulate=self.accumulate)
+            profile = profiler.profile(batch, accumulate=self.accumulate)
         peak_bytes = taken_bytes(profile)
-        freed_bytes = prediction.peak_bytes - peak_bytes
-        # Two parts take less time than the step, which has all of them.
-        step_seconds = None if remedy.in_parts else profile.step_seconds
-        return Recommendation(action, freed_bytes, peak_bytes, remedy.plan, step_seconds)
+        return Recommendation(
+            remedy.action,
+            prediction.peak_bytes - peak_bytes,
+            peak_bytes,
+            plan=remedy.plan,
+            optimizer_options=remedy.options,
+            step_seconds=profile.step_seconds,
+        )
 
-    def _in_parts(self, profiler: MemoryProfiler, batch: Any, capacity_bytes: int) -> tuple[str, Profile]:
+    def _in_parts(self, profiler: MemoryProfiler, batch: Any, prediction: OOMPrediction) -> Recommendation:
         """The step with the batch in 2, 4, 8, ... parts, gradients accumulated: the first that fits, or the last."""
         parts, part = 2, split(batch, 2)
         while True:
-            # From the second pass on all are alike, so two of them show the peak of any number.
-            profile = profiler.profile(part, accumulate=2)
+            # From the second pass on all are alike, so two of them show the peak of any number (though not the time).
+            peak_bytes = taken_bytes(profiler.profile(part, accumulate=2))
             part = split(batch, 2 * parts)
-            if part is None or taken_bytes(profile) <= capacity_bytes:
-                return f"accumulate the gradients of {parts} equal parts of the batch", profile
+            if part is None or peak_bytes <= prediction.capacity_bytes:
+                action = f"accumulate the gradients of {parts} equal parts of the batch"
+                return Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, parts=parts)
             parts *= 2
 
     def _profiling(self, plan: Plan, config: Config, hardware: Any) -> MemoryProfiler:

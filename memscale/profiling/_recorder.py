@@ -7,9 +7,7 @@ is computed for real where it is known, so that `.item()`, `nonzero` and a mixtu
 from __future__ import annotations
 
 import sys
-import weakref
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +21,10 @@ from memscale.profiling._kernels import Kernels
 from memscale.profiling._ledger import CHOICE, SCALAR, Block, Ledger, OpCall, Phase, Sum
 from memscale.profiling._roofline import Work, work_of
 from memscale.profiling._shapes import FakeKernels, Kind, Layout, kind_of, layout_of, signature, tensors_in, written_by
+from memscale.profiling._storages import LARGEST_KNOWN, Storages, is_small
 
 aten = torch.ops.aten
 
-# Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
-_LARGEST_KNOWN = {True: 1 << 14, False: 1 << 20}  # by whether the dtype is floating point
 _LARGEST_GUESS = 1 << 22
 _LARGEST_RUN_BYTES = 1 << 30
 
@@ -62,89 +59,23 @@ class Recorder(TorchDispatchMode):
     def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
+        self.storages = Storages(self.ledger, residents)
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
         self.optimizing = False
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
         self._library_bytes = 0
-        self._residents = residents
         self._fake = FakeKernels()
         self._answers: dict[Any, _Answer] = {}
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
-        self._live: dict[int, int] = {}  # storage -> its block
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: Sum | None = None  # the last one
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
-        self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Nothing is compiled during a simulation, and the guard costs several microseconds at each operator.
         return False
-
-    # -- storages ------------------------------------------------------------------------------------------------------
-
-    def block(self, tensor: torch.Tensor) -> Block:
-        """The block of the storage under `tensor`, which is recorded as resident if it is seen for the first time."""
-        return self.ledger.blocks[self._number(tensor)]
-
-    def _number(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        number = self._live.get(storage._cdata)
-        if number is None:
-            category, path = self._residents.get(storage._cdata, ("other", ""))
-            known = category != "parameter" and not tensor.requires_grad
-            number = self._enter(storage, tensor, -1, category, path, known)
-            if known and _is_small(tensor):
-                self._untouched.append((tensor.detach(), tensor.detach().clone()))
-        return number
-
-    def _enter(
-        self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
-    ) -> int:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        number = self.ledger.birth(Block(storage.nbytes(), op, category, tuple(tensor.shape), dtype, path, known))
-        key = storage._cdata
-        self._live[key] = number
-        self._deaths[key] = weakref.ref(storage, partial(self._died, key))
-        return number
-
-    def _died(self, key: int, _: Any) -> None:
-        self._deaths.pop(key, None)
-        number = self._live.pop(key, None)
-        if number is not None:
-            self.ledger.death(number)
-
-    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record that `storage` now has `nbytes` bytes: a new block at another address."""
-        number = self._live.get(storage._cdata)
-        if number is None:
-            return
-        old = self.ledger.blocks[number]
-        fresh = Block(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
-        self._live[storage._cdata] = self.ledger.birth(fresh)
-        self.ledger.death(number)
-
-    def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
-        """Say what the storage under `tensor` is for."""
-        block = self.block(tensor)
-        if block.category in ("", "other"):
-            block.category = category
-            block.path = path or block.path
-
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the values of `tensor` are real."""
-        return self.block(tensor).known
-
-    def put_back(self) -> None:
-        """Undo what real computation did to the caller's tensors."""
-        with torch.no_grad():
-            for tensor, before in self._untouched:
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)
-
-    # -- operators -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(cls is not torch.Tensor and not issubclass(cls, torch.nn.Parameter) for cls in types):
@@ -159,8 +90,8 @@ class Recorder(TorchDispatchMode):
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
-        blocks = [self.block(tensor) for tensor in tensors]
-        known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(_is_small, tensors)))
+        blocks = [self.storages.block(tensor) for tensor in tensors]
+        known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))
         if op in _BY_LENGTHS:
             return self._from_values(op, args, kwargs, tensors, blocks)
         if op in _READS:
@@ -173,7 +104,7 @@ class Recorder(TorchDispatchMode):
             return self._note(op, op(*args, **kwargs), answer.work, 0)
         if kind is Kind.IN_PLACE:
             return self._in_place(op, args, kwargs, blocks, known, answer)
-        if known and all(nbytes <= _LARGEST_KNOWN[False] for nbytes in answer.layout.storage_bytes):
+        if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
             return self._compute(op, args, kwargs, blocks, answer)
         if blocks and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(op, args, kwargs, tensors, answer)
@@ -233,7 +164,7 @@ class Recorder(TorchDispatchMode):
         new = [
             (storage, tensor)
             for tensor in _results(result)
-            if (storage := tensor.untyped_storage())._cdata not in self._live and tensor.device.type != "meta"
+            if (storage := tensor.untyped_storage())._cdata not in self.storages and tensor.device.type != "meta"
         ]
         if not new and not work.flops and not work.nbytes and not scratch_bytes:
             return result
@@ -250,8 +181,8 @@ class Recorder(TorchDispatchMode):
             ledger.birth(Block(library_bytes, at, "workspace", path="cuBLAS"))
         scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
         for storage, tensor in new:
-            if storage._cdata not in self._live:
-                self._enter(storage, tensor, at, "", path, known)
+            if storage._cdata not in self.storages:
+                self.storages.enter(storage, tensor, at, "", path, known)
         if scratch is not None:
             ledger.death(scratch)
         return result
@@ -269,7 +200,7 @@ class Recorder(TorchDispatchMode):
             op(*args, **kwargs)
         else:
             for tensor in written_by(op, args, kwargs):
-                block = self.block(tensor)
+                block = self.storages.block(tensor)
                 # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
                 block.known, block.guess = block.known and _stands_in(tensor), SCALAR
         self._note(op, None, answer.work, answer.scratch_bytes)
@@ -284,7 +215,7 @@ class Recorder(TorchDispatchMode):
     def _trust(self, result: Any, guess: str) -> None:
         for tensor in _results(result):
             if tensor.device.type != "meta":
-                block = self.block(tensor)
+                block = self.storages.block(tensor)
                 block.known, block.guess = True, guess
 
     def _choose(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], answer: _Answer) -> Any:
@@ -344,7 +275,7 @@ class Recorder(TorchDispatchMode):
         self._sum = None
         if len(operands) != 2:
             return
-        first, second, number = map(self._number, (*operands, total))
+        first, second, number = map(self.storages.number, (*operands, total))
         born = len(self.ledger.events) - 1
         while self.ledger.events[born] != number + 1:  # scratch memory dies after the result is born
             born -= 1
@@ -356,17 +287,13 @@ class Recorder(TorchDispatchMode):
 
     def _mask_added_in_place(self, scores: torch.Tensor) -> None:
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
-        if self._sum is not None and self._sum.total == self._number(scores):
+        if self._sum is not None and self._sum.total == self.storages.number(scores):
             self.ledger.sums.append(self._sum)
 
 
 def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
     device = kwargs.get("device")
     return any(tensor.is_meta for tensor in tensors) or (device is not None and torch.device(device).type == "meta")
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= _LARGEST_KNOWN[tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _integers_of(real: Any, hollow: Any) -> Any:

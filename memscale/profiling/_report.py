@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memscale._errors import ConfigError
 from memscale._units import format_bytes, format_flops, format_seconds
 from memscale.profiling._chart import chart, chip
-from memscale.profiling._modules import TOP, Held, Part, module_tree
+from memscale.profiling._modules import ROOT, TOP, Held, Part, module_tree
 from memscale.profiling._page import SCRIPT, STYLE
 from memscale.profiling._stack import css_name
 from memscale.profiling._tables import alike, facts, is_cut, percent
@@ -66,7 +66,7 @@ def _page(profile: Profile) -> str:
 
 
 def _categories(profile: Profile) -> Iterator[str]:
-    yield '<table><tr><th>at the peak<th class="number">bytes<th class="number">%<th></tr>'
+    yield f"<table>{_header('at the peak', '>bytes', '>%', '')}"
     for category, nbytes in sorted(profile.by_category.items(), key=lambda item: -item[1]):
         bar = _bar([(category, nbytes)], profile.peak_bytes)
         yield (
@@ -97,7 +97,7 @@ def _branch(part: Part, peak_bytes: int, depth: int) -> Iterator[str]:
         percent(part.held.nbytes, peak_bytes),
         format_seconds(part.seconds) if part.seconds else "",
     )
-    name = part.path.rpartition(".")[2] if part.path else "model"
+    name = part.path.rpartition(".")[2] or ROOT
     row = (
         f'<span class="path" style="padding-left:{1.2 * depth:.1f}em">{escape(name)}</span>'
         + "".join(f'<span class="number">{number}</span>' for number in map(escape, numbers))
@@ -118,10 +118,7 @@ def _tensors(profile: Profile) -> Iterator[str]:
     if not profile.holdings:
         return
     yield '<h2>Largest tensors at the peak</h2><div class="scroll"><table>'
-    yield (
-        '<tr><th class="number">count<th class="number">each<th class="number">together<th>category<th>tensor'
-        "<th>made by<th>path</tr>"
-    )
+    yield _header(">count", ">each", ">together", "category", "tensor", "made by", "path")
     for holding, path, count in alike(profile)[:_TENSORS]:
         tensor = f"{holding.dtype}{list(holding.shape)}" if holding.dtype else ""
         yield (
@@ -161,6 +158,12 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
 
 def _rate(bytes_per_second: float | None) -> str:
     return format_bytes(bytes_per_second) if bytes_per_second else ""
+
+
+def _header(*names: str) -> str:
+    """A row of headings, on the right where they begin with ``>``."""
+    cells = (f'<th class="number">{name[1:]}</th>' if name[:1] == ">" else f"<th>{name}</th>" for name in names)
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _number(text: str) -> str:

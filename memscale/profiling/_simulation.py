@@ -64,14 +64,14 @@ class Simulation:
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, hollow))
             self.recorder = Recorder(self._kernels, self._residents())
-            stack.callback(self.recorder.put_back)
+            stack.callback(self.recorder.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             stack.enter_context(_calls_followed(self.recorder, self._paths))
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for tensor in self._tensors:
-                self.recorder.block(tensor)
+                self.recorder.storages.block(tensor)
             stack.enter_context(_reads_checked(self.recorder))
             stack.enter_context(self._kernels.chosen(self.reach.optimizers))
             stack.enter_context(self.recorder)
@@ -93,7 +93,7 @@ class Simulation:
         """Record the present gradients of everything reached as gradients."""
         for tensor in self._tensors:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-                self.recorder.mark(tensor.grad, "gradient", self.recorder.block(tensor).path)
+                self.recorder.storages.mark(tensor.grad, "gradient", self.recorder.storages.block(tensor).path)
 
     def _residents(self) -> dict[int, tuple[str, str]]:
         """The category and the name of each storage that is there before the step."""
@@ -130,9 +130,9 @@ class Simulation:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         self.recorder.optimizing = False
         for parameter, state in optimizer.state.items():
-            path = self.recorder.block(parameter).path
+            path = self.recorder.storages.block(parameter).path
             for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
-                self.recorder.mark(tensor, "optimizer state", path)
+                self.recorder.storages.mark(tensor, "optimizer state", path)
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
@@ -240,14 +240,14 @@ def _reads_checked(recorder: Recorder) -> Iterator[None]:
         original = getattr(torch.Tensor, name)
 
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) in (torch.Tensor, nn.Parameter) and not recorder.is_known(tensor):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not recorder.storages.is_known(tensor):
                 raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", recorder._path())
             return original(tensor, *args, **kwargs)
 
         return read
 
     def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        recorder.resized(storage, nbytes)
+        recorder.storages.resized(storage, nbytes)
         return storage
 
     replaced: list[tuple[type, str]] = []

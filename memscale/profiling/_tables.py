@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memscale._units import format_bytes, format_flops, format_seconds
-from memscale.profiling._modules import TOP, Held, module_tree, stacks, summary
+from memscale.profiling._modules import ROOT, TOP, Held, module_tree, stacks, summary
 
 if TYPE_CHECKING:
     from memscale.profiling._profile import Holding, Profile, ProfileDiff
@@ -77,7 +77,7 @@ def _changed_modules(before: Profile, after: Profile) -> list[str]:
     changes = [(path, differences(first.get(path, {}), second.get(path, {}))) for path in {**first, **second}]
     root = module_tree(((paths[path], Held.of(parts)) for path, parts in changes), ())
     rows = [
-        (shortened(part.path, _LONGEST_PATH), *map(signed, part.held), signed(part.held.nbytes))
+        (shortened(part.path or ROOT, _LONGEST_PATH), *map(signed, part.held), signed(part.held.nbytes))
         for part in summary(root, _MODULES)
         if any(part.held)
     ]
@@ -138,7 +138,7 @@ def _module_table(profile: Profile) -> list[str]:
     for part in summary(root, _MODULES) if root.weight else ():
         numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))
         time = [format_seconds(part.seconds) if part.seconds else "-"] if timed else []
-        rows.append((shortened(part.path, _LONGEST_PATH), *numbers, *time))
+        rows.append((shortened(part.path or ROOT, _LONGEST_PATH), *numbers, *time))
     return _table(("by module", "resident", "transient", "total", "%", *(["time"] if timed else [])), rows)
 
 

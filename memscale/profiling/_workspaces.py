@@ -224,6 +224,21 @@ def _efficient_forward(args: Sequence[Any], capability: Capability, multiprocess
 _LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
 
 
+def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int, int, bool]:
+    """Queries and keys a block, and whether the gradients of keys and values outgrow its registers."""
+    large = capability in _LARGE_SHARED_MEMORY
+    if half and capability >= (8, 0):
+        if width <= 64:
+            return 64, 64, False
+        if width <= 96 and capability in ((8, 6), (8, 9)):
+            return 128, 64, False
+        if width <= 128 and large:
+            return 128, 128, False
+        return (128 if width > 128 and large else 64), 64, True
+    # float32 needs no larger accumulator than the gradient itself.
+    return (128 if width > 64 and large else 64), 64, half
+
+
 def _efficient_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
     """Row sums, float32 tiles of the query's gradient, and of the key's and value's where they outgrow registers.
 
@@ -232,43 +247,30 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
     """
     grad, query, key, value = args[:4]
     batch, heads, queries, head = query.shape
-    keys, width = key.size(2), max(head, value.size(-1))
-    half, large = query.itemsize == 2, capability in _LARGE_SHARED_MEMORY
-    rows, columns, in_registers = 64, 64, False
-    if half and capability >= (8, 0):
-        if width <= 64:
-            in_registers = True
-        elif width <= 96 and capability in ((8, 6), (8, 9)):
-            rows, in_registers = 128, True
-        elif width <= 128:
-            rows, columns, in_registers = (128, 128, True) if large else (64, 64, False)
-        elif large:
-            rows = 128
-    elif width > 64 and large:
-        rows = 128
+    keys, value_head, half = key.size(2), value.size(-1), query.itemsize == 2
+    rows, columns, spills = _efficient_tile(half, max(head, value_head), capability)
 
-    delta = batch * heads * queries * 4
-    if half and (in_registers or capability[0] != 7 or capability >= (7, 5)):
-        product = 0
-    else:
-        product = _blocks(*(math.prod(query.shape[:3]) * value.size(-1) * 4,) * (3 if half else 1), delta)
+    row_sums = _blocks(batch * heads * queries * 4)
+    outside = 0
+    if not half or ((7, 0) <= capability < (7, 5) and spills):
+        # The kernel wants the row sums of gradient times output ready; halves are cast to float32 before.
+        outside = row_sums + (3 if half else 1) * _blocks(batch * heads * queries * value_head * 4)
 
-    spills = half and not in_registers
     splits = math.ceil(keys / columns)
     if batch * heads >= 256 and keys <= 2 * columns:
         splits = 1
     if spills:
-        splits = min(splits, 200 // (batch * heads))
+        splits = max(1, min(splits, 200 // (batch * heads)))
     if capability < (7, 0) or torch.are_deterministic_algorithms_enabled():
         splits = 1
-    splits = max(1, splits)
-    tile = 4 + rows * columns  # in floats: a lock, a counter and padding come before the numbers
-    floats = math.ceil(queries / rows) * math.ceil(head / columns) * tile if half or capability >= (7, 0) else 0
+    floats = 0
+    if half or capability >= (7, 0):
+        # A lock, a counter and padding come before the numbers of a tile.
+        floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
     if spills:
-        floats += splits * columns * (round_up(head, rows) + round_up(value.size(-1), rows))
-    workspace = batch * heads * round_up(floats, 4) * 4
-    copied = _blocks(_copied(grad.transpose(1, 2)))
-    return copied + max(product + _blocks(delta), _blocks(delta, workspace))
+        floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
+    tiles = _blocks(batch * heads * round_up(floats, 4) * 4)
+    return _blocks(_copied(grad.transpose(1, 2))) + row_sums + max(outside, tiles)
 
 
 #: The ops whose scratch is known, by ``str(OpOverload)``.
