@@ -12,7 +12,7 @@ MODULES = {".".join(("memscale", *path.relative_to(ROOT).with_suffix("").parts))
 
 # A module imports from its own layer and from those above it in this list. A name stands for itself and all below it.
 LAYERS = (
-    ("_errors", "_units", "_config", "_tree", "_value", "_blocks", "_paths"),
+    ("_errors", "_units", "_config", "_tree", "_value", "_blocks", "_paths", "_simulating"),
     ("_transform", "_functional"),
     ("transforms", "optimizers", "policies", "runtime"),
     ("_plan",),

@@ -16,7 +16,7 @@ from memscale._units import budget_bytes
 from memscale.profiling._allocator import measure, training_roles
 from memscale.profiling._largest import LargestBatch, largest_fitting
 from memscale.profiling._prediction import OOMPrediction, OOMRisk, Recommendation
-from memscale.profiling._remedies import loss_head, remedies, split
+from memscale.profiling._remedies import loss_head, optimizer_options, remedies, split
 
 WIDTH = 64
 MIB = 2**20
@@ -208,14 +208,21 @@ def test_recommendations_free_something_and_come_best_first():
 
 
 def test_a_combination_that_adds_nothing_to_its_parts_is_not_told():
-    # The peak is in the head's backward, where layers have nothing left to free.
-    prediction = ms.OOMPredictor(Speaker(), loss=next_token, hardware=box(MIB)).predict(tokens(1, 512))
-    actions = [each.action for each in prediction.recommendations]
-    assert len(set(actions)) == len(actions)
-    by_plan = {each.plan: each for each in prediction.recommendations if each.plan is not None}
-    for plan, each in by_plan.items():
-        smaller = [other for other in by_plan if set(other.rules) < set(plan.rules)]
-        assert all(by_plan[other].peak_bytes > each.peak_bytes for other in smaller)
+    # The peak is in backward, where no loop of the optimizer changes anything.
+    model, tried = blocks(), []
+    predictor = ms.OOMPredictor(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        loss=square,
+        hardware=box(MIB),
+        progress=lambda what, *_: tried.append(what),
+    )
+    prediction = predictor.predict(rows(1024))
+    told = [each.action for each in prediction.recommendations]
+    both = "compose(checkpoint(), cast()) on *, cast() on the whole model"
+    assert both in told
+    assert f"{both}, and build the optimizer with fused=True" in tried
+    assert not any("optimizer" in action for action in told)
 
 
 def test_the_optimizers_loops_are_tried_and_its_groups_are_as_before():
@@ -248,6 +255,24 @@ def test_the_foreach_loop_costs_what_is_said():
     assert optimizer.param_groups[0]["foreach"] is True
 
 
+def test_options_of_an_optimizer_are_put_back_also_where_they_were_not_there():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), fused=False)
+    del optimizer.param_groups[0]["foreach"]
+    before = dict(optimizer.param_groups[0])
+    options = {"fused": True, "foreach": False}
+
+    def use():
+        with optimizer_options(optimizer, options):
+            assert optimizer.param_groups[0].items() >= options.items()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert list(optimizer.param_groups[0].items()) == list(before.items())
+    with optimizer_options(None, {}):
+        pass
+
+
 def test_accumulation_takes_as_few_parts_as_fit():
     model, batch = blocks(1), rows(1024)
     whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
@@ -257,6 +282,45 @@ def test_accumulation_takes_as_few_parts_as_fit():
         (told,) = [each for each in prediction.recommendations if each.action.startswith("accumulate")]
         assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
         assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
+
+
+def test_parts_that_the_model_does_not_take_are_not_recommended():
+    # With a convolution, so that the rows are what takes the memory.
+    model = nn.Sequential(nn.Conv1d(1, 64, 1), nn.Flatten(), nn.Linear(64 * WIDTH, 4), nn.BatchNorm1d(4))
+    prediction = ms.OOMPredictor(model, loss=square, hardware=box(1)).predict(torch.ones(16, 1, WIDTH))
+    (told,) = [each for each in prediction.recommendations if each.parts > 1]
+    assert told.parts == 8  # a single row has no variance
+    assert prediction.notes == ()
+
+
+def test_a_simulation_is_not_compared_with_real_steps():
+    class ReadsFewRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks(2)
+
+        def forward(self, x):
+            return self.blocks(x) * (self.blocks[0][0].weight.sum().item() if len(x) < 256 else 1)
+
+    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, hardware=box(1)).predict(rows(256))
+    assert prediction.profile.method == "static"
+    assert [each for each in prediction.recommendations if each.parts > 1] == []
+    (note,) = prediction.notes
+    assert note.startswith("not simulated: accumulate gradients: the step cannot be simulated: ")
+
+
+def test_parts_end_where_smaller_ones_free_no_more():
+    # In 4 parts the peak is in the optimizer, which does not see the batch.
+    model, batch = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]), torch.ones(512, 200)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    half, quarter, eighth = (
+        ms.profile(model, split(batch, parts), optimizer=optimizer, loss=square, accumulate=2).peak_bytes
+        for parts in (2, 4, 8)
+    )
+    assert half > quarter == eighth
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(1)).predict(batch)
+    (told,) = [each for each in prediction.recommendations if each.parts > 1]
+    assert (told.parts, told.peak_bytes) == (4, quarter)
 
 
 def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
@@ -459,6 +523,12 @@ def test_a_parabola_takes_few_simulations(line, capacity):
     n, asked = search(lambda n: base + slope * n + bend * n * n, capacity, at_most=10**12)
     # 1 and 2, strides of 16 up to the answer, three points make the curve, the answer, and one more.
     assert asked <= 6 + np.log(n) / np.log(16)
+
+
+def test_a_cliff_is_found_by_halving():
+    n, asked = search(lambda n: 10 if n < 10**6 else 10**9, 100)
+    assert n == 10**6 - 1
+    assert asked <= 40
 
 
 def test_a_step_that_hides_the_slope_is_looked_beyond():

@@ -104,8 +104,8 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
             model = build(config)
     except Exception as error:
         raise ConfigError(
-            f"--hf {str(path)!r}: the model cannot be built without memory: {type(error).__name__}: "
-            f"{_first_line(error)}; write a function that builds it, and give module:factory"
+            f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
+            f"{_first_line(error)}; correct the config, or write a function that builds it and give module:factory"
         ) from error
     return _of_transformers(model.to(dtype))
 

@@ -134,9 +134,8 @@ def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
 
 
 def _stream(ledger: Ledger, sizes: list[int]) -> list[tuple[int, int]]:
-    # An empty tensor has no block, so it cannot be freed either.
-    pairs = [(event, sizes[abs(event) - 1]) for event in ledger.events]
-    return [(abs(event) - 1, nbytes if event > 0 else -nbytes) for event, nbytes in pairs if nbytes]
+    # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
+    return [(event - 1, sizes[event - 1]) if event > 0 else (-event - 1, -sizes[-event - 1]) for event in ledger.events]
 
 
 def _module(block: Block) -> str:

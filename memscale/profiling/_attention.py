@@ -188,10 +188,11 @@ def _takes_flash(call: _Call, capability: Capability, flags: AttentionFlags) -> 
 
 def _takes_efficient(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
     """``can_use_mem_efficient_attention``; it shares no heads before PyTorch 2.14."""
-    bits = 16 if call.query.dtype in _HALVES else 32
-    alignment = 4 if capability >= (8, 0) else 1
-    if capability >= (8, 0) or (capability >= (7, 0) and bits == 16):
-        alignment = max(alignment, 128 // bits)
+    half = call.query.dtype in _HALVES
+    # minimum_gemm_alignment: 16 bytes where tensor cores are used.
+    alignment = 1
+    if capability >= (8, 0) or (half and capability >= (7, 0)):
+        alignment = 8 if half else 4
     heads = call.query.size(-1), call.value.size(-1)
     return (
         (5, 0) <= capability <= _NEWEST
@@ -302,13 +303,13 @@ class CudaAttention(TorchFunctionMode):
         """Take over the attention; everything else passes."""
         kwargs = kwargs or {}
         if func is _SDPA:
-            return self._attend(*args, **kwargs)
+            return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with replaced("scaled_dot_product_attention", self._attend):
+            with replaced("scaled_dot_product_attention", self.attend):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -319,6 +320,7 @@ class CudaAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """Attention as ``F.scaled_dot_product_attention`` gives it, by the kernel of the device."""
         if not (query.numel() and key.numel() and value.numel()):
             # No kernel runs for nothing.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

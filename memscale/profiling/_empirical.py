@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -44,7 +45,8 @@ def measured_profile(
     tensors = list({id(tensor): tensor for _, _, tensor in reach.tensors}.values())
     device = _device(tensors, hardware, reason)
     optimizers = list({id(found): found for found in (*reach.optimizers, optimizer) if found is not None}.values())
-    with _put_back(reach, tensors):
+    with _put_back(reach, tensors), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
         try:
             first = measure(step, device=device, roles=_roles(reach, optimizers, batch))
             for _ in range(config.warmup_steps):
@@ -57,7 +59,9 @@ def measured_profile(
                 f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
                 "before its memory can be told; check that the batch is what the model is called with"
             ) from error
-    return _profile(trace, first, hardware, f"measured on real steps, since it cannot be simulated: {reason}")
+    notes = [f"measured on real steps, since it cannot be simulated: {reason}"]
+    notes += dict.fromkeys(str(warning.message) for warning in caught if "upper bound" in str(warning.message))
+    return _profile(trace, first, hardware, tuple(notes))
 
 
 def _device(tensors: list[torch.Tensor], hardware: Hardware, reason: str) -> torch.device:
@@ -108,24 +112,25 @@ def _copy_back(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, note: str) -> Profile:
+def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, notes: tuple[str, ...]) -> Profile:
     total = trace.timeline.total_bytes
     peak = int(total.argmax())
     live = trace.timeline.live_bytes
-    changes, positions = [], []
+    changes, positions, events = [], [], []
     for name, values in live.items():
         category = CATEGORIES.index(_NAMES.get(name, name))
         deltas = np.diff(values, prepend=0)
         for at in np.flatnonzero(deltas):
             changes.append((category, int(deltas[at])))
             positions.append(float(trace.timeline.seconds[at]))
-    order = sorted(range(len(changes)), key=positions.__getitem__)
+            events.append(int(at))
+    order = sorted(range(len(changes)), key=events.__getitem__)
     backward = trace.backward_seconds
     at_peak = float(trace.timeline.seconds[peak])
     phases = (("forward", 0.0), *((("backward", backward),) if backward is not None else ()))
     return Profile(
         method="empirical",
-        notes=(note,),
+        notes=notes,
         hardware=hardware,
         peak_bytes=trace.peak_bytes,
         first_step_peak_bytes=first.peak_bytes,

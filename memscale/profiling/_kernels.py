@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.profiling._attention import CudaAttention
+from memscale.profiling._attention import CudaAttention, replaced
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._scratch import CpuScratch
-from memscale.profiling._workspaces import cublas_workspace_bytes, cuda_scratch_bytes
+from memscale.profiling._workspaces import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
 
 _DEFAULT_CAPABILITY = (8, 0)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -41,7 +41,10 @@ class Kernels:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
         with ExitStack() as stack:
             if self.is_cuda:
-                stack.enter_context(CudaAttention(self.capability))
+                # In place of the functions and not as modes, which are off while `Tensor.backward` runs, and so while a
+                # checkpoint recomputes.
+                stack.enter_context(replaced("scaled_dot_product_attention", CudaAttention(self.capability).attend))
+                stack.enter_context(replaced("dropout", CudaDropout().drop))
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         if "foreach" in group and group["foreach"] is None and not group.get("fused"):

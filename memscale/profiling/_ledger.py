@@ -72,7 +72,7 @@ class OpCall:
 
 @dataclass(slots=True)
 class Sum:
-    """An addition that autograd may do in place: `total` reuses `first` (or `second`) if that one dies at once."""
+    """An addition that autograd may do in place: `total` reuses `first` if that one dies at once."""
 
     event: int
     first: int
@@ -121,10 +121,8 @@ class Ledger:
             while after < len(self.events) and self.events[after] < 0:
                 deaths[-self.events[after] - 1] = after
                 after += 1
-            for operand in (total.first, total.second):
-                if operand in deaths:
-                    self._merge(total, operand, deaths[operand])
-                    break
+            if total.first in deaths:
+                self._merge(total, total.first, deaths[total.first])
         kept = [at for at, event in enumerate(self.events) if event]
         before = 0
         shifted = {}
@@ -143,7 +141,8 @@ class Ledger:
         self.events[death] = 0
         # The sum lives on in the operand's block, so what dies later under its number is that block.
         merged = self.blocks[total.total]
-        self.blocks[operand].category = self.blocks[operand].category or merged.category
+        if merged.category and not self.blocks[operand].category:
+            self.blocks[operand].category, self.blocks[operand].path = merged.category, merged.path
         for at in range(death + 1, len(self.events)):
             if self.events[at] == -total.total - 1:
                 self.events[at] = -operand - 1

@@ -15,6 +15,7 @@ from memscale._config import Config
 from memscale._errors import BudgetError, ConfigError, MemscaleError
 from memscale._plan import Plan, as_plan
 from memscale._units import budget_bytes, format_bytes
+from memscale.profiling._hardware import Hardware
 from memscale.profiling._largest import LargestBatch, largest_fitting
 from memscale.profiling._prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.profiling._profiler import MemoryProfiler
@@ -40,11 +41,13 @@ class OOMPredictor:
     >>> predictor = ms.OOMPredictor(nn.Sequential(*blocks), loss=lambda y, _: y.square().mean(), hardware=box)
     >>> prediction = predictor.predict(torch.ones(1024, 64))
     >>> print(prediction.message)
-    the step does not fit: its peak of 12.1 MiB is 4.07 MiB above the 8.00 MiB of box
-    >>> for each in prediction.recommendations[:1]:
-    ...     print(each.action, each.freed_bytes, each.plan)
-    >>> predictor.largest(lambda rows: torch.ones(rows, 64)).n
-    672
+    the step does not fit: its peak of 10.8 MiB is 2.82 MiB above the 8.00 MiB of box
+    >>> for each in prediction.recommendations[1:3]:
+    ...     print(each.freed_bytes, each.action, repr(each.plan))
+    6291456 checkpoint() on * Plan({'*': checkpoint()})
+    4713472 accumulate the gradients of 2 equal parts of the batch None
+    >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
+    742 fits: 7.99 MiB of 8.00 MiB; 743 would take 8.00 MiB (8 sizes simulated)
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
@@ -64,7 +67,7 @@ class OOMPredictor:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        hardware: Any = None,
+        hardware: Hardware | str | None = None,
         loss: Loss | None = None,
         plan: PlanLike | None = None,
         accumulate: int = 1,
@@ -195,18 +198,28 @@ class OOMPredictor:
         )
 
     def _in_parts(self, profiler: MemoryProfiler, batch: Any, prediction: OOMPrediction) -> Recommendation:
-        """The step with the batch in 2, 4, 8, ... parts, gradients accumulated: the first that fits, or the last."""
-        parts, part = 2, split(batch, 2)
-        while True:
-            # From the second pass on all are alike, so two of them show the peak of any number (though not the time).
-            peak_bytes = taken_bytes(profiler.profile(part, accumulate=2))
-            part = split(batch, 2 * parts)
-            if part is None or peak_bytes <= prediction.capacity_bytes:
-                action = f"accumulate the gradients of {parts} equal parts of the batch"
-                return Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, parts=parts)
+        """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
+        best: Recommendation | None = None
+        parts = 2
+        while (part := split(batch, parts)) is not None:
+            try:
+                # From the second pass on all are alike: two show the peak of any number, though not the time.
+                peak_bytes = taken_bytes(profiler.profile(part, accumulate=2))
+            except MemscaleError:
+                if best is None:
+                    raise
+                break  # BatchNorm, for one, takes no single row
+            if best is not None and peak_bytes >= best.peak_bytes:
+                break
+            action = f"accumulate the gradients of {parts} equal parts of the batch"
+            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, parts=parts)
+            if peak_bytes <= prediction.capacity_bytes:
+                break
             parts *= 2
+        assert best is not None, "remedies() proposes this only for a batch that can be halved"
+        return best
 
-    def _profiling(self, plan: Plan, config: Config, hardware: Any) -> MemoryProfiler:
+    def _profiling(self, plan: Plan, config: Config, hardware: Hardware | str | None) -> MemoryProfiler:
         return MemoryProfiler(
             self.model,
             self.optimizer,

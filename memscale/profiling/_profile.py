@@ -199,7 +199,7 @@ class Profile:
         """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
 
         Raises:
-            ConfigError: the suffix is neither.
+            ConfigError: the suffix is neither, or the folder does not exist.
             RuntimeUnavailable: matplotlib is not installed.
         """
         from memscale.profiling._plot import plot_profile
@@ -207,7 +207,14 @@ class Profile:
         plot_profile(self, path)
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write a report as one HTML file that needs nothing else, from the network or from disk."""
+        """Write a report as one HTML file that needs nothing else, from the network or from disk.
+
+        The step as a picture with the numbers under the pointer; what is at the peak by category, by module (a tree
+        with sums) and by tensor; the notes and the hardware.
+
+        Raises:
+            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+        """
         from memscale.profiling._report import write_html
 
         write_html(self, path)

@@ -117,6 +117,10 @@ class MemoryProfiler:
         elif plan is not None:
             self.model = transform(model, plan)
         _check_optimizer(self.model, optimizer)
+        if loss is not None and not callable(loss):
+            raise ConfigError(
+                f"profile(loss={loss!r}) must be a function loss(output, batch) that returns a scalar tensor, or None"
+            )
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import deque
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from memscale.transforms._scope import _NOWHERE, Attributes, Scope
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
 _DEEPEST = 6
 _MOST_OBJECTS = 20_000
@@ -40,10 +42,33 @@ class Reach(Scope):
         self._depth += 1
         try:
             super()._visit(thing, home)
-            if id(thing) not in self._seen and isinstance(getattr(thing, "__dict__", None), dict):
+            if id(thing) in self._seen:
+                return
+            if isinstance(thing, (dict, list, set, deque)):  # of a class of its own: a defaultdict, an OrderedDict
+                self._visit_container(thing, home)
+            elif isinstance(getattr(thing, "__dict__", None), dict):
                 self._visit_object(thing)
         finally:
             self._depth -= 1
+
+    def _visit_module(self, root: nn.Module) -> None:
+        known = len(self.modules)
+        super()._visit_module(root)
+        for module in self.modules[known:]:
+            # A region's forward remembers what earlier calls changed; hooks may hold optimizers and lists.
+            self._visit(module.__dict__.get("forward"), None)
+            for name in _HOOKS:
+                self._visit_hooks(module.__dict__.get(name))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._visit_hooks(parameter._backward_hooks)
+                    self._visit_hooks(parameter._post_accumulate_grad_hooks)
+
+    def _visit_hooks(self, hooks: dict[int, Any] | None) -> None:
+        if hooks:
+            self._add(hooks)
+            for hook in list(hooks.values()):
+                self._visit(hook, None)
 
     def _visit_object(self, thing: Any) -> None:
         if isinstance(thing, _NOT_STATE) or self._objects >= _MOST_OBJECTS:

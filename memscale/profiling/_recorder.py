@@ -6,6 +6,8 @@ is computed for real where it is known, so that `.item()`, `nonzero` and a mixtu
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +22,28 @@ from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
 from memscale.profiling._ledger import CHOICE, SCALAR, Block, Ledger, OpCall, Phase, Sum
 from memscale.profiling._roofline import Work, work_of
-from memscale.profiling._shapes import FakeKernels, Kind, Layout, kind_of, layout_of, signature, tensors_in, written_by
+from memscale.profiling._shapes import (
+    FakeKernels,
+    Kind,
+    Layout,
+    kind_of,
+    layout_of,
+    replaced,
+    signature,
+    tensors_in,
+    written_by,
+)
 from memscale.profiling._storages import LARGEST_KNOWN, Storages, is_small
 
 aten = torch.ops.aten
 
+_MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
+_TORCH = os.path.dirname(torch.__file__)
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
 _LARGEST_GUESS = 1 << 22
 _LARGEST_RUN_BYTES = 1 << 30
 
+_RESIZES = {aten.resize_.default, aten.resize_as_.default}
 _READS = {aten._local_scalar_dense.default, aten.equal.default}
 # Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
 _KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
@@ -63,12 +79,14 @@ class Recorder(TorchDispatchMode):
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
         self.optimizing = False
+        self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
         self._library_bytes = 0
         self._fake = FakeKernels()
         self._answers: dict[Any, _Answer] = {}
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
+        self._sites: dict[Any, int] = {}  # how often a line of the step has read stand-ins
         self._sum: Sum | None = None  # the last one
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
 
@@ -137,7 +155,7 @@ class Recorder(TorchDispatchMode):
         try:
             if not op._schema.returns:
                 layout = Layout(None, ())  # all in place: an optimizer's loop over lists, a custom operator's update
-            elif op in _KERNEL_DECIDES:
+            elif op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
                 layout = self._layout_on_zeros(op, args, kwargs, tensors)
             else:
                 layout = self._fake.layout(op, args, kwargs, tensors)
@@ -157,7 +175,9 @@ class Recorder(TorchDispatchMode):
     def _layout_on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Layout:
         if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
             raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", self._path())
-        return layout_of(op(*args, **kwargs), tensors)
+        hollow = {id(tensor): self.hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
+        result = op(*replaced(args, hollow), **replaced(kwargs, hollow))  # the caller's tensors stay out of it
+        return layout_of(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
 
     def _note(self, op: OpOverload, result: Any, work: Work, scratch_bytes: int, known: bool = False) -> Any:
         """Record the operator, its scratch memory and the storages of its results that are new."""
@@ -196,6 +216,8 @@ class Recorder(TorchDispatchMode):
     def _in_place(
         self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool, answer: _Answer
     ) -> Any:
+        if op in _RESIZES:
+            return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
         if known and not any(block.category == "parameter" for block in blocks):
             op(*args, **kwargs)
         else:
@@ -206,6 +228,17 @@ class Recorder(TorchDispatchMode):
         self._note(op, None, answer.work, answer.scratch_bytes)
         returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+    def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+        """Resize `tensor` to hollow contents: the caller's storage stays as it is."""
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        nbytes = (math.prod(shape) + offset) * tensor.itemsize
+        grows = nbytes > storage.nbytes()
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        tensor.set_(self.hollow.storage(nbytes) if grows else storage, offset, tuple(shape), stride)
+        if grows:
+            self.storages.moved(tensor, storage)
+        return tensor
 
     def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
         result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
@@ -261,7 +294,7 @@ class Recorder(TorchDispatchMode):
         guess = _guess(blocks)
         if not guess:
             return
-        if guess == SCALAR and self.modules:
+        if guess == SCALAR and (self.modules or self.searching or self._reads_often()):
             raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
         where = self._path() or "the step"
         self.assumptions[
@@ -269,6 +302,15 @@ class Recorder(TorchDispatchMode):
             if guess == CHOICE
             else f"{op.name()} in {where} reads a number computed by the step: one without overflow was assumed"
         ] = None
+
+    def _reads_often(self) -> bool:
+        """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
+        frame = sys._getframe(3)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        site = (frame.f_code, frame.f_lineno)
+        self._sites[site] = self._sites.get(site, 0) + 1
+        return bool(self._sites[site] > _MOST_READS)
 
     def _maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
         """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
@@ -282,7 +324,10 @@ class Recorder(TorchDispatchMode):
         self._sum = Sum(born, first, second, number)
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
         by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if by_engine and sys._getframe(2).f_code.co_name == "_engine_run_backward":
+        if not by_engine or sys._getframe(2).f_code.co_name != "_engine_run_backward":
+            return
+        # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
+        if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):
             self.ledger.sums.append(self._sum)
 
     def _mask_added_in_place(self, scores: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.profiler import ProfilerActivity, profile
 
 from memscale.profiling._allocator import allocation_events
+from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernel_cache import KernelCache, Sounding
 from memscale.profiling._shapes import replaced, tensors_in, written_by
 
@@ -62,6 +63,9 @@ class CpuScratch:
         if op in _BATCHED and args[0].dim() > 0:
             return self._of_batch(op, args, kwargs, flops)
         if op in _PRODUCTS:
+            expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
+            if expanded:  # no product takes such a matrix as it is
+                return sum(tensor.nbytes for tensor in expanded)
             if args[-1].dtype not in _HALF:
                 return 0
             at = _PRODUCTS[op]
@@ -103,9 +107,9 @@ def _takes_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
     if name in _SUMS:
         return bool(tensors) and tensors[0].dtype not in (torch.float32, torch.float64)
     if torch.Tag.pointwise in op.tags:
-        # An operand of another floating dtype is converted whole, and a gradient of another layout copied.
+        # An operand of another dtype is converted whole, and a gradient of another layout copied.
         floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
-        other_dtype = len({tensor.dtype for tensor in floating}) > 1
+        other_dtype = len({tensor.dtype for tensor in tensors if tensor.dim() > 0}) > 1
         return other_dtype or (name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating))
     if "layer_norm" in name or "softmax" in name:
         return not all(tensor.is_contiguous() for tensor in tensors)
@@ -115,9 +119,13 @@ def _takes_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
 def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     """Run `op` once and return what it allocated.
 
-    The arguments may be hollow: what is only read is zero, and what is written to is replaced by zeros of its own.
+    It gets zeros in place of the caller's numbers. They are hollow, so that they take no memory, except where the
+    operator writes to them; `native_batch_norm` writes to running statistics without saying so, and must not reach the
+    caller's.
     """
-    own = {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
+    hollow = HollowStorages()
+    own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
+    own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
     args, kwargs = replaced(tuple(args), own), replaced(kwargs, own)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,6 +132,19 @@ def _with_whole_storage(layout: Layout, args: Sequence[Any]) -> Layout:
     return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
 
 
+def _as_real(op: OpOverload, layout: Layout, args: Sequence[Any]) -> Layout:
+    """`layout`, where the fake kernel is known to differ from the real one."""
+    if op in _REDUCED_LATE:
+        return _with_whole_storage(layout, args)
+    if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+        # Statistics are in the dtype of the weight, which under autocast is not that of the input.
+        result, *statistics = layout.outputs
+        wide = [replace(tensor, dtype=args[2].dtype) for tensor in statistics]
+        nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
+        return Layout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
+    return layout
+
+
 class FakeKernels:
     """Runs operators on fake tensors, one call at a time, to learn their layouts."""
 
@@ -150,7 +164,7 @@ class FakeKernels:
                 fakes = {id(tensor): _like(tensor) for tensor in arguments}
                 result = op(*replaced(args, fakes), **replaced(kwargs, fakes))
                 layout = layout_of(result, [fakes[id(tensor)] for tensor in arguments])
-                return _with_whole_storage(layout, args) if op in _REDUCED_LATE else layout
+                return _as_real(op, layout, args)
         finally:
             self._log.disabled = was_disabled
 

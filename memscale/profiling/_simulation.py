@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale._errors import ConfigError
+from memscale._simulating import simulation
 from memscale._tree import tensors as tensors_of
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
@@ -45,9 +47,10 @@ class Simulation:
         kernels: Kernels,
     ) -> None:
         self.reach = Reach(model, optimizer, step, batch)
-        inputs = tensors_of(dict(batch) if isinstance(batch, Mapping) else batch)
+        inputs = _parts(tensors_of(dict(batch) if isinstance(batch, Mapping) else batch))
         reached = [*(tensor for _, _, tensor in self.reach.tensors), *inputs]
-        self._tensors = list({id(tensor): tensor for tensor in reached}.values())
+        self._leaves = list({id(tensor): tensor for tensor in reached}.values())
+        self._tensors = _parts(self._leaves)
         self._inputs = inputs
         self._kernels = kernels
         self._stack = ExitStack()
@@ -59,10 +62,11 @@ class Simulation:
         try:
             stack.enter_context(random_states_kept())
             stack.enter_context(versions_kept(self._tensors))
-            stack.enter_context(gradients_set_aside(self._tensors))
+            stack.enter_context(gradients_set_aside(self._leaves))
             stack.callback(put_back, self.reach)
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, hollow))
+            stack.enter_context(contents_kept(self._tensors))
             self.recorder = Recorder(self._kernels, self._residents())
             stack.callback(self.recorder.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -71,9 +75,11 @@ class Simulation:
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for tensor in self._tensors:
-                self.recorder.storages.block(tensor)
+                if not tensor.is_meta:
+                    self.recorder.storages.block(tensor)
             stack.enter_context(_reads_checked(self.recorder))
             stack.enter_context(self._kernels.chosen(self.reach.optimizers))
+            stack.enter_context(simulation())
             stack.enter_context(self.recorder)
         except BaseException:
             stack.close()
@@ -91,21 +97,24 @@ class Simulation:
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""
-        for tensor in self._tensors:
+        storages = self.recorder.storages
+        for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-                self.recorder.storages.mark(tensor.grad, "gradient", self.recorder.storages.block(tensor).path)
+                for part in _parts([tensor.grad]):
+                    storages.mark(part, "gradient", storages.block(_parts([tensor])[0]).path)
 
     def _residents(self) -> dict[int, tuple[str, str]]:
         """The category and the name of each storage that is there before the step."""
         found: dict[int, tuple[str, str]] = {}
 
         def enter(tensor: torch.Tensor | None, category: str, name: str) -> None:
-            if tensor is not None:
-                found.setdefault(tensor.untyped_storage()._cdata, (category, name))
+            for part in _parts([] if tensor is None else [tensor]):
+                found.setdefault(part.untyped_storage()._cdata, (category, name))
 
-        for module in self.reach.modules:
-            prefix = self._paths.get(id(module), "")
-            prefix = f"{prefix}." if prefix else ""
+        # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
+        order = {key: at for at, key in enumerate(self._paths)}
+        for module in sorted(self.reach.modules, key=lambda module: order[id(module)]):
+            prefix = f"{path}." if (path := self._paths[id(module)]) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
             for name, buffer in module._buffers.items():
@@ -116,23 +125,37 @@ class Simulation:
                     enter(tensor, "optimizer state", "")
         for tensor in self._inputs:
             enter(tensor, "input", "")
-        for tensor in self._tensors:
+        for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf:
                 enter(tensor, "parameter", "")
         return found
 
     # -- hooks: where the step is --------------------------------------------------------------------------------------
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients()
         self.recorder.optimizing = True
+        # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
+        self.recorder.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self.recorder.optimizing = False
+        self.recorder.optimizing = self.recorder.searching = False
         for parameter, state in optimizer.state.items():
-            path = self.recorder.storages.block(parameter).path
-            for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
+            path = self.recorder.storages.block(_parts([parameter])[0]).path
+            for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
                 self.recorder.storages.mark(tensor, "optimizer state", path)
+
+
+def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            found += _parts([getattr(tensor, name) for name in names])
+        else:
+            found.append(tensor)
+    return found
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
@@ -156,6 +179,18 @@ def random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def contents_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it."""
+    before = [(tensor, tensor.detach()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, alias in before:
+            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
+                tensor.data = alias
 
 
 @contextmanager
@@ -187,9 +222,10 @@ def _on_cpu(tensors: list[torch.Tensor], hollow: HollowStorages) -> Iterator[Non
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
     try:
+        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
         for tensor in tensors:
-            if tensor.device.type == "cpu":
-                continue
+            if tensor.device.type == "cpu" or (tensor.is_meta and real):
+                continue  # beside real parameters, one on meta is a skeleton of the caller's
             if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 raise ConfigError(
                     f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"

@@ -76,6 +76,12 @@ class Storages:
         self._live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
 
+    def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
+        old = self.ledger.blocks[self._live[storage._cdata]]
+        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
+        self._died(storage._cdata, None)
+
     def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
         """Say what the storage under `tensor` is for."""
         block = self.block(tensor)

@@ -312,16 +312,17 @@ class CudaDropout(TorchFunctionMode):
         """Take over plain dropout; everything else passes."""
         kwargs = kwargs or {}
         if func is _F_DROPOUT:
-            return self._drop(*args, **kwargs)
+            return self.drop(*args, **kwargs)
         if func is torch.dropout:
             input, p, train = _torch_dropout_arguments(*args, **kwargs)
-            return self._drop(input, p, train)
+            return self.drop(input, p, train)
         if func is F.multi_head_attention_forward:
-            with replaced("dropout", self._drop):
+            with replaced("dropout", self.drop):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _drop(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def drop(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        """Dropout as ``F.dropout`` does it on the device."""
         # Without training, and for 0 and 1, the general kernel runs on CUDA too, as it does in place.
         if training and 0 < p < 1 and not inplace and input.numel():
             return cast(torch.Tensor, torch.ops.aten.native_dropout.default(input, p, True)[0])
