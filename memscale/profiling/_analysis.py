@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 
 from memscale._errors import ConfigError
+from memscale.profiling._alloc_conf import AllocatorSettings
 from memscale.profiling._caching import replay
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._ledger import CATEGORIES, Block, Ledger, OpCall, Phase
 from memscale.profiling._profile import Holding, Moment, Profile
 from memscale.profiling._roofline import Work, seconds
 
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
 _GRANULE = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 _NAMED_FOR_TENSORS = ("parameter", "buffer", "gradient", "optimizer state")
@@ -39,7 +42,7 @@ def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profi
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
-    reserved = replay(_stream(ledger, sizes)).reserved_peak_bytes if caching else None
+    reserved = replay(_stream(ledger, sizes), settings=_settings()).reserved_peak_bytes if caching else None
     times = _op_seconds(ledger, hardware)
     first_event, first_op = ledger.steps[-1]
     by_category: dict[str, int] = defaultdict(int)
@@ -72,6 +75,11 @@ def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profi
         position_unit="operators" if times is None else "seconds",
         phases=phases,
     )
+
+
+def _settings() -> AllocatorSettings:
+    """The allocator's settings in this environment, which a process that trains would inherit."""
+    return AllocatorSettings.from_env(next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), ""))
 
 
 def _rounded(nbytes: int) -> int:

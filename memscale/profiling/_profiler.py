@@ -119,7 +119,8 @@ class MemoryProfiler:
         _check_optimizer(self.model, optimizer)
         if loss is not None and not callable(loss):
             raise ConfigError(
-                f"profile(loss={loss!r}) must be a function loss(output, batch) that returns a scalar tensor, or None"
+                f"profile(loss=...) must be a function loss(output, batch) that returns a scalar tensor, or None, got "
+                f"{type(loss).__name__} {loss!r}; wrap it in a function, or leave it out if the output has a loss"
             )
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memscale._errors import ConfigError
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
@@ -109,6 +110,8 @@ class Recorder(TorchDispatchMode):
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         blocks = [self.storages.block(tensor) for tensor in tensors]
+        if op is aten.embedding.default and blocks[1].known:
+            self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))
         if op in _BY_LENGTHS:
             return self._from_values(op, args, kwargs, tensors, blocks)
@@ -134,6 +137,14 @@ class Recorder(TorchDispatchMode):
         elif op is aten._safe_softmax.default:
             self._mask_added_in_place(tensors[0])
         return result
+
+    def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """Refuse what the kernel would refuse: no fake kernel looks at values."""
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < weight.shape[0]:
+            raise ConfigError(
+                f"the batch asks for rows {int(indices.min())} to {int(indices.max())} of an embedding with "
+                f"{weight.shape[0]} rows{f' ({path})' if (path := self._path()) else ''}; check the tokens or positions"
+            )
 
     def _learn(self, op: OpOverload) -> tuple[Kind, bool]:
         reads_nothing = not any("Tensor" in str(value.type) for value in op._schema.returns) and op not in _READS

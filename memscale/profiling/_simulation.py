@@ -55,6 +55,7 @@ class Simulation:
         self._kernels = kernels
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.reach.modules)
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.recorder: Recorder
 
     def __enter__(self) -> Simulation:
@@ -65,8 +66,8 @@ class Simulation:
             stack.enter_context(gradients_set_aside(self._leaves))
             stack.callback(put_back, self.reach)
             hollow = HollowStorages()
-            stack.enter_context(_on_cpu(self._tensors, hollow))
-            stack.enter_context(contents_kept(self._tensors))
+            stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
+            self._contents = stack.enter_context(_contents_kept(self._tensors))
             self.recorder = Recorder(self._kernels, self._residents())
             stack.callback(self.recorder.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -88,12 +89,17 @@ class Simulation:
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
+        self._contents.clear()  # it holds the caller's storages
 
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
         self.recorder.ledger.begin_step()
         step()
         self.mark_gradients()
+        for tensor, alias in self._contents:
+            # The step gave the tensor other contents; only the simulation still holds the former.
+            if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
+                self.recorder.storages.gone(alias.untyped_storage())
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""
@@ -182,11 +188,14 @@ def random_states_kept() -> Iterator[None]:
 
 
 @contextmanager
-def contents_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it."""
+def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
+
+    Yields the tensors, each with an alias of its contents.
+    """
     before = [(tensor, tensor.detach()) for tensor in tensors]
     try:
-        yield
+        yield before
     finally:
         for tensor, alias in before:
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
@@ -217,15 +226,16 @@ def gradients_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _on_cpu(tensors: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
+def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
     """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
     try:
         real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
+        given = {id(tensor) for tensor in inputs}
         for tensor in tensors:
-            if tensor.device.type == "cpu" or (tensor.is_meta and real):
-                continue  # beside real parameters, one on meta is a skeleton of the caller's
+            if tensor.device.type == "cpu" or (tensor.is_meta and real and id(tensor) not in given):
+                continue  # beside real parameters, a model on meta is a skeleton of the caller's
             if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 raise ConfigError(
                     f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"

@@ -60,6 +60,10 @@ class Storages:
         self._deaths[key] = weakref.ref(storage, partial(self._died, key))
         return number
 
+    def gone(self, storage: torch.UntypedStorage) -> None:
+        """Record that nobody but the simulation holds `storage` any more."""
+        self._died(storage._cdata, None)
+
     def _died(self, key: int, _: Any) -> None:
         self._deaths.pop(key, None)
         number = self._live.pop(key, None)
@@ -80,7 +84,7 @@ class Storages:
         """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
         old = self.ledger.blocks[self._live[storage._cdata]]
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
-        self._died(storage._cdata, None)
+        self.gone(storage)
 
     def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
         """Say what the storage under `tensor` is for."""
