@@ -1,0 +1,1 @@
+"""The offload runtime: where moved bytes live, and when they move."""
