@@ -26,7 +26,7 @@ from memscale._transform import Transform, compose, identity
 from memscale._verify import Verification, verify
 from memscale.optimizers import LossScale
 from memscale.profiling._hardware import Hardware
-from memscale.transforms import Residual, cast, checkpoint, name, saved_residuals, tile
+from memscale.transforms import Residual, cast, checkpoint, name, offload, saved_residuals, tile
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "functional",
     "identity",
     "name",
+    "offload",
     "optimize",
     "policies",
     "saved_residuals",

@@ -29,6 +29,10 @@ class Transform(Value):
         """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
         raise NotImplementedError
 
+    def on(self, runtime: Any) -> Transform:
+        """This transform with `runtime` as the one it uses, for transforms that use one; `None` is the default one."""
+        return self
+
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fn):
             raise TransformError(
@@ -51,6 +55,9 @@ class Compose(Transform):
         for transform in reversed(self.transforms):
             fn = transform(fn)
         return fn
+
+    def on(self, runtime: Any) -> Transform:
+        return Compose(tuple(transform.on(runtime) for transform in self.transforms))
 
     def __repr__(self) -> str:
         return super().__repr__() if self.transforms else "identity"

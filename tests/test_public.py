@@ -34,6 +34,7 @@ NAMES = [
     "functional",
     "identity",
     "name",
+    "offload",
     "optimize",
     "policies",
     "saved_residuals",

@@ -57,8 +57,8 @@ class Backend(Protocol):
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
         """Give `buffer` back; its bytes are used again only when the events in `after` are done."""
 
-    def empty(self, nbytes: int, like: torch.Tensor | None) -> torch.Tensor:
-        """A new uint8 tensor on the device, allocated on the compute stream; `like` is a tensor of that device."""
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """A new uint8 tensor on the device, allocated on the compute stream; `like` is an empty one of that device."""
 
     def record(self, stream: Stream) -> Event:
         """An event behind all that `stream` has been given so far; for ``"compute"``, the caller's current stream."""
