@@ -18,8 +18,11 @@ from memscale._errors import MemscaleError, RuntimeUnavailable
 from memscale._host_memory import read_or_empty
 from memscale.runtime._arena import PAGE_BYTES, page_aligned_memory
 
-_STAGING_BYTES = 4 * 1024**2
+_STAGING_BYTES = 2 * 1024**2
 _MOST_STALLS = 8
+# Of the memory that the kernel moves without a copy. What PyTorch allocates on a CPU starts at a multiple of 64, which
+# most disks take; older kernels and others ask for a sector, or for a page.
+_ALIGNMENTS = (64, 512, PAGE_BYTES)
 # What filesystems say that have no unbuffered access, no unnamed files or no preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -117,6 +120,7 @@ class SlabFile:
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             self._preallocate(size_bytes)
+            self._alignment = PAGE_BYTES
             self.direct = self._make_direct()
         except BaseException:
             self._close()
@@ -156,14 +160,14 @@ class SlabFile:
         data, nothing = bytes_of(tensor), memoryview(b"")
         if not self.direct:
             yield _Piece(offset, [data], nothing, nothing)
-        elif tensor.data_ptr() % PAGE_BYTES == 0:
+        elif tensor.data_ptr() % self._alignment == 0:
             # Whole pages move straight between memory and disk; what is left shares the call, in a page of ours.
             whole = len(data) // PAGE_BYTES * PAGE_BYTES
             part = data[whole:]
             page = self._staging()[: PAGE_BYTES if part else 0]
             yield _Piece(offset, [data[:whole], page], part, page[: len(part)])
         else:
-            # The kernel refuses memory that does not start on a page.
+            # The kernel refuses such memory, so it goes through ours.
             for start in range(0, len(data), _STAGING_BYTES):
                 part = data[start : start + _STAGING_BYTES]
                 pages = self._staging()[: -(-len(part) // PAGE_BYTES) * PAGE_BYTES]
@@ -211,16 +215,25 @@ class SlabFile:
             ) from error
 
     def _make_direct(self) -> bool:
+        """Turn unbuffered access on, and find out what it asks of memory."""
         try:
             self._io.make_direct(self._descriptor)
-            # Some filesystems take the flag and refuse the first transfer.
-            self._io.write(self._descriptor, [self._staging()[:PAGE_BYTES]], 0)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise self._failure(error, PAGE_BYTES, "written to") from error
-            self._io.make_buffered(self._descriptor)
+                raise self._failure(error, 0, "written to") from error
             return False
-        return True
+        for alignment in _ALIGNMENTS:
+            try:
+                self._io.write(self._descriptor, [self._staging()[alignment : alignment + PAGE_BYTES]], 0)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise self._failure(error, PAGE_BYTES, "written to") from error
+            else:
+                self._alignment = alignment
+                return True
+        # Some filesystems take the flag and then refuse every transfer.
+        self._io.make_buffered(self._descriptor)
+        return False
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
