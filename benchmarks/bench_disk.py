@@ -43,7 +43,7 @@ def tensors(total_bytes: int, shift: int = 0) -> list[torch.Tensor]:
 def raw(directory: str, total_bytes: int, threads: int) -> tuple[Pass, Pass]:
     io = FileIO()
     descriptor = io.open(directory)
-    io.preallocate(descriptor, total_bytes)
+    io.preallocate(descriptor, 0, total_bytes)
     io.make_direct(descriptor)
     memory = bytes_of(page_aligned_memory(total_bytes).random_(256))
     pool = ThreadPoolExecutor(threads)

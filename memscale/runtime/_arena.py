@@ -311,7 +311,7 @@ def page_aligned_memory(nbytes: int) -> torch.Tensor:
         # A kernel built without huge pages says EINVAL.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
     # Touched now, so that what the budget counted is what the process holds, and so that no copy meets a page fault.
     tensor[::PAGE_BYTES] = 0
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import zlib
@@ -20,6 +21,7 @@ from memscale.runtime._spans import FreeSpans
 __all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
 
 T = TypeVar("T")
+_FIRST_BYTES = 1024**3
 
 
 class Extent:
@@ -35,25 +37,28 @@ class Extent:
     @property
     def span(self) -> int:
         """The bytes it takes up, in whole pages."""
-        return max(-(-self.nbytes // PAGE_BYTES) * PAGE_BYTES, PAGE_BYTES)
+        return _in_pages(self.nbytes)
 
 
 class DiskSlab:
     """Bytes on disk behind futures, in one preallocated file without a name: nothing survives the process.
+
+    The file doubles when it is full, up to its cap.
 
     Reads and writes pass the page cache by where the filesystem can; fastest for memory that starts on a page.
     Threads may share it. ``free`` takes no lock and so may run in a finalizer at any moment.
 
     Args:
         directory: where the file is; None is the first temporary directory that is not in RAM.
-        cap_bytes: the size of the file, at least one page.
+        cap_bytes: the most that the file may grow to, at least one page.
+        first_bytes: the size of the file at first, where the cap is larger.
         threads: how many transfers run at a time.
         checksum: verify a checksum at each read, for disks that are not trusted; costs a pass over the bytes.
         io: the system calls, for tests.
 
     Raises:
         ConfigError: a size is out of range.
-        DiskTierFull: the filesystem has less room than the cap.
+        DiskTierFull: the filesystem is full.
         RuntimeUnavailable: there is no such file to be had here.
 
     >>> slab = DiskSlab(cap_bytes=2**20)
@@ -73,23 +78,28 @@ class DiskSlab:
         directory: str | os.PathLike[str] | None = None,
         *,
         cap_bytes: int,
+        first_bytes: int = _FIRST_BYTES,
         threads: int = 2,
         checksum: bool = False,
         io: FileIO | None = None,
     ) -> None:
         if cap_bytes < PAGE_BYTES:
-            raise ConfigError(f"DiskSlab(cap_bytes={cap_bytes}) must be at least {PAGE_BYTES}; pass the file's size")
+            raise ConfigError(
+                f"DiskSlab(cap_bytes={cap_bytes}) must be at least {PAGE_BYTES}; pass how large the file may grow"
+            )
         if threads < 1:
             raise ConfigError(f"DiskSlab(threads={threads}) must be at least 1; pass how many transfers run at a time")
         self.cap_bytes = cap_bytes // PAGE_BYTES * PAGE_BYTES
         self._checksum = checksum
-        self._file: SlabFile | None = SlabFile(directory, self.cap_bytes, io or FileIO())
+        first_bytes = _in_pages(min(first_bytes, self.cap_bytes))
+        self._file: SlabFile | None = SlabFile(directory, first_bytes, io or FileIO())
         # Dropped without `close`, the pool ends by itself once its queue is empty.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="memscale-disk")
         self._process = os.getpid()
         self._lock = threading.Lock()
+        self._used_bytes = 0
         self._spans = FreeSpans()
-        self._spans.give(0, self.cap_bytes)
+        self._spans.give(0, first_bytes)
         # The collector may run a finalizer that frees an extent while this thread holds the lock, so `free` and the
         # ends of transfers only append here; whoever holds the lock next settles them.
         self._live: set[Extent] = set()
@@ -107,10 +117,10 @@ class DiskSlab:
         """Bytes of the file that are taken, in whole pages."""
         with self._lock:
             self._settle()
-            return self.cap_bytes - self._spans.free_bytes
+            return self._used_bytes
 
     def reserve(self, nbytes: int) -> Extent | None:
-        """Room for ``nbytes``, or None where no free range under the cap is large enough.
+        """Room for ``nbytes``, or None where neither the cap nor the filesystem leaves any in one piece.
 
         Raises:
             ConfigError: ``nbytes`` is negative.
@@ -118,16 +128,18 @@ class DiskSlab:
         """
         if nbytes < 0:
             raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
-        self._open_file()
-        extent = Extent(0, nbytes)
+        file, span = self._open_file(), _in_pages(nbytes)
         with self._lock:
             self._settle()
-            offset = self._spans.take(extent.span)
+            offset = self._spans.take(span)
+            if offset is None and self._grow(file, span):
+                offset = self._spans.take(span)
             if offset is None:
                 return None
-            extent.offset = offset
+            self._used_bytes += span
+            extent = Extent(offset, nbytes)
             self._live.add(extent)
-        return extent
+            return extent
 
     def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Future[Extent]:
         """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
@@ -149,8 +161,8 @@ class DiskSlab:
         place = self.reserve(source.nbytes) if extent is None else extent
         if place is None:
             raise DiskTierFull(
-                f"{source.nbytes} bytes do not fit: the disk tier of {self.cap_bytes} bytes uses {self.used_bytes}; "
-                f"raise its cap"
+                f"{source.nbytes} bytes do not fit: the disk tier uses {self.used_bytes} of at most {self.cap_bytes} "
+                f"bytes and grows no more; raise its cap, or free disk space"
             )
 
         def run(file: SlabFile) -> Extent:
@@ -164,10 +176,7 @@ class DiskSlab:
             place._pieces[at] = (source.nbytes, checksum)
             return place
 
-        future = self._start(run, place, source, at, "write(source)")
-        if extent is None:
-            future.add_done_callback(lambda future: self.free(place) if future.cancelled() else None)
-        return future
+        return self._start(run, place, source, at, "write(source)")
 
     def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Future[None]:
         """Start reading a piece that was written; ``into`` holds it once the future is done.
@@ -248,19 +257,43 @@ class DiskSlab:
             assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
             self._transfers[extent] += 1
 
-        def bracketed() -> T:
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # what was started ends: a cancelled write would keep its room
+        futures, ended = [future], self._ended
+
+        def transfer() -> None:
+            # An error's traceback holds this frame and those below it. They must not hold the error in turn, through
+            # the future: such a cycle keeps the tensor until the garbage collector comes by.
+            future = futures.pop()
             try:
-                return run(file)
+                result = run(file)
+            except BaseException as error:
+                ended.append(extent)
+                future.set_exception(error)
+            else:
+                ended.append(extent)
+                future.set_result(result)
             finally:
-                self._ended.append(extent)
+                del future
 
         try:
-            future = self._pool.submit(bracketed)
+            self._pool.submit(transfer)
         except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
             self._ended.append(extent)
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
-        future.add_done_callback(lambda future: self._ended.append(extent) if future.cancelled() else None)
         return future
+
+    def _grow(self, file: SlabFile, span: int) -> bool:
+        room = self.cap_bytes - file.size_bytes
+        usual = max(span, min(file.size_bytes, room))
+        for nbytes in (usual, span):
+            if nbytes <= room:
+                start = file.size_bytes
+                with contextlib.suppress(DiskTierError):
+                    file.extend(nbytes)
+                    self._spans.give(start, nbytes)
+                    return True
+        return False
 
     def _settle(self) -> None:
         """Take up what `free` and the ends of transfers left behind. The lock is held."""
@@ -273,6 +306,11 @@ class DiskSlab:
             else:
                 del self._transfers[extent]
                 self._spans.give(extent.offset, extent.span)
+                self._used_bytes -= extent.span
+
+
+def _in_pages(nbytes: int) -> int:
+    return max(-(-nbytes // PAGE_BYTES), 1) * PAGE_BYTES
 
 
 def _check(tensor: torch.Tensor, name: str) -> None:

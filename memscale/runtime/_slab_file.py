@@ -68,9 +68,9 @@ class FileIO:
 
         fcntl.fcntl(descriptor, fcntl.F_SETFL, change(fcntl.fcntl(descriptor, fcntl.F_GETFL)))
 
-    def preallocate(self, descriptor: int, nbytes: int) -> None:
-        """Give the file its blocks now, so that the disk cannot fill up under it."""
-        os.posix_fallocate(descriptor, 0, nbytes)
+    def preallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Give a part of the file its blocks now, so that the disk cannot fill up under it."""
+        os.posix_fallocate(descriptor, offset, nbytes)
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write from ``buffers`` in turn; the bytes written, which may be fewer."""
@@ -91,11 +91,11 @@ class _Piece(NamedTuple):
 
 
 class SlabFile:
-    """A file of fixed size and no name: gone when the process ends, however it ends.
+    """A file without a name, whose blocks are there before they are used: gone when the process ends, however it ends.
 
     Args:
         directory: where; None is the first temporary directory that is not in RAM.
-        size_bytes: a multiple of the page.
+        size_bytes: its first size, a multiple of the page.
         io: the system calls.
 
     Raises:
@@ -110,6 +110,8 @@ class SlabFile:
         self.directory = _directory_on_disk() if directory is None else os.fspath(directory)
         self._io = io
         self._own = threading.local()
+        self.size_bytes = 0
+        self._alignment = PAGE_BYTES
         try:
             self._descriptor = io.open(self.directory)
         except OSError as error:
@@ -119,8 +121,7 @@ class SlabFile:
         # Transfers hold the file, so the descriptor outlives the last of them and its number is never another file's.
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._preallocate(size_bytes)
-            self._alignment = PAGE_BYTES
+            self.extend(size_bytes)
             self.direct = self._make_direct()
         except BaseException:
             self._close()
@@ -134,6 +135,21 @@ class SlabFile:
     def close(self) -> None:
         """Let go of the file, which frees its disk space. No transfer may be under way."""
         self._close()
+
+    def extend(self, nbytes: int) -> None:
+        """Make the file that much larger.
+
+        Raises:
+            DiskTierFull: the filesystem has less room; the file is as it was.
+            DiskTierError: the filesystem failed.
+        """
+        try:
+            self._io.preallocate(self._descriptor, self.size_bytes, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise self._failure(error, nbytes, "added to") from error
+            os.ftruncate(self._descriptor, self.size_bytes + nbytes)
+        self.size_bytes += nbytes
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write a uint8 tensor at ``offset``, a multiple of the page, and anything up to the end of its last page.
@@ -157,7 +173,7 @@ class SlabFile:
             piece.part[:] = piece.staged
 
     def _pieces(self, tensor: torch.Tensor, offset: int) -> Iterator[_Piece]:
-        data, nothing = bytes_of(tensor), memoryview(b"")
+        data, nothing = bytes_of(tensor), memoryview(bytearray())
         if not self.direct:
             yield _Piece(offset, [data], nothing, nothing)
         elif tensor.data_ptr() % self._alignment == 0:
@@ -199,20 +215,6 @@ class SlabFile:
             self._own.staging = bytes_of(page_aligned_memory(_STAGING_BYTES))
         staging: memoryview = self._own.staging
         return staging
-
-    def _preallocate(self, size_bytes: int) -> None:
-        try:
-            self._io.preallocate(self._descriptor, size_bytes)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                os.ftruncate(self._descriptor, size_bytes)
-                return
-            disk = os.statvfs(self.directory)
-            kind = DiskTierFull if error.errno in _FULL else DiskTierError
-            raise kind(
-                f"the disk tier asks for {size_bytes} bytes in {self.directory!r}, which has "
-                f"{disk.f_bavail * disk.f_frsize} free ({error.strerror}); lower the cap or pass another directory"
-            ) from error
 
     def _make_direct(self) -> bool:
         """Turn unbuffered access on, and find out what it asks of memory."""
