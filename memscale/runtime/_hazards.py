@@ -12,6 +12,7 @@ caller makes and uses tensors.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,10 @@ import torch
 
 from memscale._errors import CorrectnessError
 from memscale.runtime._engine import Engine
-from memscale.runtime._entry import Handle
+from memscale.runtime._entry import Handle, version
 from memscale.runtime._protocol import Backend, Buffer, Event, Stream
 
+_LOG = logging.getLogger(__name__)
 Clock = dict[str, int]
 USED_EARLY = "use before a copy completes"
 READ_EARLY = "source read before it was computed"
@@ -99,7 +101,7 @@ class CheckedBuffer:
     site: str
     written: _Access | None = None
     freed: str | None = None
-    # Copies into the device that nobody has used yet: the storage that each fills.
+    # Where copies into the device were asked for that nobody has used yet, by the storage that each fills.
     loading: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -125,6 +127,7 @@ class Checked:
         self.observed: Clock = {}  # what the host knows to be done
         self._clocks: dict[Stream, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}
         self._device: dict[int, list[_Access]] = {}
+        self._versions: dict[int, int] = {}
         self._spaces: dict[Any, list[_Access]] = {}
         self._live: dict[CheckedBuffer, None] = {}
         self._loading: dict[int, CheckedBuffer] = {}
@@ -178,6 +181,7 @@ class Checked:
         assert isinstance(tensor, torch.Tensor)
         assert isinstance(buffer, CheckedBuffer)
         out = tensor is source
+        _LOG.debug("%s: %d bytes, %s, for %s", stream, buffer.nbytes, buffer.tier, _site())
         self._check_copy(tensor, buffer, clock, out=out)
         inner_source, inner_target = (source, buffer.inner) if out else (buffer.inner, target)
         inner = self.inner.copy(inner_source, inner_target, stream, after=[event.inner for event in after])  # type: ignore[attr-defined]
@@ -202,8 +206,13 @@ class Checked:
     # --------------------------------------------------------------------------------- what only a checker hears
 
     def produced(self, tensor: torch.Tensor) -> None:
-        """The caller's operators wrote `tensor`."""
-        self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN, "write": RELOAD_OVERWRITTEN})
+        """The caller has `tensor`, which its operators wrote, or read if this is not the first time."""
+        key, now = tensor.untyped_storage()._cdata, version(tensor)
+        if self._versions.get(key) == now:  # what backward was given back may be saved again
+            self._touch(tensor, "read", {"write": USED_EARLY})
+        else:
+            self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN, "write": RELOAD_OVERWRITTEN})
+        self._versions[key] = now
 
     def used(self, tensor: torch.Tensor) -> None:
         """The caller's operators read `tensor` from here on."""
@@ -230,7 +239,6 @@ class Checked:
 
     def _check_copy(self, tensor: torch.Tensor, buffer: CheckedBuffer, clock: Clock, *, out: bool) -> None:
         what = f"{buffer.nbytes} bytes on {buffer.tier}"
-        key = tensor.untyped_storage()._cdata
         for access in self._accesses(tensor):
             if not access.before(clock) and access.kind == "write" and out:
                 self._report(READ_EARLY, access.site, what)
@@ -248,9 +256,8 @@ class Checked:
         if buffer.written is None or not buffer.written.before(clock):
             there = buffer.site if buffer.written is None else buffer.written.site
             self._report(READ_BEFORE_WRITE, there, what)
-        for other, site in buffer.loading.items():
-            if other != key:
-                self._report(PREFETCHED_TWICE, site, what)
+        for site in buffer.loading.values():
+            self._report(PREFETCHED_TWICE, site, what)
 
     def _note_copy(
         self, tensor: torch.Tensor, buffer: CheckedBuffer, stream: Stream, time: int, event: Event, *, out: bool
@@ -291,12 +298,19 @@ class Checked:
 
     def _freed(self, key: int) -> None:
         """The device's memory at `key` went back to its allocator, whose next user comes after the compute stream."""
-        for access in self._device.pop(key, []):
-            if access.stream != "compute" and not access.before(self._clocks["compute"]):
-                self._report(SOURCE_FREED if access.kind == "read" else RELOAD_FREED, access.site, "device memory")
+        self._versions.pop(key, None)
+        early = [
+            access
+            for access in self._device.pop(key, [])
+            if access.stream != "compute" and not access.before(self._clocks["compute"])
+        ]
+        for access in early:
+            self._report(SOURCE_FREED if access.kind == "read" else RELOAD_FREED, access.site, "device memory")
         buffer = self._loading.pop(key, None)
         if buffer is not None:
-            buffer.loading.pop(key, None)
+            site = buffer.loading.pop(key)
+            if early:  # nobody gave this load up: it was forgotten
+                buffer.loading[-len(buffer.loading) - 1] = site
 
     def _report(self, kind: str, there: str, what: str) -> None:
         self.hazards.append(Hazard(kind, _site(), there, what))

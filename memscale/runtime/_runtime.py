@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, RuntimeUnavailable
 from memscale.runtime._engine import Engine
+from memscale.runtime._hazards import Checked, CheckedEngine
 from memscale.runtime._host import HostBackend
 from memscale.runtime._protocol import Backend
 from memscale.runtime._stats import Stats, Timeline
@@ -141,6 +142,8 @@ class Runtime:
 
 
 def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: Timeline | None) -> Engine:
+    if config.debug:
+        return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
     return Engine(backend, depth=config.prefetch_depth, timeline=timeline)
 
 
