@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from memscale._errors import MemscaleError, RuntimeUnavailable
@@ -159,7 +160,7 @@ class SlabFile:
             DiskTierError: the disk failed.
         """
         for piece in self._pieces(source, offset):
-            piece.staged[:] = piece.part
+            _copy(piece.part, piece.staged)
             self._move(self._io.write, piece, "written to")
 
     def read(self, target: torch.Tensor, offset: int) -> None:
@@ -170,7 +171,7 @@ class SlabFile:
         """
         for piece in self._pieces(target, offset):
             self._move(self._io.read, piece, "read from")
-            piece.part[:] = piece.staged
+            _copy(piece.staged, piece.part)
 
     def _pieces(self, tensor: torch.Tensor, offset: int) -> Iterator[_Piece]:
         data, nothing = bytes_of(tensor), memoryview(bytearray())
@@ -241,6 +242,11 @@ class SlabFile:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous uint8 CPU tensor."""
     return tensor.reshape(-1).numpy().data
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # A memoryview copies with the interpreter locked, which would stop the training loop; numpy lets go of it.
+    np.copyto(np.asarray(target), np.asarray(source))
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
