@@ -245,14 +245,16 @@ class Arena:
         self._in_use_span -= block._span
 
     def _grow(self, span: int) -> bool:
-        """Add a slab that holds ``span``, in place of slabs that are free but too small where the cap asks for it."""
+        """Add a slab that holds ``span``, in place of free ones that are too small where they leave no room for it."""
         if span > self.cap_bytes - self._reserved_bytes:
             if span > self.cap_bytes - self._reserved_bytes + self._wholly_free_bytes():
                 return False
             self._drop_free_slabs()
         room = self.cap_bytes - self._reserved_bytes
         usual = max(span, min(self._slab_bytes, room // self._alignment * self._alignment))
-        return self._add_slab(usual) or (span < usual and self._add_slab(span))
+        if self._add_slab(usual) or (span < usual and self._add_slab(span)):
+            return True
+        return bool(self._drop_free_slabs()) and self._add_slab(span)
 
     def _add_slab(self, nbytes: int) -> bool:
         try:
