@@ -25,13 +25,15 @@ class Transform(Value):
     (True, True, checkpoint())
     """
 
+    uses_runtime: ClassVar[bool] = False
+
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
         raise NotImplementedError
 
     def on(self, runtime: Any) -> Transform:
-        """This transform with `runtime` as the one it uses, for transforms that use one; `None` is the default one."""
-        return self
+        """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
+        return On(self, runtime) if self.uses_runtime and runtime is not None else self
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fn):
@@ -40,6 +42,19 @@ class Transform(Value):
                 "pass a callable, or use memscale.transform(model, plan) for a whole model"
             )
         return self.apply(fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class On(Transform):
+    """A transform and the runtime that it uses. A means to apply it: what goes into a plan holds no resources."""
+
+    transform: Transform
+    runtime: Any
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        transformed: Any = self.transform.apply(fn)
+        transformed.runtime = self.runtime
+        return transformed  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -150,8 +150,7 @@ def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> l
                 return program.run(leaves, contextlib.nullcontext, lambda: None, held)
             return program.run(leaves, region, lambda: engine.backend.inner.compute(1e-7), held)
 
-        for result in program.ending(run(), leaves, run, region if engine else contextlib.nullcontext):
-            found.append(bits(result))
+        found += map(bits, program.ending(run(), leaves, run, region if engine else contextlib.nullcontext))
         found.append(bits(held))
     return found
 

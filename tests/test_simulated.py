@@ -58,10 +58,13 @@ def mutate(monkeypatch, edits):
 NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
 MUTANTS = {
     "a load is not waited for": (_hazards.USED_EARLY, [("_arrive", "self._wait(arrival)", "pass")]),
-    "memory is freed without waiting": (_hazards.SOURCE_FREED, [("_retire", "self._wait(entry.departure)\n    while", "while")]),
+    "memory is freed without waiting": (
+        _hazards.SOURCE_FREED,
+        [("_retire", "self._wait(entry.departure)\n    while", "while")],
+    ),
     "a copy out does not wait for the operators before": (
         _hazards.READ_EARLY,
-        [("_copy_out", 'after=after', "after=()")],
+        [("_copy_out", "after=after", "after=()")],
     ),
     "a slot is given back when its load starts": (
         _hazards.SLOT_REUSED,
@@ -77,7 +80,10 @@ MUTANTS = {
     ),
     "a load does not wait for its copy out": (
         _hazards.READ_BEFORE_WRITE,
-        [("_retire", "self._wait(entry.departure)\n    while", "while"), ("_load", "after.append(entry.departure)", "pass")],
+        [
+            ("_retire", "self._wait(entry.departure)\n    while", "while"),
+            ("_load", "after.append(entry.departure)", "pass"),
+        ],
     ),
     "a load is started again": (
         _hazards.PREFETCHED_TWICE,

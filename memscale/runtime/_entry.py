@@ -65,7 +65,7 @@ class Record:
         assert alias is not None
         if alias.numel() == 0:
             return 0, 0
-        first = alias.storage_offset()
+        first = int(alias.storage_offset())
         last = first + sum((size - 1) * stride for size, stride in zip(alias.size(), alias.stride(), strict=True))
         return first * alias.element_size(), (last + 1) * alias.element_size()
 
@@ -73,7 +73,7 @@ class Record:
         """Let go of the tensor; its bytes are those of a base that begins at byte `start` of its storage."""
         alias = self.alias
         assert alias is not None
-        offset = alias.storage_offset() - start // alias.element_size() if alias.numel() else 0
+        offset = int(alias.storage_offset()) - start // alias.element_size() if alias.numel() else 0
         self.layout = Layout(alias.dtype, alias.size(), alias.stride(), offset, alias.is_conj(), alias.is_neg())
         # Nobody else can reach the storage now, so this is the last moment at which its version can differ.
         now = version(alias)

@@ -2,8 +2,8 @@
 
 Every stream has a vector clock; an event carries that of its point in the stream, and waiting for the event takes it
 over. Each access to a range of bytes is remembered with the clock of its stream. Two accesses that touch the same
-bytes, one of them a write, must be ordered by these clocks. If they are not, that is a hazard on *some* schedule, and it
-is reported with both call sites, even where the schedule at hand was kind.
+bytes, one of them a write, must be ordered by these clocks. If they are not, that is a hazard on *some* schedule, and
+it is reported with both call sites, even where the schedule at hand was kind.
 
 `Checked` stands between an engine and any backend; `CheckedEngine` tells it, beyond what a backend is told, when the
 caller makes and uses tensors.
@@ -270,7 +270,7 @@ class Checked:
             accesses[:] = [access for access in accesses if not access.touches(on_tier.start, on_tier.stop)]
             buffer.written = on_tier
         accesses.append(on_tier)
-        first = tensor.storage_offset()
+        first = int(tensor.storage_offset())
         on_device = _Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
         self._accesses(tensor).append(on_device)
         if not out:
@@ -280,7 +280,7 @@ class Checked:
 
     def _touch(self, tensor: torch.Tensor, kind: Literal["read", "write"], rules: Mapping[str, str]) -> None:
         clock = self._clocks["compute"]
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         accesses = self._accesses(tensor)
         for access in accesses:
             if access.kind in rules and not access.before(clock):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import shutil
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -14,13 +12,10 @@ from typing import Any
 import torch
 
 from memscale.runtime._arena import PAGE_BYTES
-from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
+from memscale.runtime._disk import DiskSlab, Extent
 from memscale.runtime._protocol import Buffer, Event, Stream
 
-# Files are preallocated, so the first is small; each further one is as large as all before it.
-_FIRST_SLAB_BYTES = 1 << 30
-# Of the disk's free bytes, where the caller gives no cap: others write to it too.
-_SHARE_OF_FREE_DISK = 0.5
+_MOST_BYTES = 1 << 62  # the disk ends first
 
 
 class _Now:
@@ -61,68 +56,55 @@ class Transfer:
         self._future.exception()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class DiskBuffer:
-    """Bytes on disk: room that was found, then an extent once a write into it is done."""
+    """Bytes on disk."""
 
-    tier = "disk"
+    extent: Extent
+    tier: str = "disk"
 
-    def __init__(self, slab: DiskSlab, nbytes: int) -> None:
-        self.slab = slab
-        self.nbytes = nbytes
-        self.written: Future[Extent] | None = None
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
 
 
 class HostBackend:
     """Moves CPU tensors to disk and back, on the threads of the disk tier.
 
     Args:
-        directory: where the files without a name are; `None` is the system's temporary directory.
-        disk_bytes: the most bytes on disk; `None` is half of what is free there.
+        directory: where the file without a name is; `None` is the first temporary directory that is not in RAM.
+        disk_bytes: the most bytes on disk; `None` is as much as the disk has.
+        threads: how many transfers run at a time.
     """
 
-    tiers = ("disk",)
+    tiers: tuple[str, ...] = ("disk",)
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None, threads: int = 2
+    ) -> None:
+        self._disk_bytes = _MOST_BYTES if disk_bytes is None else disk_bytes
         self._directory = directory
-        if disk_bytes is None:
-            free_bytes = shutil.disk_usage(directory or tempfile.gettempdir()).free
-            disk_bytes = int(free_bytes * _SHARE_OF_FREE_DISK)
-        self._cap_bytes = disk_bytes
-        self._slabs: list[DiskSlab] = []
+        self._threads = threads
+        self._slab: DiskSlab | None = None
         self._high_water_bytes = 0
-        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
         """See `Backend.allocate`."""
-        with self._lock:
-            used = [slab.used_bytes for slab in self._slabs]
-            room = nbytes + -nbytes % PAGE_BYTES
-            found = next((s for s, taken in zip(self._slabs, used, strict=True) if s.cap_bytes - taken >= room), None)
-            if found is None:
-                found = self._grow(room)
-            if found is None:
-                return None
-            self._high_water_bytes = max(self._high_water_bytes, sum(used) + room)
-            return DiskBuffer(found, nbytes)
-
-    def _grow(self, room: int) -> DiskSlab | None:
-        total = sum(slab.cap_bytes for slab in self._slabs)
-        size = min(max(room, total, _FIRST_SLAB_BYTES), self._cap_bytes - total)
-        if size < room:
+        if self._disk_bytes < PAGE_BYTES:
             return None
-        try:
-            slab = DiskSlab(self._directory, cap_bytes=size)
-        except DiskTierFull:  # somebody else filled the disk
+        if self._slab is None:
+            self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+        extent = self._slab.reserve(nbytes)
+        if extent is None:
             return None
-        self._slabs.append(slab)
-        return slab
+        self._high_water_bytes = max(self._high_water_bytes, self._slab.used_bytes)
+        return DiskBuffer(extent)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`. The slab itself waits for reads that are under way."""
+        """See `Backend.free`. The slab waits for transfers by itself."""
         assert isinstance(buffer, DiskBuffer)
-        slab, written = buffer.slab, buffer.written
-        if written is not None:
-            written.add_done_callback(lambda done: None if done.exception() else slab.free(done.result()))
+        assert self._slab is not None
+        self._slab.free(buffer.extent)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`. On a page boundary, where a read needs no staging."""
@@ -140,15 +122,14 @@ class HostBackend:
         """See `Backend.copy`."""
         for event in after:
             self.wait(event)
+        assert self._slab is not None
         start = self.clock()
         if isinstance(source, torch.Tensor):
             assert isinstance(target, DiskBuffer)
-            target.written = _write(target.slab, source)
-            return Transfer(target.written, start)
+            return Transfer(self._slab.write(source, target.extent), start)
         assert isinstance(source, DiskBuffer)
         assert isinstance(target, torch.Tensor)
-        assert source.written is not None
-        return Transfer(source.slab.read(source.written.result(), target), start)
+        return Transfer(self._slab.read(source.extent, target), start)
 
     def wait(self, event: Event) -> None:
         """See `Backend.wait`."""
@@ -162,12 +143,3 @@ class HostBackend:
     def high_water_bytes(self) -> Mapping[str, int]:
         """See `Backend.high_water_bytes`."""
         return {"disk": self._high_water_bytes}
-
-
-def _write(slab: DiskSlab, source: torch.Tensor) -> Future[Extent]:
-    try:
-        return slab.write(source)
-    except DiskTierFull as error:  # in pieces: there was room, but not in one piece
-        failed: Future[Extent] = Future()
-        failed.set_exception(error)
-        return failed

@@ -22,9 +22,6 @@ from memscale.runtime._protocol import Backend
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._trace import TraceBackend
 
-TIERS = ("pinned", "pageable", "disk")
-"""Every tier that some device has, nearest first."""
-
 
 class Runtime:
     """Where `offload` moves tensors to, and what it has moved. One for a process is usual, and `None` means that one.
@@ -42,9 +39,9 @@ class Runtime:
 
     Args:
         config: sizes of the engine; `None` is the defaults of `AsyncOffloadConfig`.
-        disk_directory: where the file of the disk tier is, which has no name there; `None` is the system's directory
-            for temporary files. It should be a disk and not a file system in RAM.
-        disk_bytes: the most bytes on disk; `None` is half of what is free.
+        disk_directory: where the file of the disk tier is, which has no name there; `None` is the first directory for
+            temporary files that is not in RAM.
+        disk_bytes: the most bytes on disk; `None` is as much as there is.
         backend: what moves the tensors of every device, in place of the one that fits the device.
 
     Raises:
@@ -61,8 +58,10 @@ class Runtime:
     ) -> None:
         if config is not None and not isinstance(config, AsyncOffloadConfig):
             raise ConfigError(f"Runtime(config={config!r}) must be an AsyncOffloadConfig; build one, or pass None")
-        if disk_bytes is not None and (isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int) or disk_bytes < 0):
-            raise ConfigError(f"Runtime(disk_bytes={disk_bytes!r}) must be an int of at least 0; None is half of the disk")
+        if disk_bytes is not None and (
+            isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int) or disk_bytes < 0
+        ):
+            raise ConfigError(f"Runtime(disk_bytes={disk_bytes!r}) must be an int of at least 0; None is no limit")
         self.config = config or AsyncOffloadConfig()
         self._disk_directory = disk_directory
         self._disk_bytes = disk_bytes
@@ -127,7 +126,7 @@ class Runtime:
             caps = {"pinned": self.config.pool_bytes, "pageable": None, "disk": self._disk_bytes}
             return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else caps)
         if kind == "cpu":
-            return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes)
+            return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
         raise RuntimeUnavailable(
             f"offload() cannot move tensors of device {str(tensor.device)!r}: there is no backend for {kind!r} here; "
             "leave offload() out of the plan on this device"

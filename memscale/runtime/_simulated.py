@@ -1,8 +1,8 @@
 """A device that exists only to be unkind: CPU tensors, a virtual clock, and a scheduler that picks the worst moment.
 
-Whatever is queued on a stream, or on a worker of the disk, runs at some legal moment later, which a seed (or hypothesis)
-chooses; only then do bytes really move. Bytes that have not arrived, and those of slots that were given back, are
-poison: a NaN in any floating-point type.
+Whatever is queued on a stream, or on a worker of the disk, runs at some legal moment later, which a seed (or
+hypothesis) chooses; only then do bytes really move. Bytes that have not arrived, and those of slots that were given
+back, are poison: a NaN in any floating-point type.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale._errors import CorrectnessError
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._tiers import at_or_below
 
 _POISON = 0xFF
 # An engine that asks a full pool this often, with nothing under way that could free any of it, waits forever.
@@ -138,8 +139,7 @@ class SimulatedBackend:
     def allocate(self, nbytes: int, tier: str) -> SimulatedBuffer | None:
         """See `Backend.allocate`."""
         self.let_time_pass()
-        first = 0 if tier == "auto" else self.tiers.index(tier)
-        for name in self.tiers[first:]:
+        for name in at_or_below(self.tiers, tier):
             pool = self._pools[name]
             self._reclaim(pool)
             buffer = pool.take(name, nbytes)
@@ -149,8 +149,8 @@ class SimulatedBackend:
         self._refusals += 1
         if self._refusals > _PATIENCE and not self._jobs:
             raise Deadlock(
-                f"deadlock on an exhausted pool: {nbytes} bytes were asked for {self._refusals} times on {list(self.tiers)}, "
-                "nothing is under way, and only the caller could free anything"
+                f"deadlock on an exhausted pool: {nbytes} bytes were asked for {self._refusals} times on "
+                f"{list(self.tiers)}, nothing is under way, and only the caller could free anything"
             )
         return None
 
@@ -281,7 +281,7 @@ class _Memory:
     """Some bytes of a tensor, without keeping its memory alive: a queued copy on a device does not either."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         self._start, self._stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
 
     def _bytes(self) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._tiers import at_or_below
 
 
 class _Passed:
@@ -50,8 +51,7 @@ class TraceBackend:
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
         """See `Backend.allocate`."""
-        first = 0 if tier == "auto" else self.tiers.index(tier)
-        for name in self.tiers[first:]:
+        for name in at_or_below(self.tiers, tier):
             cap = self._caps[name]
             if cap is None or self._used[name] + nbytes <= cap:
                 self._used[name] += nbytes
