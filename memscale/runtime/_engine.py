@@ -22,7 +22,7 @@ from collections import deque
 import torch
 
 from memscale._errors import TransformError
-from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, version
+from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
 from memscale.runtime._protocol import Backend, Event
 from memscale.runtime._stats import Counters, Stats, Timeline, add
 
@@ -190,6 +190,8 @@ class Engine:
                 entry.state, entry.departure = State.BACK, None
                 return
             self._wait(entry.departure)
+        if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
+            self.backend.discard(entry.base)
         self._empty(entry)
 
     def _empty(self, entry: Entry) -> None:

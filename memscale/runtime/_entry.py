@@ -152,9 +152,7 @@ class Entry:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""
         # Held while counting: a handle may be dropped in between, and its storage with it.
         records = self.live()
-        if not records:
-            return False
-        return bool(torch._C._storage_Use_Count(self.key) <= len(records) + _references_of_no_tensor())
+        return len(records) > 0 and _references(self.key) <= len(records)
 
     def bytes_between(self, start: int, stop: int) -> torch.Tensor:
         """Those bytes of the storage as a uint8 tensor."""
@@ -165,7 +163,8 @@ class Entry:
         if alias.is_neg():
             alias = torch._neg_view(alias)
         elements = alias.untyped_storage().nbytes() // alias.element_size()
-        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop]
+        # Detached, since a view keeps the tensor that it was made from.
+        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
 
 
 def hull(records: Sequence[Record]) -> tuple[int, int]:
@@ -189,6 +188,16 @@ def changed_error(dtype: torch.dtype, size: torch.Size, now: int, expected: int)
         f"by offload(), {str(dtype).removeprefix('torch.')}{list(size)}, is at version {now}, expected version "
         f"{expected}. Change a clone of it, or call backward first"
     )
+
+
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor` refers to its storage."""
+    return _references(tensor.untyped_storage()._cdata) == 1
+
+
+def _references(storage: int) -> int:
+    """How many tensors refer to the storage at that address."""
+    return int(torch._C._storage_Use_Count(storage)) - _references_of_no_tensor()
 
 
 @functools.cache

@@ -159,6 +159,11 @@ class Checked:
         self.produced(tensor)
         return tensor
 
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN})
+        self.inner.discard(tensor)
+
     def record(self, stream: Stream) -> CheckedEvent:
         """See `Backend.record`."""
         clock = self._clocks[stream]

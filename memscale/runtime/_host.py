@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +18,15 @@ from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._disk import DiskSlab, Extent
 from memscale.runtime._protocol import Buffer, Event, Stream
 
+def _find_madvise() -> Any:
+    if not hasattr(mmap, "MADV_DONTNEED") or sys.platform != "linux":  # elsewhere it does not free the pages
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+_MADVISE = _find_madvise()
 _MOST_BYTES = 1 << 62  # the disk ends first
 
 
@@ -111,6 +123,14 @@ class HostBackend:
         whole = like.new_empty(nbytes + PAGE_BYTES - 1)
         start = -whole.data_ptr() % PAGE_BYTES
         return whole[start : start + nbytes]
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`. What malloc is given back it mostly keeps, so the pages go to the system here."""
+        if _MADVISE is not None:
+            start = tensor.data_ptr() + -tensor.data_ptr() % PAGE_BYTES
+            stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
+            if stop > start:
+                _MADVISE(start, stop - start, mmap.MADV_DONTNEED)
 
     def record(self, stream: Stream) -> Event:
         """See `Backend.record`."""

@@ -60,6 +60,9 @@ class Backend(Protocol):
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """A new uint8 tensor on the device, allocated on the compute stream; `like` is an empty one of that device."""
 
+    def discard(self, tensor: torch.Tensor) -> None:
+        """Called with a tensor of the device whose bytes nobody will read again, just before its memory is freed."""
+
     def record(self, stream: Stream) -> Event:
         """An event behind all that `stream` has been given so far; for ``"compute"``, the caller's current stream."""
 

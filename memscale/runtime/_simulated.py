@@ -174,6 +174,10 @@ class SimulatedBackend:
         """See `Backend.empty`."""
         return like.new_full((nbytes,), _POISON)
 
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        tensor.fill_(_POISON)
+
     def record(self, stream: Stream) -> SimulatedEvent:
         """See `Backend.record`."""
         event = SimulatedEvent(self)

@@ -67,6 +67,9 @@ class TraceBackend:
         """See `Backend.empty`. `like` knows its fake mode, which need not be active where backward runs."""
         return like.new_empty(nbytes)
 
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+
     def record(self, stream: Stream) -> Event:
         """See `Backend.record`."""
         return _Passed()
