@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import mmap
 import os
 import sys
 import time
@@ -18,15 +17,8 @@ from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._disk import DiskSlab, Extent
 from memscale.runtime._protocol import Buffer, Event, Stream
 
-def _find_madvise() -> Any:
-    if not hasattr(mmap, "MADV_DONTNEED") or sys.platform != "linux":  # elsewhere it does not free the pages
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
-
-
-_MADVISE = _find_madvise()
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_TRIM_BYTES = 32 << 20
 _MOST_BYTES = 1 << 62  # the disk ends first
 
 
@@ -99,6 +91,7 @@ class HostBackend:
         self._threads = threads
         self._slab: DiskSlab | None = None
         self._high_water_bytes = 0
+        self._untrimmed_bytes = 0
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
         """See `Backend.allocate`."""
@@ -120,17 +113,21 @@ class HostBackend:
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`. On a page boundary, where a read needs no staging."""
+        self._trim_after(nbytes)
         whole = like.new_empty(nbytes + PAGE_BYTES - 1)
         start = -whole.data_ptr() % PAGE_BYTES
         return whole[start : start + nbytes]
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`. What malloc is given back it mostly keeps, so the pages go to the system here."""
-        if _MADVISE is not None:
-            start = tensor.data_ptr() + -tensor.data_ptr() % PAGE_BYTES
-            stop = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
-            if stop > start:
-                _MADVISE(start, stop - start, mmap.MADV_DONTNEED)
+        """See `Backend.discard`."""
+        self._trim_after(tensor.nbytes)
+
+    def _trim_after(self, nbytes: int) -> None:
+        """Have malloc give the system what it holds and does not use, now and then: by itself it keeps most of it."""
+        self._untrimmed_bytes += nbytes
+        if _MALLOC_TRIM is not None and self._untrimmed_bytes > _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _MALLOC_TRIM(0)
 
     def record(self, stream: Stream) -> Event:
         """See `Backend.record`."""
