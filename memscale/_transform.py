@@ -44,7 +44,7 @@ class Transform(Value):
         return self.apply(fn)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class On(Transform):
     """A transform and the runtime that it uses. A means to apply it: what goes into a plan holds no resources."""
 
@@ -55,6 +55,9 @@ class On(Transform):
         transformed: Any = self.transform.apply(fn)
         transformed.runtime = self.runtime
         return transformed  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"{self.transform!r}.on({self.runtime!r})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -102,8 +102,9 @@ class Engine:
         self._collect()
 
     def settle(self) -> None:
-        """Wait until every copy on its way out has arrived."""
+        """Move all that nobody else keeps by now, and wait until it has arrived."""
         with self._lock:
+            self._look(len(self._waiting))
             while self._leaving:
                 self._retire(self._leaving.popleft())
         self._collect()
@@ -116,8 +117,8 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ out
 
-    def _look(self) -> None:
-        for _ in range(min(len(self._waiting), _LOOKS)):
+    def _look(self, most: int = _LOOKS) -> None:
+        for _ in range(min(len(self._waiting), most)):
             entry = self._waiting.popleft()
             if entry.state is not State.DEVICE or not entry.live():
                 continue

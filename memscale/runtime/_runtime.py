@@ -98,7 +98,7 @@ class Runtime:
         return {name: engine.stats() for name, engine in found.items()}
 
     def settle(self) -> None:
-        """Wait for every copy that is on its way out."""
+        """Move all that nobody else keeps by now, and wait for every copy that is on its way out."""
         with self._lock:
             engines = list(self._engines.values())
         for engine in engines:

@@ -44,6 +44,12 @@ class Offloaded:
         self.runtime = runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
+        try:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break("offload() decides tensor by tensor, while the region runs, what to move")
+        finally:
+            pass
         eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
         return eager(self, args, kwargs)
 
