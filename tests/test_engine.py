@@ -398,6 +398,7 @@ def test_debugging_checks_every_copy_and_logs_it(caplog):
     [
         ({"config": 3}, r"Runtime\(config=3\) must be an AsyncOffloadConfig"),
         ({"disk_bytes": -1}, r"Runtime\(disk_bytes=-1\) must be an int of at least 0"),
+        ({"host_bytes": 1.5}, r"Runtime\(host_bytes=1\.5\) must be an int of at least 0"),
         ({"disk_bytes": True}, r"Runtime\(disk_bytes=True\) must be an int"),
     ],
 )

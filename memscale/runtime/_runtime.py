@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, RuntimeUnavailable
+from memscale.runtime._budget import HostBudget
 from memscale.runtime._engine import Engine
 from memscale.runtime._hazards import Checked, CheckedEngine
 from memscale.runtime._host import HostBackend
@@ -42,6 +43,8 @@ class Runtime:
         disk_directory: where the file of the disk tier is, which has no name there; `None` is the first directory for
             temporary files that is not in RAM.
         disk_bytes: the most bytes on disk; `None` is as much as there is.
+        host_bytes: the most bytes of RAM that tensors of accelerators may take, pinned and pageable together; `None`
+            is as much as there is. Pinned are at most ``config.pool_bytes`` of them, for each device.
         backend: what moves the tensors of every device, in place of the one that fits the device.
 
     Raises:
@@ -54,17 +57,19 @@ class Runtime:
         *,
         disk_directory: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
+        host_bytes: int | None = None,
         backend: Backend | None = None,
     ) -> None:
         if config is not None and not isinstance(config, AsyncOffloadConfig):
             raise ConfigError(f"Runtime(config={config!r}) must be an AsyncOffloadConfig; build one, or pass None")
-        if disk_bytes is not None and (
-            isinstance(disk_bytes, bool) or not isinstance(disk_bytes, int) or disk_bytes < 0
-        ):
-            raise ConfigError(f"Runtime(disk_bytes={disk_bytes!r}) must be an int of at least 0; None is no limit")
+        for name, nbytes in (("disk_bytes", disk_bytes), ("host_bytes", host_bytes)):
+            if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
+                raise ConfigError(f"Runtime({name}={nbytes!r}) must be an int of at least 0; None is no limit")
         self.config = config or AsyncOffloadConfig()
         self._disk_directory = disk_directory
         self._disk_bytes = disk_bytes
+        self._host_bytes = host_bytes
+        self._budget = None if host_bytes is None else HostBudget(host_bytes)  # one for all devices
         self._backend = backend
         self._lock = threading.Lock()
         self._engines: dict[torch.device, Engine] = {}
@@ -123,14 +128,31 @@ class Runtime:
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
         if isinstance(tensor, FakeTensor):
-            caps = {"pinned": self.config.pool_bytes, "pageable": None, "disk": self._disk_bytes}
-            return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else caps)
+            return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else self._caps())
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
+        if kind == "cuda":
+            from memscale.runtime._cuda import CudaBackend  # the only module that loads CuPy
+
+            return CudaBackend(
+                tensor.device,
+                pinned_bytes=self._caps()["pinned"] or 0,
+                budget=self._budget,
+                disk_bytes=self._disk_bytes,
+                disk_directory=self._disk_directory,
+            )
         raise RuntimeUnavailable(
             f"offload() cannot move tensors of device {str(tensor.device)!r}: there is no backend for {kind!r} here; "
             "leave offload() out of the plan on this device"
         )
+
+    def _caps(self) -> dict[str, int | None]:
+        """The most bytes on each tier below an accelerator."""
+        pinned, pageable = self.config.pool_bytes, None
+        if self._host_bytes is not None:
+            pinned = min(pinned, self._host_bytes)
+            pageable = self._host_bytes - pinned
+        return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
     def __reduce__(self) -> Any:
         # A pickled region finds the runtime of the process that it wakes up in.
