@@ -403,15 +403,19 @@ def test_what_was_started_cannot_be_cancelled(make):
 
 def test_a_transfer_lets_go_of_its_tensor(make):
     for io in (FileIO(), Faulty(write=["EIO"])):
-        slab, source = make(io, threads=1), noise(100)
-        alive = weakref.ref(source)
-        future = slab.write(source)
-        failed = future.exception() is not None
+        slab, source = make(io), noise(100)
+        extent, alive = slab.reserve(100), weakref.ref(source)
+        future = slab.write(source, extent)
         del source
-        if failed:
+        if future.exception() is not None:
             del future
-        slab._pool.submit(int).result()  # its thread is past the transfer
-        assert alive() is None  # with no help of the garbage collector
+        assert alive() is None  # at once, and with no help of the garbage collector
+        into = noise(100)
+        alive, future = weakref.ref(into), slab.read(extent, into)
+        del into
+        assert future.exception() is None or isinstance(io, Faulty)
+        del future
+        assert alive() is None
 
 
 def test_close_finishes_what_was_started(make):
@@ -436,7 +440,7 @@ def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path
     descriptor = slab._file._descriptor
     io.gate.clear()
     writing = slab.write(noise(100))
-    threads = list(slab._pool._threads)
+    threads = list(slab._courier._pool._threads)
     del slab
     gc.collect()
     assert os.fstat(descriptor).st_nlink == 0  # still there
@@ -516,8 +520,8 @@ def mount(monkeypatch, tmp_path, filesystem):
 
 def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tmp_path):
     mount(monkeypatch, tmp_path, "ext4")
-    (slab := DiskSlab(cap_bytes=CAP)).close()
-    assert os.path.samefile(tmp_path, slab._pool and _slab_file._directory_on_disk())
+    DiskSlab(cap_bytes=CAP).close()
+    assert os.path.samefile(tmp_path, _slab_file._directory_on_disk())
     mount(monkeypatch, tmp_path, "tmpfs")
     with pytest.warns(UserWarning, match="is in RAM, so offloading to it frees nothing"):
         DiskSlab(tmp_path, cap_bytes=CAP).close()

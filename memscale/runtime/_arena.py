@@ -40,12 +40,12 @@ class Event(Protocol):
 class Block:
     """Bytes of an arena that one tensor owns until they are given back."""
 
-    __slots__ = ("_serial", "_span", "_start", "_tensor", "nbytes")
+    __slots__ = ("_serial", "_span", "_tensor", "nbytes", "offset")
 
-    def __init__(self, nbytes: int, start: int, span: int, tensor: torch.Tensor) -> None:
+    def __init__(self, nbytes: int, offset: int, span: int, tensor: torch.Tensor) -> None:
         self.nbytes = nbytes
+        self.offset = offset  # in the arena, whose slabs lie one after another there
         self._serial = next(_serials)
-        self._start = start
         self._span = span
         self._tensor: torch.Tensor | None = tensor
 
@@ -240,7 +240,7 @@ class Arena:
                 self._given.rotate(-1)
 
     def _reclaim(self, block: Block) -> None:
-        self._free.give(block._start, block._span)
+        self._free.give(block.offset, block._span)
         self._in_use_bytes -= block.nbytes
         self._in_use_span -= block._span
 

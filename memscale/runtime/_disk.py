@@ -8,13 +8,14 @@ import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
 from memscale._errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime._arena import PAGE_BYTES
+from memscale.runtime._courier import Courier
 from memscale.runtime._slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
 from memscale.runtime._spans import FreeSpans
 
@@ -93,8 +94,7 @@ class DiskSlab:
         self._checksum = checksum
         first_bytes = _in_pages(min(first_bytes, self.cap_bytes))
         self._file: SlabFile | None = SlabFile(directory, first_bytes, io or FileIO())
-        # Dropped without `close`, the pool ends by itself once its queue is empty.
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="memscale-disk")
+        self._courier = Courier(threads, "disk")
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._used_bytes = 0
@@ -217,9 +217,6 @@ class DiskSlab:
         Raises:
             AssertionError: the extent was freed before, or is another slab's.
         """
-        # The extents that a fork inherits are its parent's to free, and it drops its copies like any object.
-        if os.getpid() != self._process:
-            return
         try:
             self._live.remove(extent)
         except KeyError:
@@ -232,7 +229,7 @@ class DiskSlab:
         if file is None:
             return
         if os.getpid() == self._process:  # a fork has no threads to wait for
-            self._pool.shutdown()
+            self._courier.close()
         file.close()
 
     def _open_file(self) -> SlabFile:
@@ -257,31 +254,19 @@ class DiskSlab:
             assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
             self._transfers[extent] += 1
 
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # what was started ends: a cancelled write would keep its room
-        futures, ended = [future], self._ended
+        ended = self._ended
 
-        def transfer() -> None:
-            # An error's traceback holds this frame and those below it. They must not hold the error in turn, through
-            # the future: such a cycle keeps the tensor until the garbage collector comes by.
-            future = futures.pop()
+        def transfer() -> T:
             try:
-                result = run(file)
-            except BaseException as error:
-                ended.append(extent)
-                future.set_exception(error)
-            else:
-                ended.append(extent)
-                future.set_result(result)
+                return run(file)
             finally:
-                del future
+                ended.append(extent)
 
         try:
-            self._pool.submit(transfer)
+            return self._courier.submit(transfer)
         except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
-            self._ended.append(extent)
+            ended.append(extent)
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
-        return future
 
     def _grow(self, file: SlabFile, span: int) -> bool:
         room = self.cap_bytes - file.size_bytes
