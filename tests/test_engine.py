@@ -2,6 +2,7 @@
 
 import json
 import threading
+import types
 from concurrent.futures import Future
 
 import pytest
@@ -309,6 +310,22 @@ def test_the_order_of_backward_is_learned():
     assert engine.backend.finish() == []
 
 
+def test_loading_ahead_without_memory_is_put_off(monkeypatch):
+    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    engine, empty, asked = CheckedEngine(Checked(backend), depth=2), backend.empty, []
+
+    def scarce(nbytes, like):
+        asked.append(nbytes)
+        if len(asked) % 2 == 0:
+            raise torch.OutOfMemoryError
+        return empty(nbytes, like)
+
+    backend.empty = scarce
+    chain_step(engine, backend, range(9, -1, -1))
+    assert len(asked) > 10
+    assert engine.backend.finish() == []
+
+
 def test_the_tail_of_the_forward_stays_from_the_second_step_on():
     engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 24)), depth=2)
     moved = []
@@ -408,5 +425,15 @@ def test_a_runtime_refuses_what_it_cannot_use(arguments, message):
 
 
 def test_a_device_without_a_backend_is_named():
-    with pytest.raises(ms.RuntimeUnavailable, match=r"cannot move tensors of device 'meta'"):
-        Runtime().engine(torch.ones(1, device="meta"))
+    tensor = types.SimpleNamespace(device=torch.device("mps:0"))
+    with pytest.raises(ms.RuntimeUnavailable, match=r"cannot move tensors of device 'mps:0': there is no backend"):
+        Runtime().engine(tensor)
+
+
+def test_meta_tensors_are_counted():
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
+    x = torch.ones(1024, device="meta", requires_grad=True)
+    out = ms.offload().on(runtime)(lambda x: (x * 2).sin())(x)
+    assert runtime.stats()["meta"].out_bytes == {"pinned": NBYTES}
+    out.sum().backward()
+    assert runtime.stats()["meta"].live_bytes == {"pinned": 0}

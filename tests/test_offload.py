@@ -242,6 +242,39 @@ def test_sparse_tensors_are_refused():
         offload()(lambda x: torch.sparse.mm(matrix, x))(numbers(4, 4))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor([x[0], x[1, :3]]),
+        lambda x: torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged),
+    ],
+    ids=["strided", "jagged"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_come_back_right(make):
+    x = torch.randn(2, 4)
+
+    def gradient(how):
+        nested = make(x).requires_grad_()
+        out = how.on(synchronous())(lambda t: (t * 2).sin())(nested)
+        (grad,) = torch.autograd.grad(out, nested, torch.ones_like(out))
+        return [bits(part) for part in grad.unbind()]
+
+    assert gradient(offload()) == gradient(identity)
+
+
+def test_vmap_inside_a_region_is_right():
+    x, w = numbers(4, 8), numbers(8)
+
+    def fn(x, w):
+        return torch.func.vmap(lambda row: (row * w).sin().exp())(x)
+
+    runtime = synchronous()
+    found = torch.autograd.grad(offload().on(runtime)(fn)(x, w).sum(), (x, w))
+    assert bits(found) == bits(torch.autograd.grad(fn(x, w).sum(), (x, w)))
+    assert totals(runtime)[0] > 0
+
+
 # ------------------------------------------------------------------------------------------------------ subclasses
 
 
@@ -265,6 +298,16 @@ def test_a_subclass_made_of_tensors_moves_in_parts():
     assert type(found) is TwoTensor
     assert bits((found.a, found.b)) == bits((expected.a, expected.b))
     assert totals(runtime)[2] == 0
+
+
+def test_a_subclass_that_is_changed_in_place_raises_as_autograd_does():
+    for how in (identity, offload(min_bytes=0)):
+        hidden = TwoTensor(torch.ones(8), torch.ones(8)).requires_grad_() * 2
+        out = how(torch.sin)(hidden)
+        with torch.no_grad():
+            hidden.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 def test_a_subclass_that_cannot_be_taken_apart_stays_and_is_right():

@@ -300,7 +300,10 @@ class Engine:
             ordinal = self._next.get(ordinal, ordinal - 1)
             candidate = self._moved.get(ordinal)
             if candidate is not None and candidate.state is State.AWAY and candidate.live():
-                self._load(candidate)
+                try:
+                    self._load(candidate)
+                except torch.OutOfMemoryError:  # it may well fit once it is needed
+                    return
 
     def _let_go(self, entry: Entry) -> None:
         """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""

@@ -127,7 +127,7 @@ class Runtime:
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or kind == "meta":
             return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else self._caps())
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)

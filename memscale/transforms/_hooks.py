@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ class Hooks:
         if kind not in _PLAIN or tensor.layout is not torch.strided:
             return self._pack_other(tensor)
         nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._min_bytes or nbytes == 0 or _is_kept_anyway(tensor):
+        if nbytes < self._min_bytes or nbytes == 0 or _stays(tensor):
             if self._outer is not None:
                 return _Outer(self._outer[1], self._outer[0](tensor))
             return tensor.detach(), version(tensor)
@@ -71,19 +72,21 @@ class Hooks:
                 engine.look_again()
 
     def _pack_other(self, tensor: torch.Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor):
+            return _Parts(self, tensor)
         if tensor.layout is not torch.strided:
             raise TransformError(
                 f"offload() met a tensor of layout {tensor.layout} among what the region saves, and moves strided ones "
                 "only; leave the module that makes it out of the region"
             )
-        if is_traceable_wrapper_subclass(tensor):
-            return _Parts(self, tensor)
         # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
         return tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor)
 
 
-def _is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a leaf that is trained, or a view of one: its owner keeps it."""
+def _stays(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a leaf that is trained, or a view of one, which its owner keeps; or is no plain array."""
+    if tensor.is_nested or tensor.is_quantized:
+        return True
     if type(tensor) is torch.nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
         return True
     base = tensor._base
@@ -106,15 +109,27 @@ class _Outer:
 class _Parts:
     """A tensor subclass, as the plain tensors that it is made of."""
 
-    __slots__ = ("_context", "_kind", "_packed", "_size", "_stride")
+    __slots__ = ("_context", "_kept", "_kind", "_packed", "_size", "_stride", "_version", "_whole")
 
     def __init__(self, hooks: Hooks, tensor: torch.Tensor) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._kind: Any = type(tensor)
         self._size, self._stride = tensor.size(), tensor.stride()
-        self._packed = {name: hooks.pack(getattr(tensor, name)) for name in names}
+        # The parts do not see a change of the whole. One that was changed and is gone by then goes unnoticed.
+        self._whole, self._version = weakref.ref(tensor), version(tensor)
+        parts = {name: getattr(tensor, name) for name in names}
+        self._packed = {name: hooks.pack(part) for name, part in parts.items() if _is_of_numbers(part)}
+        # Integers say where in the others something is. Nested tensors are of one shape if they share that very tensor.
+        self._kept = {name: part for name, part in parts.items() if name not in self._packed}
 
     def unpack(self, hooks: Hooks) -> torch.Tensor:
-        parts = {name: hooks.unpack(packed) for name, packed in self._packed.items()}
+        whole = self._whole()
+        if whole is not None and version(whole) != self._version:
+            raise changed_error(whole.dtype, whole.size(), version(whole), self._version)
+        parts = {**self._kept, **{name: hooks.unpack(packed) for name, packed in self._packed.items()}}
         with torch.no_grad():
             return self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)  # type: ignore[no-any-return]
+
+
+def _is_of_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
