@@ -136,6 +136,11 @@ def device(draw: random.Random) -> CheckedEngine:
 def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> list[Any]:
     """What the program computes; without an engine, as PyTorch does by itself."""
     found = []
+
+    def pause() -> None:
+        if isinstance(engine.backend.inner, SimulatedBackend):
+            engine.backend.inner.compute(1e-7)
+
     for _ in range(steps):
         leaves, held = program.leaves(), []
 
@@ -148,16 +153,16 @@ def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> l
         def run(leaves=leaves, held=held, region=region) -> torch.Tensor:
             if engine is None:
                 return program.run(leaves, contextlib.nullcontext, lambda: None, held)
-            return program.run(leaves, region, lambda: engine.backend.inner.compute(1e-7), held)
+            return program.run(leaves, region, pause, held)
 
         found += map(bits, program.ending(run(), leaves, run, region if engine else contextlib.nullcontext))
         found.append(bits(held))
     return found
 
 
-def run_case(seed: int) -> list[Hazard]:
+def run_case(seed: int, engine: CheckedEngine | None = None) -> list[Hazard]:
     """Run a case, and return the hazards found; the results and the engine's books must be right."""
-    program, engine = Program(seed), device(random.Random(seed))
+    program, engine = Program(seed), engine or device(random.Random(seed))
     assert results(program, engine) == results(program, None)
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}

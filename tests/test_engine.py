@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 from checks import bits
+from schedules import run_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
@@ -213,6 +214,15 @@ def test_threads_share_an_engine():
     assert out_bytes(engine) > 0
     assert set(engine.stats().live_bytes.values()) == {0}
     assert (engine._moved, engine._by_storage) == ({}, {})
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_random_programs_on_a_real_disk(depth):
+    """The programs of the simulated device, in the order in which the threads of this machine happen to run."""
+    engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 22)), depth=depth)
+    for seed in range(depth, 200, 4):
+        assert run_case(seed, engine) == [], f"case {seed}"
+    assert out_bytes(engine) > 0
 
 
 # ------------------------------------------------------------------------------------------------ when it fails
