@@ -161,6 +161,7 @@ def test_without_gradient_nothing_is_done():
     runtime = synchronous()
     with torch.no_grad():
         offload().on(runtime)(block)(numbers(4, 4), numbers(4, 4))
+        assert torch.func.vmap(offload().on(runtime)(torch.sin))(torch.zeros(3)).tolist() == [0.0] * 3
     assert runtime.stats() == {}
 
 

@@ -215,7 +215,6 @@ class Engine:
         return True
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
-        entry.refused = True
         self._counters.resident_bytes += entry.nbytes
         if not self._warned:
             self._warned = True

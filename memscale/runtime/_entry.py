@@ -124,7 +124,6 @@ class Entry:
         "nbytes",
         "ordinal",
         "records",
-        "refused",
         "state",
         "tier",
     )
@@ -136,7 +135,6 @@ class Entry:
         self.nbytes = nbytes  # of the storage; once moved, of what moved
         self.records: list[Record | None] = []
         self.state = State.DEVICE
-        self.refused = False  # no tier had room
         self.ordinal: int | None = None
         self.buffer: Buffer | None = None
         self.base: torch.Tensor | None = None  # all its bytes, on the device

@@ -126,13 +126,13 @@ def _without_dynamo() -> Callable[..., Any]:
 
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return self.fn(*args, **kwargs)
     if _functorch.active():
         raise TransformError(
             f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
             "needs and would keep everything on the device; use checkpoint() there, or plain autograd"
         )
-    if not torch.is_grad_enabled():
-        return self.fn(*args, **kwargs)
     hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes)
     if hooks is None:
         return self.fn(*args, **kwargs)
