@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from memscale._errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime import _slab_file
 from memscale.runtime._arena import PAGE_BYTES, page_aligned_memory
+from memscale.runtime._courier import Courier
 from memscale.runtime._disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
 
 # Where the tests' directory is in RAM they run all the same.
@@ -416,6 +417,18 @@ def test_a_transfer_lets_go_of_its_tensor(make):
         assert future.exception() is None or isinstance(io, Faulty)
         del future
         assert alive() is None
+
+
+def test_a_future_that_has_a_result_keeps_nothing_of_its_work():
+    courier, gate = Courier(1, "test"), threading.Event()
+    tensor = noise(10)
+    alive, seen = weakref.ref(tensor), []
+    future = courier.submit(lambda tensor=tensor: gate.wait(30) and int(tensor[0] * 0))
+    del tensor
+    future.add_done_callback(lambda future: seen.append((future.result(), alive())))
+    gate.set()
+    courier.close()
+    assert seen == [(0, None)]
 
 
 def test_close_finishes_what_was_started(make):

@@ -25,7 +25,7 @@ from memscale.runtime._spans import FreeSpans
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 1024**2
 # A plan is renewed only where it saves more than this: memory that is pinned anew costs seconds.
-_TOLERATED_WASTE = 0.01
+_TOLERATED_WASTE = 0.03
 _serials = itertools.count()
 
 
@@ -195,7 +195,7 @@ class Arena:
 
         A first step cannot know how much the next tensor needs, so the ends of its slabs stay empty; the steps
         after it are the same and fit one slab exactly. Costs what allocating costs, and does nothing where it would
-        save less than 1% or was done for the same peak before.
+        save less than 3% or was done for the same peak before.
         """
         with self._lock:
             self._reclaim_all_finished()

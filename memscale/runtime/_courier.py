@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Courier:
-    """Runs work in threads. By the time a future is done, the work and the tensors it held are gone.
+    """Runs work in threads. By the time a future has a result, the work and the tensors it held are gone.
 
     The pools of the standard library let go of the work some time later: memory that the caller believes to be free
     would still be there, for as long as the thread takes to come round.
@@ -41,7 +41,6 @@ class Courier:
             try:
                 result = run()
             except BaseException as error:
-                del run
                 future.set_exception(error)
             else:
                 del run
