@@ -58,9 +58,6 @@ MOVES = {
 }
 
 
-PAIRS = ("offload, checkpoint", "checkpoint, offload")
-
-
 def check_moves(how, expected):
     start, w = numbers(32, 32), numbers(32, 32)
 
@@ -212,22 +209,33 @@ def test_a_moved_value_that_the_region_changed_raises_as_autograd_does():
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 
+LEVELS = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vmap": lambda f: torch.func.vmap(f),
+    "vmap(grad)": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum())),
+    "jacrev": lambda f: torch.func.jacrev(f),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+}
+
+
 # Forward mode compiles its rules at first use, with a function that PyTorch itself has deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "level",
-    [
-        lambda f: torch.func.grad(lambda x: f(x).sum()),
-        lambda f: torch.func.vmap(f),
-        lambda f: torch.func.jacrev(f),
-        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
-    ],
-    ids=["grad", "vmap", "jacrev", "jvp"],
-)
-@pytest.mark.parametrize("how", [MOVES[name][0] for name in ("offload", *PAIRS)], ids=repr)
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+@pytest.mark.parametrize("how", [offload(), compose(offload(), checkpoint())], ids=repr)
 def test_inside_torch_func_it_is_refused_by_name(how, level):
     with pytest.raises(ms.TransformError, match=r"offload\(\) inside a transform of torch\.func.* use checkpoint\(\)"):
         level(how(lambda x: x.sin().exp()))(torch.randn(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
+def test_inside_torch_func_a_checkpoint_around_it_leaves_it_nothing_to_do(level):
+    def fn(x):
+        return x.sin().exp()
+
+    x = torch.randn(3, 3)
+    how = compose(checkpoint(), offload(min_bytes=0))
+    assert bits(level(how(fn))(x)) == bits(level(checkpoint()(fn))(x))
 
 
 def test_torch_func_inside_it_is_refused_by_name():

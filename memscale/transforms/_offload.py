@@ -100,8 +100,8 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
         ConfigError: an argument is none of these.
         CorrectnessError: in backward, when a moved tensor was changed in place after it was saved.
         RuntimeUnavailable: in forward, on a device whose tensors nothing here can move.
-        TransformError: inside a transform of `torch.func`, in a CUDA graph capture, in a forked process, for sparse
-            tensors.
+        TransformError: inside a transform of `torch.func` (but not under a checkpoint there), in a CUDA graph
+            capture, in a forked process, for sparse tensors.
 
     Cost: saves the region's residuals on the device; pays their way out and back, as far as compute does not hide it.
 
@@ -126,7 +126,8 @@ def _without_dynamo() -> Callable[..., Any]:
 
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+    # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
+    if not torch.is_grad_enabled() or _functorch.inside_region():
         return self.fn(*args, **kwargs)
     if _functorch.active():
         raise TransformError(
