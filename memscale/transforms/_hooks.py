@@ -45,9 +45,7 @@ class Hooks:
             return self._pack_other(tensor)
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes < self._min_bytes or nbytes == 0 or _stays(tensor):
-            if self._outer is not None:
-                return _Outer(self._outer[1], self._outer[0](tensor))
-            return tensor.detach(), version(tensor)
+            return self._keep(tensor)
         with unseen():
             engine = self._runtime.engine(tensor)
             self._engines.add(engine)
@@ -71,6 +69,11 @@ class Hooks:
             with unseen():
                 engine.look_again()
 
+    def _keep(self, tensor: torch.Tensor) -> Any:
+        if self._outer is not None:
+            return _Outer(self._outer[1], self._outer[0](tensor))
+        return tensor.detach(), version(tensor)
+
     def _pack_other(self, tensor: torch.Tensor) -> Any:
         if is_traceable_wrapper_subclass(tensor):
             return _Parts(self, tensor)
@@ -80,7 +83,7 @@ class Hooks:
                 "only; leave the module that makes it out of the region"
             )
         # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
-        return tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor)
+        return self._keep(tensor)
 
 
 def _stays(tensor: torch.Tensor) -> bool:
