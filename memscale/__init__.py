@@ -30,7 +30,7 @@ from memscale.profiling._prediction import OOMPrediction, OOMRisk
 from memscale.profiling._predictor import OOMPredictor
 from memscale.profiling._profile import Profile
 from memscale.profiling._profiler import MemoryProfiler, profile
-from memscale.transforms import Residual, cast, checkpoint, name, saved_residuals, tile
+from memscale.transforms import Residual, cast, checkpoint, name, offload, saved_residuals, tile
 
 __version__ = "0.1.0"
 
@@ -65,6 +65,7 @@ __all__ = [
     "functional",
     "identity",
     "name",
+    "offload",
     "optimize",
     "policies",
     "profile",

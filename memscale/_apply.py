@@ -19,11 +19,12 @@ from memscale._errors import PlanError, TransformError
 from memscale._functional import copy_tree
 from memscale._plan import Plan, as_plan
 from memscale._transform import Transform, compose
+from memscale.runtime import Runtime
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
 
-def transform(model: nn.Module, plan: PlanLike) -> nn.Module:
+def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> nn.Module:
     """A new module tree in which each region that `plan` names runs under its transform.
 
     The argument is left exactly as it is. The new tree has the same classes, the same names, the same parameter
@@ -47,6 +48,7 @@ def transform(model: nn.Module, plan: PlanLike) -> nn.Module:
     Args:
         model: any module.
         plan: a `Plan`, or what `Plan` takes.
+        runtime: where `offload` moves tensors to; `None` is the process's own, for the device of each tensor.
 
     Returns:
         A module of the same class as `model`.
@@ -62,7 +64,7 @@ def transform(model: nn.Module, plan: PlanLike) -> nn.Module:
     regions = find_regions(model, as_plan(plan))
     copy, memo = copy_tree(model)
     for module, how in regions:
-        _set_forward(memo[id(module)], how)
+        _set_forward(memo[id(module)], how.on(runtime))
     if regions:
         copy.__dict__["forward"] = SharedRoot(copy, copy.__dict__.get("forward"), _links(model))
     return copy

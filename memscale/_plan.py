@@ -150,7 +150,8 @@ class Plan:
         fit = transform(model, plan)
         """
         text = repr(self)
-        code = re.sub(r"'[^']*'", "", text)  # without the path patterns and names in it
+        # Without the path patterns and names. Both kinds of quotes, or the one in "it's" would pair with the next.
+        code = re.sub(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"', "", text)
         roots = {spelling.partition(".")[0] for spelling in spellings()} | {"identity"}
         names = [name for name in sorted(roots) if re.search(rf"\b{name}\b", code)]
         header = f"from memscale import {', '.join(['Plan', *names, 'transform'])}"

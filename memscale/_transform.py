@@ -25,9 +25,15 @@ class Transform(Value):
     (True, True, checkpoint())
     """
 
+    uses_runtime: ClassVar[bool] = False
+
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
         raise NotImplementedError
+
+    def on(self, runtime: Any) -> Transform:
+        """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
+        return On(self, runtime) if self.uses_runtime and runtime is not None else self
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fn):
@@ -36,6 +42,22 @@ class Transform(Value):
                 "pass a callable, or use memscale.transform(model, plan) for a whole model"
             )
         return self.apply(fn)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class On(Transform):
+    """A transform and the runtime that it uses. A means to apply it: what goes into a plan holds no resources."""
+
+    transform: Transform
+    runtime: Any
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        transformed: Any = self.transform.apply(fn)
+        transformed.runtime = self.runtime
+        return transformed  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"{self.transform!r}.on({self.runtime!r})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,6 +73,9 @@ class Compose(Transform):
         for transform in reversed(self.transforms):
             fn = transform(fn)
         return fn
+
+    def on(self, runtime: Any) -> Transform:
+        return Compose(tuple(transform.on(runtime) for transform in self.transforms))
 
     def __repr__(self) -> str:
         return super().__repr__() if self.transforms else "identity"

@@ -511,10 +511,40 @@ def test_an_error_inside_multi_head_attention_leaves_nothing_behind(fakes):
 
 def test_empty_inputs_take_no_kernel(fakes):
     q = torch.empty(B, H, 0, D, dtype=BF16, requires_grad=True)
-    saved = Saved()
+    saved, full = Saved(), torch.empty(B, H, L, D, dtype=BF16)
     with CudaAttention(A100, FLAGS), saved.context:
         assert F.scaled_dot_product_attention(q, q, q).shape == (B, H, 0, D)
+        assert F.scaled_dot_product_attention(full, q, q).shape == (B, H, L, D)
+        assert F.scaled_dot_product_attention(q, full, full).shape == (B, H, 0, D)
     assert saved.sizes() == []
+
+
+def test_arguments_reach_the_kernel(fakes):
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "attention" in str(func):
+                seen.append(tuple(a for a in args if not isinstance(a, torch.Tensor)))
+            return func(*args, **(kwargs or {}))
+
+    for capability, dtype in ((A100, BF16), (A100, F32), (H100, BF16)):
+        q = torch.empty(B, H, L, D, dtype=dtype)
+        with CudaAttention(capability, FLAGS), Record():
+            F.scaled_dot_product_attention(q, q, q)
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.25, is_causal=True)
+    # The dispatcher leaves out trailing arguments that have their default: no dropout, not causal, no debug mask.
+    assert seen == [
+        *[(), (0.25, True)],
+        # No mask, and no log-sum-exp without a gradient.
+        *[(None, False), (None, False, 0.25, True)] * 2,
+    ]
+
+
+def test_heads_are_shared_only_when_asked(fakes):
+    q, k = torch.empty(B, H, L, D, dtype=BF16), torch.empty(B, 2, L, D, dtype=BF16)
+    with CudaAttention(A100, FLAGS), pytest.raises(RuntimeError, match="size of tensor a"):
+        F.scaled_dot_product_attention(q, k, k)
 
 
 def test_gradients_of_torch_func_take_the_kernel_too(fakes):

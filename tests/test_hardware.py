@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 
+from memscale import _host_memory
 from memscale._errors import ConfigError, RuntimeUnavailable
 from memscale.profiling import _hardware
 from memscale.profiling._calibrate import _product, calibrate
@@ -240,21 +241,22 @@ def test_cgroup_v2_counts_every_level(tmp_path):
     write(tmp_path / "fs/slice/unit/memory.max", "max\n")
     write(tmp_path / "fs/slice/memory.max", "4096\n")
     write(tmp_path / "fs/slice/memory.current", "96\n")
-    assert list(_hardware._cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 96)]
+    write(tmp_path / "fs/slice/memory.stat", "anon 20\ninactive_file 64\nactive_file 12\n")
+    assert list(_host_memory.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 32)]
 
 
 def test_cgroup_v1_falls_back_to_the_mount_inside_a_container(tmp_path):
     write(tmp_path / "cgroup", "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
     write(tmp_path / "fs/memory/memory.limit_in_bytes", "8192\n")
-    assert list(_hardware._cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
+    assert list(_host_memory.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
 
 
 def test_no_cgroups(tmp_path):
-    assert list(_hardware._cgroup_limits(tmp_path / "none", tmp_path)) == []
+    assert list(_host_memory.cgroup_limits(tmp_path / "none", tmp_path)) == []
 
 
 def test_the_limit_lowers_the_memory(monkeypatch):
-    monkeypatch.setattr(_hardware, "_cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
+    monkeypatch.setattr(_host_memory, "cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
     hardware = Hardware.detect("cpu")
     assert hardware.memory_bytes == GIB
-    assert hardware.free_bytes is None or hardware.free_bytes <= 3 * GIB // 4
+    assert hardware.free_bytes <= 3 * GIB // 4

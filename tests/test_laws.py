@@ -11,9 +11,16 @@ from models import Polynomial, TransformerBlock, integers, mlp, numbers
 from torch import nn
 
 import memscale as ms
-from memscale import checkpoint, compose, identity, policies
+from memscale import checkpoint, compose, identity, offload, policies
 
-NAMESPACE = {"Plan": ms.Plan, "checkpoint": checkpoint, "compose": compose, "identity": identity, "policies": policies}
+NAMESPACE = {
+    "Plan": ms.Plan,
+    "checkpoint": checkpoint,
+    "compose": compose,
+    "identity": identity,
+    "offload": offload,
+    "policies": policies,
+}
 
 names = st.lists(st.sampled_from(["up", "down", "it's", 'a"b', "é"]), min_size=1, max_size=3, unique=True)
 constants = st.sampled_from(
@@ -29,22 +36,26 @@ named = st.one_of(
     names.map(lambda labels: policies.save_any_names_but_these(*labels)),
 )
 simple = st.one_of(constants, named)
-runnable_policies = st.one_of(simple, st.builds(policies.save_from_both_policies, simple, simple))
 moving = st.builds(
     lambda labels: policies.save_and_offload_only_these_names(
         names_which_can_be_saved=labels[1:], names_which_can_be_offloaded=labels[:1]
     ),
     names,
 )
+any_policy = st.one_of(simple, st.builds(policies.save_from_both_policies, simple, simple), moving)
+offloads = st.builds(
+    lambda tier, least: offload(tier=tier, min_bytes=least),
+    st.sampled_from(["auto", "pageable", "disk"]),
+    st.sampled_from([0, 0, 100, None]),
+)
 
 
-def transforms_over(policy):
-    one = st.one_of(st.just(identity), st.builds(lambda p: checkpoint(policy=p), st.one_of(st.none(), policy)))
-    return st.recursive(one, lambda inner: st.lists(inner, max_size=3).map(lambda some: compose(*some)), max_leaves=4)
-
-
-transforms = transforms_over(st.one_of(runnable_policies, moving))
-runnable = transforms_over(runnable_policies)
+checkpoints = st.builds(lambda p: checkpoint(policy=p), st.one_of(st.none(), any_policy))
+transforms = st.recursive(
+    st.one_of(st.just(identity), checkpoints, offloads),
+    lambda inner: st.lists(inner, max_size=3).map(lambda some: compose(*some)),
+    max_leaves=4,
+)
 segments = st.sampled_from(["layers", "0", "*", "**", "h*", "mlp"])
 patterns = st.lists(segments, max_size=3).map(".".join)
 plans = st.one_of(
@@ -61,7 +72,7 @@ def test_composition_is_a_monoid(a, b, c):
     assert hash(compose(a, compose(b, c))) == hash(compose(a, b, c))
 
 
-@given(runnable, runnable)
+@given(transforms, transforms)
 def test_composition_is_application(a, b):
     composed, applied = compose(a, b)(torch.mm), a(b(torch.mm))
     assert repr(composed) == repr(applied), "the regions nest in the same order"
@@ -106,7 +117,7 @@ def models(draw, exact):
 
 def rules_for(model):
     return st.lists(
-        st.tuples(st.sampled_from([path for path, _ in model.named_modules()] + ["*", "**"]), runnable), max_size=4
+        st.tuples(st.sampled_from([path for path, _ in model.named_modules()] + ["*", "**"]), transforms), max_size=4
     )
 
 

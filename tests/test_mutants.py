@@ -4,13 +4,15 @@ from contextlib import contextmanager
 
 import pytest
 import test_effects
+import test_offload
 from checks import check_argument_untouched, check_same, check_trees_independent
 from models import CONVNET, MLP, TRANSFORMER, mlp
 from patterns import backward_twice
 
 import memscale as ms
 from memscale import _apply, _functional, _transform, checkpoint
-from memscale.transforms import _checkpoint, _environment, _snapshot
+from memscale.runtime import _engine, _entry
+from memscale.transforms import _checkpoint, _environment, _hooks, _kept, _snapshot
 
 REGIONS = {"*": checkpoint()}
 
@@ -56,12 +58,38 @@ def the_argument_is_transformed(monkeypatch):
     monkeypatch.setattr(_apply, "copy_tree", lambda root: (root, {id(module): module for module in root.modules()}))
 
 
+def offload_never_moves(monkeypatch):
+    monkeypatch.setattr(_engine.Engine, "_look", lambda self, most=0: None)
+
+
+def offload_moves_what_the_caller_holds(monkeypatch):
+    monkeypatch.setattr(_entry.Entry, "is_last_keeper", lambda self: True)
+
+
+def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
+    monkeypatch.setattr(_hooks, "_RECOMPUTING", ())
+
+
+def checkpoint_keeps_its_input_to_itself(monkeypatch):
+    monkeypatch.setattr(_kept.torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def moved(name):
+    how, values = test_offload.MOVES[name]
+    return lambda: test_offload.check_moves(how, len(values.split()))
+
+
 MUTANTS = {
+    offload_never_moves: [moved("offload"), moved("offload, checkpoint"), moved("a policy that moves")],
+    offload_moves_what_the_caller_holds: [test_offload.test_what_the_caller_holds_and_what_is_trained_does_not_move],
+    offload_takes_what_a_checkpoint_would_recompute: [moved("checkpoint, offload")],
+    checkpoint_keeps_its_input_to_itself: [moved("offload, checkpoint")],
     checkpoint_is_the_identity: [
         lambda: test_effects.check_effects("identity", "nothing"),
         lambda: test_effects.check_effects("identity", "dots"),
     ],
     composition_is_reversed: [
+        moved("checkpoint, offload"),
         lambda: test_effects.check_effects("dots", "act"),
         lambda: test_effects.check_effects("nothing", "but act"),
     ],

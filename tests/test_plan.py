@@ -190,3 +190,9 @@ class Mine(policies.Policy):
 def test_a_policy_of_the_users_own_has_no_json_form():
     with pytest.raises(ms.PlanError, match=r"Mine\(decide=<built-in.*no JSON form"):
         Plan({"a": checkpoint(policy=Mine(decide=len))}).to_json()
+
+
+def test_the_code_imports_what_stands_between_names_with_quotes():
+    policy = policies.save_only_these_names("it's", 'a"b')
+    plan = Plan([("it's", checkpoint(policy=policy)), ("x", ms.offload(tier="disk"))])
+    assert plan.to_python().startswith("from memscale import Plan, checkpoint, offload, policies, transform\n")

@@ -39,6 +39,7 @@ NAMES = [
     "functional",
     "identity",
     "name",
+    "offload",
     "optimize",
     "policies",
     "profile",
@@ -136,7 +137,15 @@ BAD = {
     ),
     "offload: tier": (
         lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], tier=""),
-        r"tier=\.\.\.\) must be the name of a memory tier",
+        r"tier=\.\.\.\) must be the name of a memory tier, one of 'auto', 'pinned', 'pageable', 'disk', got ''",
+    ),
+    "offload(): params": (lambda: ms.offload(what="params"), r"offload\(what='params'\) is planned and not part"),
+    "offload(): what": (lambda: ms.offload(what="grads"), r"offload\(what='grads'\) must be 'activations'"),
+    "offload(): tier": (lambda: ms.offload(tier="nvme"), r"offload\(tier=\.\.\.\) must be the name of .* got 'nvme'"),
+    "offload(): bytes": (lambda: ms.offload(min_bytes=-1), r"offload\(min_bytes=-1\) must be an int of at least 0"),
+    "offload(): a bool": (
+        lambda: ms.offload(min_bytes=True),
+        r"offload\(min_bytes=True\) must be an int of at least 0",
     ),
     "both: no policy": (
         lambda: policies.save_from_both_policies(policies.dots_saveable, None),
@@ -152,16 +161,6 @@ def test_factories_refuse_what_they_cannot_use(make, message):
 
 
 def test_a_transform_maps_functions_only():
-    for transform in (ms.checkpoint(), ms.identity, ms.compose(ms.checkpoint(), ms.checkpoint())):
+    for transform in (ms.checkpoint(), ms.offload(), ms.identity, ms.compose(ms.checkpoint(), ms.checkpoint())):
         with pytest.raises(ms.TransformError, match="maps a function to a function, got int 3"):
             transform(3)
-
-
-def test_moving_a_value_needs_a_runtime_that_is_not_there_yet():
-    policy = policies.save_and_offload_only_these_names(names_which_can_be_offloaded=["hidden"])
-
-    def fn(x):
-        return ms.name(x.sin(), "hidden").exp()
-
-    with pytest.raises(ms.RuntimeUnavailable, match="moves hidden to tier 'auto', and the offload runtime is not"):
-        ms.checkpoint(policy=policy)(fn)(torch.ones(2, requires_grad=True))

@@ -13,10 +13,11 @@ from patterns import ALL
 from torch import nn
 
 import memscale as ms
-from memscale import checkpoint, compose, policies
+from memscale import checkpoint, compose, offload, policies
 from memscale.transforms import _recompute
 
 BOTH = policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("kept"))
+OFFLOAD = offload(min_bytes=0)  # moves even what is a few bytes large
 TRANSFORMS = {
     "checkpoint": checkpoint(),
     "everything": checkpoint(policy=policies.everything_saveable),
@@ -26,6 +27,12 @@ TRANSFORMS = {
     "all but names": checkpoint(policy=policies.save_any_names_but_these("kept")),
     "both policies": checkpoint(policy=BOTH),
     "checkpoint twice": compose(checkpoint(), checkpoint()),
+    "offload": OFFLOAD,
+    "offload twice": compose(OFFLOAD, offload(min_bytes=64)),
+    "offload checkpoint": compose(OFFLOAD, checkpoint()),
+    "offload dots": compose(OFFLOAD, checkpoint(policy=policies.dots_saveable)),
+    "checkpoint offload": compose(checkpoint(), OFFLOAD),
+    "dots offload": compose(checkpoint(policy=policies.dots_saveable), OFFLOAD),
 }
 
 
@@ -36,6 +43,7 @@ def plans(kind):
         "nested": nested,
         "nested policies": {**nested, "": TRANSFORMS["dots"]},
         "policies nested": {**nested, **dict.fromkeys(kind.regions, TRANSFORMS["dots"])},
+        "offload around regions": {**nested, "": OFFLOAD},
     }
 
 
@@ -45,7 +53,7 @@ CASES = [
     for kind in KINDS
     for pattern in ALL
     for name, plan in plans(kind).items()
-    if kind in SMALL or name in ("checkpoint", "dots", "nested policies")
+    if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint")
 ]
 
 

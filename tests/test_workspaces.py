@@ -243,7 +243,7 @@ def test_efficient_backward_goes_by_the_larger_head():
 def test_efficient_backward_splits_the_keys_less_for_many_heads():
     spilled = 2 * 64 * 128 * 4
     # 25 heads leave at most 200 // 25 = 8 of the 16 blocks of keys, and 256 heads one.
-    for batch, heads, keys, splits in ((5, 5, 1024, 8), (5, 5, 256, 4), (16, 16, 1024, 1), (16, 16, 128, 1)):
+    for batch, heads, keys, splits in ((5, 5, 1024, 8), (5, 5, 256, 4), (1, 67, 1024, 2), (16, 16, 1024, 1)):
         floats = 4 * tile(64, 64) + splits * spilled
         found = efficient_backward((batch, heads, 128, 128), capability=RTX5090, keys=keys)
         assert found == blocks(batch * heads * 128 * 4, batch * heads * floats)
@@ -253,10 +253,16 @@ def test_efficient_backward_splits_the_keys_less_for_many_heads():
     finally:
         torch.use_deterministic_algorithms(False)
     assert once == blocks(8 * 128 * 4, 8 * (4 * tile(64, 64) + spilled))
+    # Before sm70 keys are never split.
+    assert efficient_backward((2, 4, 128, 128), F16, capability=(6, 1)) == once
+    # On V100 row sums come from outside the kernel, and the tiles are larger than what they take.
+    volta = efficient_backward((2, 4, 128, 64), F16, capability=(7, 0), keys=256)
+    assert volta == blocks(8 * 128 * 4, 8 * (2 * tile(64, 64) + 4 * 2 * 64 * 64 * 4))
 
 
 @pytest.mark.parametrize(
-    ("capability", "head", "rows"), [(A100, 64, 64), (A100, 72, 128), (L4, 72, 64), (T4, 64, 64), ((6, 1), 64, 64)]
+    ("capability", "head", "rows"),
+    [(A100, 64, 64), (A100, 72, 128), (L4, 72, 64), (T4, 64, 64), ((7, 0), 64, 64), ((6, 1), 64, 64)],
 )
 def test_efficient_backward_multiplies_float32_outside_the_kernel(capability, head, rows):
     # First the product of gradient and output and its sums, then those sums in order and the tiles.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memscale._errors import ConfigError, RuntimeUnavailable
+from memscale._host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.profiling._calibrate import calibrate
 from memscale.profiling._cards import Card, by_device_name, by_name
 
@@ -203,13 +204,10 @@ class Hardware:
                 "this system does not say how much RAM it has; describe it yourself with "
                 "Hardware(name=..., device_type='cpu', memory_bytes=...)"
             ) from None
-        free_bytes = _available_bytes(Path("/proc/meminfo"))
-        limits = list(_cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
-        for limit_bytes, used_bytes in limits:
+        limit_bytes = cgroup_limit_bytes()
+        if limit_bytes is not None:
             memory_bytes = min(memory_bytes, limit_bytes)
-            if free_bytes is not None:
-                free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
-        return cls(_cpu_name(Path("/proc/cpuinfo")), "cpu", memory_bytes, free_bytes)
+        return cls(_cpu_name(Path("/proc/cpuinfo")), "cpu", memory_bytes, available_host_bytes())
 
     def __str__(self) -> str:
         free = "" if self.free_bytes is None else f", {self.free_bytes / _GIB:.2f} GiB free"
@@ -330,49 +328,9 @@ def _place(verb: str, device: torch.device | str | None) -> torch.device:
         ) from None
 
 
-def _cgroup_limits(membership: Path, mount: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit bytes, used bytes) of every memory cgroup, v1 or v2, that this process is in.
-
-    A limit binds everything below it, so each group up to the root counts. Inside a container the path that
-    the kernel reports may not exist under the container's own mount; the root, which is the container, does.
-    """
-    for line in _read(membership).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            root, limit_name, usage_name = mount, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit_name, usage_name = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            group = root.joinpath(*parts[:depth])
-            limit = _read(group / limit_name).strip()
-            # v2 writes "max" for no limit; v1 writes a number near 2**63, which never is the smaller one.
-            if limit.isdigit() and int(limit) > 0:
-                usage = _read(group / usage_name).strip()
-                yield int(limit), (int(usage) if usage.isdigit() else 0)
-
-
-def _available_bytes(meminfo: Path) -> int | None:
-    for line in _read(meminfo).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
 def _cpu_name(cpuinfo: Path) -> str:
-    for line in _read(cpuinfo).splitlines():
+    for line in read_or_empty(cpuinfo).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
             return value.strip()
     return platform.processor() or platform.machine() or "CPU"
-
-
-def _read(path: Path) -> str:
-    """The text of a system file, empty where this system has no such file."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -256,18 +256,14 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
         # The kernel wants the row sums of gradient times output ready; halves are cast to float32 before.
         outside = row_sums + (3 if half else 1) * _blocks(batch * heads * queries * value_head * 4)
 
-    splits = math.ceil(keys / columns)
-    if batch * heads >= 256 and keys <= 2 * columns:
-        splits = 1
-    if spills:
-        splits = max(1, min(splits, 200 // (batch * heads)))
-    if capability < (7, 0) or torch.are_deterministic_algorithms_enabled():
-        splits = 1
     floats = 0
     if half or capability >= (7, 0):
         # A lock, a counter and padding come before the numbers of a tile.
         floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
     if spills:
+        splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
+        if capability < (7, 0) or torch.are_deterministic_algorithms_enabled():
+            splits = 1
         floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
     tiles = _blocks(batch * heads * round_up(floats, 4) * 4)
     return _blocks(_copied(grad.transpose(1, 2))) + row_sums + max(outside, tiles)

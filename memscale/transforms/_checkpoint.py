@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from memscale._errors import TransformError
 from memscale._transform import Transform
 from memscale._value import factory
+from memscale.runtime import Runtime
 from memscale.transforms import _functorch, _recompute
 from memscale.transforms._policies import (
     EverythingSaveable,
@@ -25,7 +27,6 @@ from memscale.transforms._policies import (
     check_policy,
     nothing_saveable,
 )
-from memscale.transforms._selective import unavailable
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,6 +34,7 @@ class Checkpoint(Transform):
     """Made by `checkpoint`."""
 
     spelling: ClassVar[str] = "checkpoint"
+    uses_runtime: ClassVar[bool] = True
 
     policy: Policy = nothing_saveable
 
@@ -43,9 +45,10 @@ class Checkpoint(Transform):
 class Checkpointed:
     """A checkpointed function. Copies and pickles with the function it holds."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy) -> None:
+    def __init__(self, fn: Callable[..., Any], policy: Policy, runtime: Runtime | None = None) -> None:
         self.fn = fn
         self.policy = policy
+        self.runtime = runtime  # where what the policy moves goes
         self.memory = _recompute.Memory()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +71,7 @@ class Checkpointed:
         return (self.fn,)
 
     def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Checkpointed:
-        return Checkpointed(remap(self.fn), self.policy)
+        return Checkpointed(remap(self.fn), self.policy, self.runtime)
 
     def __repr__(self) -> str:
         return f"{Checkpoint(self.policy)!r}({self.fn!r})"
@@ -101,7 +104,8 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
         ConfigError: `policy` is not a policy.
         CorrectnessError: in backward, when what the region depends on was changed in place, or when the recompute
             differs from the run; in forward, when the region changes something that cannot be brought back.
-        RuntimeUnavailable: when the policy moves a value and the offload runtime is not there.
+        RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
+        TransformError: when the policy moves a value under `torch.compile`.
 
     Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
 
@@ -119,7 +123,7 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
     if _functorch.active():
         return _functorch.run(self.fn, args, kwargs)
-    return _recompute.run(self.fn, self.policy, self.memory, args, kwargs)
+    return _recompute.run(self.fn, self.policy, self.memory, self.runtime, args, kwargs)
 
 
 @functools.cache
@@ -148,7 +152,10 @@ def _decide(policy: Policy, context: Any, op: Any, *_: Any, **__: Any) -> torch_
         case Save():
             return torch_checkpoint.CheckpointPolicy.MUST_SAVE
         case Move(tier):
-            raise unavailable(policy, op, tier)
+            raise TransformError(
+                f"{policy!r} moves {op} to tier {tier!r}, which the graphs of torch.compile cannot; use a policy that "
+                "saves or recomputes there, or leave this region uncompiled"
+            )
         case _:
             return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 

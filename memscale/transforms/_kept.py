@@ -21,12 +21,15 @@ def version(tensor: torch.Tensor) -> int:
 
 
 class Kept:
-    """Some tensors, held directly or through the saved-tensor hooks active at construction."""
+    """Some tensors, held directly or through the saved-tensor hooks active at construction.
+
+    `hooks` are a pair of functions to use in place of those.
+    """
 
     __slots__ = ("_held", "_unpack", "_versions")
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    def __init__(self, tensors: list[torch.Tensor], hooks: Any = None) -> None:
+        hooks = hooks or torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._held: list[Any] = tensors
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._versions: list[int] = []
@@ -35,6 +38,9 @@ class Kept:
             with torch.no_grad():
                 packed = {id(tensor): pack(tensor.detach()) for tensor in tensors}
             self._held = [packed[id(tensor)] for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     @property
     def through_hooks(self) -> bool:

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from memscale._errors import ConfigError
 from memscale._value import Value, factory
+from memscale.runtime import check_tier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Keep the value on another memory tier, and bring it back for backward."""
+    """Keep the value on another memory tier, and bring it back for backward. `tier` is as in `memscale.offload`."""
 
     tier: str = "auto"
 
@@ -246,8 +247,7 @@ def save_and_offload_only_these_names(
     if both := sorted(set(saved) & set(moved)):
         raise ConfigError(f"{where}: {both} cannot be both saved and offloaded; leave each name in one list")
     _names(where, saved + moved)
-    if not isinstance(tier, str) or not tier:
-        raise ConfigError(f"{where}(tier=...) must be the name of a memory tier such as 'auto', got {tier!r}")
+    check_tier(f"{where}(tier=...)", tier)
     return SaveAndOffloadOnlyTheseNames(saved, moved, tier)
 
 

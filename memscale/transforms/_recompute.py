@@ -20,6 +20,7 @@ import torch
 
 from memscale import _tree
 from memscale._errors import CorrectnessError
+from memscale.runtime import Runtime
 from memscale.transforms._kept import Kept, version
 from memscale.transforms._policies import NothingSaveable, Policy
 from memscale.transforms._scope import Scope
@@ -39,9 +40,9 @@ class Memory:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
 
 
-def run(fn: Callable[..., Any], policy: Policy, memory: Memory, args: Any, kwargs: Any) -> Any:
+def run(fn: Callable[..., Any], policy: Policy, memory: Memory, runtime: Runtime | None, args: Any, kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``, keeping for backward only what `policy` saves."""
-    frame = _Frame(fn, policy, memory, args, kwargs)
+    frame = _Frame(fn, policy, memory, runtime, args, kwargs)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
         with frame.recorder or nullcontext():
@@ -103,7 +104,15 @@ class _Frame:
         "recorder",
     )
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy, memory: Memory, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy,
+        memory: Memory,
+        runtime: Runtime | None,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         leaves, self._spec = _tree.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -118,7 +127,7 @@ class _Frame:
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
         self._settled = False
-        self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors)
+        self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors, runtime)
 
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Called by autograd with each tensor that it would save."""

@@ -6,44 +6,20 @@ what it says; `Replayer` sees the same sequence during the recompute and answers
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memscale._errors import CorrectnessError, RuntimeUnavailable
+from memscale._errors import CorrectnessError
+from memscale.runtime import Runtime
+from memscale.transforms._hooks import Hooks, hooks_here
 from memscale.transforms._kept import Kept
 from memscale.transforms._name import listeners
-from memscale.transforms._policies import Move, Policy, Recompute, Save, Site, batch_dims
-
-
-class _Local(threading.local):
-    hidden = False
-
-
-_local = _Local()
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Hide the body's operators from recorders: our own copies must not count as the region's operators."""
-    before, _local.hidden = _local.hidden, True
-    try:
-        yield
-    finally:
-        _local.hidden = before
-
-
-def unavailable(policy: Policy, what: object, tier: str) -> RuntimeUnavailable:
-    """The error for a verdict that needs the offload runtime."""
-    return RuntimeUnavailable(
-        f"{policy!r} moves {what} to tier {tier!r}, and the offload runtime is not part of this version; "
-        "use a policy that saves or recomputes, such as save_only_these_names"
-    )
+from memscale.transforms._policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
+from memscale.transforms._unseen import is_hidden, unseen
 
 
 def is_view(op: OpOverload) -> bool:
@@ -75,7 +51,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # Views hold no memory of their own, and a run and its recompute differ in them: autograd detaches what it
         # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
-        if _local.hidden or is_view(func) or self._is_cached_cast(func, args):
+        if is_hidden() or is_view(func) or self._is_cached_cast(func, args):
             return func(*args, **kwargs)
         index = self.count
         self.count += 1
@@ -96,14 +72,15 @@ class _Watch(TorchDispatchMode):
 class Recorder(_Watch):
     """Keeps what `policy` saves while a region runs; `settle` hands it to the hooks around the region."""
 
-    def __init__(self, policy: Policy, inputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, policy: Policy, inputs: Iterable[torch.Tensor], runtime: Runtime | None) -> None:
         super().__init__(inputs)
         self._policy = policy
+        self._runtime = runtime
+        self._tiers: dict[int, str] = {}  # of the operators whose outputs move
         self._outputs: dict[int, list[torch.Tensor]] = {}
         self._forms: dict[int, list[tuple[Any] | None] | None] = {}
         self._made: dict[int, _Output] = {}
-        self._kept: Kept | None = None
-        self._places: dict[int, range] = {}
+        self._kept: dict[int, Kept] = {}
         self.ops: dict[int, OpOverload] = {}
         self.needed = 0  # how many operators had run when autograd last saved a tensor
         self.changed_later: set[int] = set()
@@ -129,18 +106,18 @@ class Recorder(_Watch):
             self._made[first.untyped_storage()._cdata] = _Output(
                 index, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest
             )
-        if self._keeps(Site(op, None, batch_dims(op))):
-            self._keep(index, op, result)
+        self._follow(self._policy.verdict(Site(op, None, batch_dims(op))), index, op, result)
         return result
 
-    def _keeps(self, site: Site) -> bool:
-        match self._policy.verdict(site):
+    def _follow(self, verdict: Verdict, index: int, op: OpOverload, result: Any) -> None:
+        match verdict:
             case Save():
-                return True
-            case Recompute():
-                return False
+                self._keep(index, op, result)
             case Move(tier):
-                raise unavailable(self._policy, site.label or site.op, tier)
+                self._tiers[index] = tier
+                self._keep(index, op, result)
+            case Recompute():
+                pass
 
     def _keep(self, index: int, op: OpOverload, result: Any) -> None:
         single = isinstance(result, torch.Tensor)
@@ -163,10 +140,11 @@ class Recorder(_Watch):
         made = self._made.get(tensor.untyped_storage()._cdata)
         if made is None or made.position in self._outputs or made.dtype != tensor.dtype:
             return
-        if self._keeps(Site(made.op, label, batch_dims(made.op))):
+        verdict = self._policy.verdict(Site(made.op, label, batch_dims(made.op)))
+        if not isinstance(verdict, Recompute):
             with unseen(), torch.no_grad():
                 whole = tensor.detach().as_strided(made.size, made.stride, made.offset)
-            self._keep(made.position, made.op, whole if made.rest is None else (whole, *made.rest))
+            self._follow(verdict, made.position, made.op, whole if made.rest is None else (whole, *made.rest))
 
     def _protect(self, op: OpOverload, args: Any, kwargs: Any) -> None:
         """Copy kept values that `op` is about to change in place."""
@@ -194,19 +172,19 @@ class Recorder(_Watch):
         # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
         for index in [index for index in self._outputs if index >= self.needed]:
             del self._outputs[index], self.ops[index]
-        flat: list[torch.Tensor] = []
-        for index, outputs in self._outputs.items():
-            self._places[index] = range(len(flat), len(flat) + len(outputs))
-            flat.extend(outputs)
-        self._outputs.clear()
+        moving = {tier: hooks_here(self._runtime, tier, 0) for tier in set(self._tiers.values())}
+        for index in list(self._outputs):
+            # No name here for the outputs: they move only if nobody but `Kept` holds them.
+            self._kept[index] = _sealed(self._outputs.pop(index), moving.get(self._tiers.get(index, "")))
         self._made.clear()
-        self._kept = Kept(flat)
-        self._kept.seal([tensor._version for tensor in flat])
+        for hooks in moving.values():
+            if hooks is not None:
+                hooks.leave()
 
     def replay(self, index: int) -> Any:
         """The recorded result of operator `index`."""
-        assert self._kept is not None, "replayed before the run was settled"
-        outputs = [self._kept.tensor(place, f"the saved output of {self.ops[index]}") for place in self._places[index]]
+        kept = self._kept[index]
+        outputs = [kept.tensor(place, f"the saved output of {self.ops[index]}") for place in range(len(kept))]
         # Never the kept tensor itself: autograd will make it part of the recompute's graph, or change it in place.
         copy = torch.Tensor.clone if index in self.changed_later else torch.Tensor.detach
         remaining = iter([copy(output) for output in outputs])
@@ -214,6 +192,13 @@ class Recorder(_Watch):
         if form is None:
             return next(remaining)
         return tuple(next(remaining) if constant is None else constant[0] for constant in form)
+
+
+def _sealed(outputs: list[torch.Tensor], hooks: Hooks | None) -> Kept:
+    versions = [tensor._version for tensor in outputs]
+    kept = Kept(outputs, hooks and (hooks.pack, hooks.unpack))
+    kept.seal(versions)
+    return kept
 
 
 class Replayer(_Watch):

@@ -24,7 +24,7 @@ from memscale._simulating import simulating
 from memscale.transforms._environment import Environment
 from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Scope, holds, read, write
-from memscale.transforms._selective import unseen
+from memscale.transforms._unseen import unseen
 
 K = TypeVar("K")
 Key = tuple[int, Any]  # (position of a place, key in it)

@@ -1,0 +1,84 @@
+"""How much RAM the process can still have: what the system says, and what the cgroups around it allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_MEMBERSHIP, _MOUNT, _MEMINFO = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/proc/meminfo")
+
+
+def available_host_bytes() -> int | None:
+    """RAM that the process can take now without swapping or meeting a limit; None where nothing says so.
+
+    Read from ``/proc`` and the cgroups on Linux; elsewhere from psutil, where it is installed.
+
+    >>> nbytes = available_host_bytes()
+    >>> nbytes is None or nbytes > 0
+    True
+    """
+    free_bytes = _system_available_bytes(_MEMINFO)
+    for limit_bytes, used_bytes in cgroup_limits(_MEMBERSHIP, _MOUNT):
+        left_bytes = max(0, limit_bytes - used_bytes)
+        free_bytes = left_bytes if free_bytes is None else min(free_bytes, left_bytes)
+    return free_bytes
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The smallest memory limit of the cgroups that this process is in; None where there is none."""
+    return min((limit_bytes for limit_bytes, _ in cgroup_limits(_MEMBERSHIP, _MOUNT)), default=None)
+
+
+def cgroup_limits(membership: Path, mount: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit bytes, used bytes) of every memory cgroup, v1 or v2, that this process is in.
+
+    A limit binds everything below it, so each group up to the root counts. Inside a container the path that
+    the kernel reports may not exist under the container's own mount; the root, which is the container, does.
+    """
+    for line in read_or_empty(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            root, limit_name, usage_name, cache_name = mount, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, cache_name = mount / "memory", "total_inactive_file"
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            group = root.joinpath(*parts[:depth])
+            limit = read_or_empty(group / limit_name).strip()
+            # v2 writes "max" for no limit; v1 writes a number near 2**63, which never is the smaller one.
+            if limit.isdigit() and int(limit) > 0:
+                usage = read_or_empty(group / usage_name).strip()
+                # The usage counts the page cache too, which the kernel drops before it refuses memory.
+                cached_bytes = _field(group / "memory.stat", cache_name) or 0
+                yield int(limit), max(0, (int(usage) if usage.isdigit() else 0) - cached_bytes)
+
+
+def read_or_empty(path: Path) -> str:
+    """The text of a system file, empty where this system has no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _system_available_bytes(meminfo: Path) -> int | None:
+    kibibytes = _field(meminfo, "MemAvailable:")
+    if kibibytes is not None:
+        return kibibytes * 1024
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().available)
+
+
+def _field(path: Path, name: str) -> int | None:
+    for line in read_or_empty(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == name:
+            return int(words[1])
+    return None

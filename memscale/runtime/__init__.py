@@ -1,0 +1,8 @@
+"""The offload runtime: where moved bytes live, and when they move."""
+
+from memscale.runtime._entry import Handle, changed_error, version
+from memscale.runtime._runtime import Runtime, default_runtime
+from memscale.runtime._stats import Stats, Timeline
+from memscale.runtime._tiers import check_tier
+
+__all__ = ["Handle", "Runtime", "Stats", "Timeline", "changed_error", "check_tier", "default_runtime", "version"]

@@ -1,0 +1,391 @@
+"""The offload engine: `stash` a tensor, `fetch` it later; in between its bytes live on another tier.
+
+**The last keeper moves.** A storage that something else keeps alive (a parameter, a view that the caller holds) is not
+copied, since that frees nothing. Nobody can know this when a tensor is stashed, for the operator that made it still
+holds it. So a stashed storage waits on the device, and the engine looks again at every later stash: once nobody but its
+handles refers to it, it moves. From then on it is out of everyone's reach, so its bytes and its version are final.
+
+**Handles own their bytes.** There is no table of a step's tensors that a dropped graph could leave entries in: the
+bytes of a storage go when the last handle on one of its views does, on whatever tier they are at that moment.
+
+**Order is a hint.** In which order backward asks is learned from the backward before, and only decides what is loaded
+ahead. A wrong guess costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+
+import torch
+
+from memscale._errors import TransformError
+from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
+from memscale.runtime._protocol import Backend, Event
+from memscale.runtime._stats import Counters, Stats, Timeline, add
+
+# How many waiting storages a stash looks at. What the caller holds for long must not make every stash slow.
+_LOOKS = 32
+# A process that never lets go of its last graph must not remember the order of all the graphs it ever had.
+_MOST_HINTS = 1 << 16
+
+
+class Engine:
+    """Moves tensors of one device with one backend. Threads may share it.
+
+    Args:
+        backend: what does the moving.
+        depth: how many copies may be on their way in each direction; 0 is synchronous. Also how much of the tail of a
+            forward stays on the device, since the first loads of backward would bring it right back.
+        timeline: where to note copies and waits, or `None`.
+    """
+
+    def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
+        self.backend = backend
+        self.depth = depth
+        self.timeline = timeline
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._counters = Counters()
+        self._dropped: deque[Entry] = deque()
+        self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
+        self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
+        self._tail: deque[Entry] = deque()
+        self._leaving: deque[Entry] = deque()
+        self._back: dict[Entry, None] = {}  # loaded ones that still have their bytes on the device
+        self._moved: dict[int, Entry] = {}
+        self._count = 0
+        self._count_before = 0  # how many moved in the forward before this one
+        self._next: dict[int, int] = {}
+        self._last: int | None = None
+        self._task = -1
+        self._warned = False
+
+    def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
+        """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
+
+        Args:
+            tensor: a strided tensor of the backend's device.
+            tier: the first tier to try, by name, or ``"auto"``.
+        """
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        record = Record(tensor.detach(), version(tensor))
+        with self._lock:
+            entry = self._by_storage.get(key)
+            if entry is None:
+                entry = self._by_storage[key] = Entry(self, key, tier, nbytes)
+                self._waiting.append(entry)
+            entry.records.append(record)
+            handle = Handle(entry, len(entry.records) - 1)
+            self._look()
+        self._collect()
+        return handle
+
+    def fetch(self, handle: Handle) -> torch.Tensor:
+        """The tensor behind `handle`, with its values; it shares memory with other views of its storage.
+
+        Raises:
+            CorrectnessError: it was changed in place after it was stashed.
+        """
+        with self._lock:
+            tensor = self._fetch(handle)
+        self._collect()
+        return tensor
+
+    def look_again(self) -> None:
+        """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
+        with self._lock:
+            self._look()
+        self._collect()
+
+    def settle(self) -> None:
+        """Move all that nobody else keeps by now, and wait until it has arrived."""
+        with self._lock:
+            self._look(len(self._waiting))
+            while self._leaving:
+                self._retire(self._leaving.popleft())
+        self._collect()
+
+    def stats(self) -> Stats:
+        """What the engine has done, and what it holds now."""
+        self._collect()
+        with self._lock:
+            return self._counters.frozen(self.backend.high_water_bytes())
+
+    # ------------------------------------------------------------------------------------------------------ out
+
+    def _look(self, most: int = _LOOKS) -> None:
+        for _ in range(min(len(self._waiting), most)):
+            entry = self._waiting.popleft()
+            if entry.state is not State.DEVICE or not entry.live():
+                continue
+            if not entry.is_last_keeper():
+                self._waiting.append(entry)
+                continue
+            self._number(entry)
+            assert entry.ordinal is not None
+            is_tail = 0 < self._count_before <= entry.ordinal + self.depth
+            if not is_tail or self.depth == 0:
+                self._move(entry)
+                continue
+            self._tail.append(entry)
+            self._counters.resident_bytes += entry.nbytes
+            if len(self._tail) > self.depth:
+                self._counters.resident_bytes -= self._tail[0].nbytes
+                self._move(self._tail.popleft())
+
+    def _number(self, entry: Entry) -> None:
+        if entry.ordinal is None:
+            entry.ordinal = self._count
+            self._count += 1
+            self._moved[entry.ordinal] = entry
+
+    def _move(self, entry: Entry) -> None:
+        records = entry.live()
+        if entry.state is not State.DEVICE or not records:
+            return
+        if not entry.is_last_keeper():  # it was in the tail, and backward has it
+            self._waiting.append(entry)
+            return
+        self._refuse_where_impossible(entry)
+        start, stop = hull(records)
+        if start == stop:
+            return  # views of no elements
+        buffer = self.backend.allocate(stop - start, entry.tier)
+        if buffer is None:
+            self._keep(entry)
+            return
+        del self._by_storage[entry.key]
+        source = entry.bytes_between(start, stop)
+        entry.like, entry.nbytes = source.new_empty(0), stop - start
+        entry.base, entry.buffer, entry.state = source, buffer, State.LEAVING
+        for record in records:
+            record.leave(start)
+        self._copy_out(entry)
+        self._leaving.append(entry)
+        while len(self._leaving) > self.depth:
+            self._retire(self._leaving.popleft())
+
+    def _copy_out(self, entry: Entry) -> None:
+        assert entry.base is not None
+        assert entry.buffer is not None
+        after = (self.backend.record("compute"),)
+        entry.departure = self.backend.copy(entry.base, entry.buffer, "out", after=after)
+        add(self._counters.out_bytes, entry.buffer.tier, entry.nbytes)
+        add(self._counters.live_bytes, entry.buffer.tier, entry.nbytes)
+        if self.timeline is not None:
+            self.timeline.copied("out", entry.buffer.tier, entry.nbytes, entry.departure)
+
+    def _retire(self, entry: Entry) -> None:
+        """Free the device's memory of an entry whose bytes are out."""
+        if entry.state is not State.LEAVING:
+            return
+        assert entry.departure is not None
+        self._wait(entry.departure)
+        while (error := entry.departure.error()) is not None:
+            if not self._try_below(entry):
+                self._keep(entry, error)
+                entry.state, entry.departure = State.BACK, None
+                return
+            self._wait(entry.departure)
+        if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
+            self.backend.discard(entry.base)
+        self._empty(entry)
+
+    def _empty(self, entry: Entry) -> None:
+        entry.base = None
+        entry.state = State.AWAY
+        for record in entry.live():
+            record.fetched = False
+
+    def _try_below(self, entry: Entry) -> bool:
+        """Copy out again, to a tier below the one that failed; the bytes are still on the device."""
+        assert entry.buffer is not None
+        assert entry.departure is not None
+        tier = entry.buffer.tier
+        self._free_buffer(entry)
+        below = self.backend.tiers[self.backend.tiers.index(tier) + 1 :]
+        entry.buffer = self.backend.allocate(entry.nbytes, below[0]) if below else None
+        if entry.buffer is None:
+            return False
+        self._copy_out(entry)
+        return True
+
+    def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
+        self._counters.resident_bytes += entry.nbytes
+        if not self._warned:
+            self._warned = True
+            reason = f"the copy failed ({error})" if error else f"no tier of {list(self.backend.tiers)} has room"
+            warnings.warn(
+                f"offload() keeps a tensor of {entry.nbytes} bytes on the device: {reason}. Give the runtime more "
+                "bytes, or move less; this is said once",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _refuse_where_impossible(self, entry: Entry) -> None:
+        if os.getpid() != self._process:
+            raise TransformError(
+                "offload() was used by the parent process of this forked one, and its copying threads did not come "
+                "along; start workers with the 'spawn' method, or give the model a new runtime in the worker"
+            )
+        alias = entry.live()[0].alias
+        if alias is not None and alias.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise TransformError(
+                "offload() inside a CUDA graph capture: a captured graph replays fixed addresses, and moved tensors "
+                "come back to others; capture without offload(), or offload without capture"
+            )
+
+    # ------------------------------------------------------------------------------------------------------- in
+
+    def _fetch(self, handle: Handle) -> torch.Tensor:
+        entry, record = handle.entry, handle.record
+        record.check()
+        in_backward = self._follow_backward()
+        if record.alias is None and entry.base is None:
+            self._load(entry)
+        if in_backward and entry.ordinal is not None:
+            self._load_ahead(entry.ordinal)
+        if record.alias is not None:
+            return record.alias
+        assert record.layout is not None
+        assert entry.base is not None
+        if entry.arrival is not None:
+            self._arrive(entry)
+        tensor = record.layout.of(entry.base)
+        record.fetched = in_backward
+        if not in_backward or all(record.fetched for record in entry.live()):
+            self._let_go(entry)
+        return tensor
+
+    def _arrive(self, entry: Entry) -> None:
+        assert entry.arrival is not None
+        arrival, entry.arrival = entry.arrival, None
+        self._wait(arrival)
+        if (error := arrival.error()) is not None:
+            self._let_go(entry)
+            raise error
+
+    def _load(self, entry: Entry) -> None:
+        assert entry.buffer is not None
+        assert entry.like is not None
+        if os.getpid() != self._process:
+            raise TransformError(
+                "a tensor moved by offload() in the parent process was asked for in a forked one; "
+                "run forward and backward in one process"
+            )
+        room = entry.nbytes + -entry.nbytes % ALIGNMENT
+        entry.base = self.backend.empty(room, entry.like)
+        after = [self.backend.record("compute")]
+        if entry.departure is not None:
+            after.append(entry.departure)
+        entry.arrival = self.backend.copy(entry.buffer, entry.base[: entry.nbytes], "in", after=after)
+        entry.state = State.BACK
+        self._back[entry] = None
+        add(self._counters.in_bytes, entry.buffer.tier, entry.nbytes)
+        if self.timeline is not None:
+            self.timeline.copied("in", entry.buffer.tier, entry.nbytes, entry.arrival)
+
+    def _load_ahead(self, ordinal: int) -> None:
+        if self._last is not None and self._last != ordinal:
+            if len(self._next) >= _MOST_HINTS:
+                self._next.clear()
+            self._next[self._last] = ordinal
+        self._last = ordinal
+        for _ in range(self.depth):
+            ordinal = self._next.get(ordinal, ordinal - 1)
+            candidate = self._moved.get(ordinal)
+            if candidate is not None and candidate.state is State.AWAY and candidate.live():
+                try:
+                    self._load(candidate)
+                except torch.OutOfMemoryError:  # it may well fit once it is needed
+                    return
+
+    def _let_go(self, entry: Entry) -> None:
+        """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
+        if entry.state is not State.BACK or entry.buffer is None:
+            return
+        if entry.arrival is not None:
+            self._wait(entry.arrival)
+            entry.arrival = None
+        self._empty(entry)
+        self._back.pop(entry, None)
+
+    def _follow_backward(self) -> bool:
+        """Whether autograd is running backward here; arranges to hear of its end."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return False
+        if task != self._task:
+            self._task = task
+            self._last = None
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return True
+
+    def _end_backward(self) -> None:
+        """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
+        with self._lock:
+            self._task = -1
+            for entry in list(self._back):
+                self._let_go(entry)
+        self._collect()
+
+    def _wait(self, event: Event) -> None:
+        start = self.backend.clock()
+        self.backend.wait(event)
+        stop = self.backend.clock()
+        self._counters.exposed_seconds += stop - start
+        if self.timeline is not None and stop > start:
+            self.timeline.waited(start, stop)
+
+    # ----------------------------------------------------------------------------------------------- letting go
+
+    def drop(self, entry: Entry) -> None:
+        """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
+        if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
+            return
+        self._dropped.append(entry)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Close the entries whose last handle has gone."""
+        while self._dropped:
+            # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
+            # that interrupted the holder.
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                while self._dropped:
+                    self._close(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+    def _close(self, entry: Entry) -> None:
+        if entry.live():
+            if entry.state is State.BACK and all(record.fetched for record in entry.live()):
+                self._let_go(entry)
+            return
+        if entry.state is State.DEVICE:
+            if self._by_storage.pop(entry.key, None) is None:
+                return
+            if entry.ordinal is None:
+                self._counters.held_bytes += entry.nbytes
+        if entry.base is not None and (event := entry.arrival or entry.departure) is not None:
+            self._wait(event)  # before the device's memory goes to someone else
+        self._empty(entry)
+        if entry.buffer is not None:
+            self._free_buffer(entry)
+        self._back.pop(entry, None)
+        if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:
+            self._count_before, self._count = self._count, 0
+            self._tail.clear()
+
+    def _free_buffer(self, entry: Entry) -> None:
+        assert entry.buffer is not None
+        after = [event for event in (entry.departure, entry.arrival) if event is not None]
+        add(self._counters.live_bytes, entry.buffer.tier, -entry.nbytes)
+        self.backend.free(entry.buffer, after=after)
+        entry.buffer = None

@@ -1,0 +1,162 @@
+"""The backend of a machine without an accelerator: the device is RAM, and the tier below it is disk."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from memscale.runtime._arena import PAGE_BYTES
+from memscale.runtime._disk import DiskSlab, Extent
+from memscale.runtime._protocol import Buffer, Event, Stream
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_TRIM_BYTES = 32 << 20
+_MOST_BYTES = 1 << 62  # the disk ends first
+
+
+class _Now:
+    """The event of a stream that is never behind: the calling thread computes, so all it was given is done."""
+
+    def done(self) -> bool:
+        return True
+
+    def span(self) -> None:
+        return None
+
+    def error(self) -> None:
+        return None
+
+
+class Transfer:
+    """The event behind a read or a write of the disk."""
+
+    def __init__(self, future: Future[Any], clock: float) -> None:
+        self._future = future
+        self._start = clock
+        self._stop: float | None = None
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[Any]) -> None:
+        self._stop = time.perf_counter()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def span(self) -> tuple[float, float] | None:
+        return None if self._stop is None else (self._start, self._stop)
+
+    def error(self) -> BaseException | None:
+        return self._future.exception() if self._future.done() else None
+
+    def wait(self) -> None:
+        self._future.exception()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskBuffer:
+    """Bytes on disk."""
+
+    extent: Extent
+    tier: str = "disk"
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
+
+
+class HostBackend:
+    """Moves CPU tensors to disk and back, on the threads of the disk tier.
+
+    Args:
+        directory: where the file without a name is; `None` is the first temporary directory that is not in RAM.
+        disk_bytes: the most bytes on disk; `None` is as much as the disk has.
+        threads: how many transfers run at a time.
+    """
+
+    tiers: tuple[str, ...] = ("disk",)
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None, threads: int = 2
+    ) -> None:
+        self._disk_bytes = _MOST_BYTES if disk_bytes is None else disk_bytes
+        self._directory = directory
+        self._threads = threads
+        self._slab: DiskSlab | None = None
+        self._high_water_bytes = 0
+        self._untrimmed_bytes = 0
+
+    def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
+        """See `Backend.allocate`."""
+        if self._disk_bytes < PAGE_BYTES:
+            return None
+        if self._slab is None:
+            self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+        extent = self._slab.reserve(nbytes)
+        if extent is None:
+            return None
+        self._high_water_bytes = max(self._high_water_bytes, self._slab.used_bytes)
+        return DiskBuffer(extent)
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`. The slab waits for transfers by itself."""
+        assert isinstance(buffer, DiskBuffer)
+        assert self._slab is not None
+        self._slab.free(buffer.extent)
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`."""
+        self._trim_after(nbytes)
+        # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
+        # the storage offsets of their parts.
+        return like.new_empty(nbytes)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        self._trim_after(tensor.nbytes)
+
+    def _trim_after(self, nbytes: int) -> None:
+        """Have malloc give the system what it holds and does not use, now and then: by itself it keeps most of it."""
+        self._untrimmed_bytes += nbytes
+        if _MALLOC_TRIM is not None and self._untrimmed_bytes > _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _MALLOC_TRIM(0)
+
+    def record(self, stream: Stream) -> Event:
+        """See `Backend.record`."""
+        return _Now()
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Transfer:
+        """See `Backend.copy`."""
+        for event in after:
+            self.wait(event)
+        assert self._slab is not None
+        start = self.clock()
+        if isinstance(source, torch.Tensor):
+            assert isinstance(target, DiskBuffer)
+            return Transfer(self._slab.write(source, target.extent), start)
+        assert isinstance(source, DiskBuffer)
+        assert isinstance(target, torch.Tensor)
+        return Transfer(self._slab.read(source.extent, target), start)
+
+    def wait(self, event: Event) -> None:
+        """See `Backend.wait`."""
+        if isinstance(event, Transfer):
+            event.wait()
+
+    def clock(self) -> float:
+        """See `Backend.clock`."""
+        return time.perf_counter()
+
+    def high_water_bytes(self) -> Mapping[str, int]:
+        """See `Backend.high_water_bytes`."""
+        return {"disk": self._high_water_bytes}

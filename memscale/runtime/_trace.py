@@ -1,0 +1,92 @@
+"""The backend of fake tensors: counts what would lie where and what would cross the link, and moves nothing.
+
+The engine above runs as it does for real, so a fake tensor's storage is let go of, and made anew for backward, at the
+moments at which a real one would be: a simulation that watches storages sees the memory that offloading saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._tiers import at_or_below
+
+
+class _Passed:
+    """An event of a device on which everything happens at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def span(self) -> None:
+        return None
+
+    def error(self) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CountedBuffer:
+    """Bytes that would lie on a tier."""
+
+    tier: str
+    nbytes: int
+
+
+class TraceBackend:
+    """A device of fake tensors.
+
+    Args:
+        caps: for each tier, nearest first, the most bytes that it takes; `None` for no cap.
+    """
+
+    def __init__(self, caps: Mapping[str, int | None]) -> None:
+        self.tiers = tuple(caps)
+        self._caps = dict(caps)
+        self._used = dict.fromkeys(caps, 0)
+        self._high_water = dict.fromkeys(caps, 0)
+
+    def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
+        """See `Backend.allocate`."""
+        for name in at_or_below(self.tiers, tier):
+            cap = self._caps[name]
+            if cap is None or self._used[name] + nbytes <= cap:
+                self._used[name] += nbytes
+                self._high_water[name] = max(self._high_water[name], self._used[name])
+                return CountedBuffer(name, nbytes)
+        return None
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`."""
+        self._used[buffer.tier] -= buffer.nbytes
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`. `like` knows its fake mode, which need not be active where backward runs."""
+        return like.new_empty(nbytes)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+
+    def record(self, stream: Stream) -> Event:
+        """See `Backend.record`."""
+        return _Passed()
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Event:
+        """See `Backend.copy`."""
+        return _Passed()
+
+    def wait(self, event: Event) -> None:
+        """See `Backend.wait`."""
+
+    def clock(self) -> float:
+        """See `Backend.clock`. Nothing takes time here."""
+        return 0.0
+
+    def high_water_bytes(self) -> Mapping[str, int]:
+        """See `Backend.high_water_bytes`."""
+        return self._high_water

@@ -1,0 +1,155 @@
+"""`offload`: keep a region's residuals on another memory tier between forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from memscale._errors import ConfigError, TransformError
+from memscale._transform import Transform
+from memscale._value import factory
+from memscale.runtime import Runtime, check_tier
+from memscale.transforms import _functorch
+from memscale.transforms._hooks import hooks_here
+
+_autograd = torch._C._autograd
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Offload(Transform):
+    """Made by `offload`."""
+
+    spelling: ClassVar[str] = "offload"
+    uses_runtime: ClassVar[bool] = True
+
+    what: str = "activations"
+    tier: str = "auto"
+    min_bytes: int | None = None
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return Offloaded(fn, self)
+
+
+class Offloaded:
+    """A function whose residuals are kept on another tier. Copies and pickles with the function it holds."""
+
+    def __init__(self, fn: Callable[..., Any], how: Offload, runtime: Runtime | None = None) -> None:
+        self.fn = fn
+        self.how = how
+        self.runtime = runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
+        try:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break("offload() decides tensor by tensor, while the region runs, what to move")
+        finally:
+            pass
+        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
+        return eager(self, args, kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
+
+    def __memscale_parts__(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Offloaded:
+        return Offloaded(remap(self.fn), self.how, self.runtime)
+
+    def __repr__(self) -> str:
+        return f"{self.how!r}({self.fn!r})"
+
+
+def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | None = None) -> Transform:
+    """A transform that keeps what a function saves for backward on another memory tier, and brings it back.
+
+    ``offload()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order. What it frees:
+
+    >>> import torch, memscale as ms
+    >>> def f(x):
+    ...     return torch.exp(torch.sin(x * 2))
+    >>> x = torch.ones(1024, requires_grad=True)
+    >>> sum(r.nbytes for r in ms.saved_residuals(f, x) if r.source == "intermediate")
+    8192
+    >>> moved = ms.offload(min_bytes=4096)(f)
+    >>> sum(r.nbytes for r in ms.saved_residuals(moved, x) if r.source == "intermediate")
+    0
+
+    A tensor moves once nothing but backward needs it. One that is kept on the device anyway (a parameter, what the
+    caller holds, another view of either) is not copied, since that would free nothing, and views of one storage move
+    once. Around `checkpoint` it moves what that keeps: ``compose(offload(), checkpoint())`` moves the region's input.
+    Inside one, ``compose(checkpoint(), offload())``, nothing is left to move.
+
+    Under `torch.compile` the region runs uncompiled, at the price of a graph break.
+
+    Args:
+        what: ``"activations"``, what autograd saves between forward and backward.
+        tier: where to, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the device has. When
+            a tier is full the next one is taken, and at the end of the row the tensor stays where it is, with a
+            warning. On a machine without an accelerator the device is RAM, and ``"disk"`` is its only tier.
+        min_bytes: smaller storages stay on the device; `None` is the runtime's, 1 MiB unless configured.
+
+    Raises:
+        ConfigError: an argument is none of these.
+        CorrectnessError: in backward, when a moved tensor was changed in place after it was saved.
+        RuntimeUnavailable: in forward, on a device whose tensors nothing here can move.
+        TransformError: inside a transform of `torch.func` (but not under a checkpoint there), in a CUDA graph
+            capture, in a forked process, for sparse tensors.
+
+    Cost: saves the region's residuals on the device; pays their way out and back, as far as compute does not hide it.
+
+    Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks" (2016), section III.
+    """
+    if what == "params":
+        raise ConfigError(
+            "offload(what='params') is planned and not part of this version; what='activations' is, and is the default"
+        )
+    if what != "activations":
+        raise ConfigError(f"offload(what={what!r}) must be 'activations', the only thing that this version moves")
+    check_tier("offload(tier=...)", tier)
+    if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
+        raise ConfigError(f"offload(min_bytes={min_bytes!r}) must be an int of at least 0, or None for the runtime's")
+    return Offload(what, tier, min_bytes)
+
+
+@functools.cache
+def _without_dynamo() -> Callable[..., Any]:
+    # What a compiled graph keeps is decided by its compiler, before any hook is asked.
+    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
+
+
+def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
+    # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
+    if not torch.is_grad_enabled() or _functorch.inside_region():
+        return self.fn(*args, **kwargs)
+    if _functorch.active():
+        raise TransformError(
+            f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
+            "needs and would keep everything on the device; use checkpoint() there, or plain autograd"
+        )
+    hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes)
+    if hooks is None:
+        return self.fn(*args, **kwargs)
+    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        return self.fn(*args, **kwargs)
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) and not isinstance(error, TransformError):
+            raise TransformError(
+                f"the region of {self.how!r} uses a transform of torch.func, which refuses the saved-tensor hooks that "
+                "offloading needs; leave offload() out of this region"
+            ) from error
+        raise
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+        hooks.leave()
+
+
+factory("offload", offload)

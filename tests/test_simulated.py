@@ -1,0 +1,219 @@
+"""The engine on a device that is as unkind as it may be, and mutants of the engine that must not survive there."""
+
+import inspect
+import os
+import random
+import re
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import NBYTES, Program, results, run_case
+
+from memscale._errors import CorrectnessError
+from memscale.runtime import _engine, _entry, _hazards
+from memscale.runtime._hazards import Checked, CheckedEngine
+from memscale.runtime._simulated import Deadlock, Link, SimulatedBackend
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 20
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_programs_on_random_devices(chunk):
+    """2 000 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        assert run_case(seed) == [], f"case {seed}"
+
+
+@settings(max_examples=max(100, settings().max_examples))
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 5), max_size=300))
+def test_schedules_that_hypothesis_chooses(seed, choices):
+    """A failing schedule shrinks, towards one on which everything happens at once."""
+    remaining = iter(choices)
+    caps = {"pinned": 2 * NBYTES, "disk": 64 * NBYTES}
+    program = Program(seed)
+    engine = CheckedEngine(Checked(SimulatedBackend(lambda n: next(remaining, 0) % n, caps)), depth=2)
+    assert results(program, engine, steps=1) == results(program, None, steps=1)
+    assert engine.backend.finish() == []
+
+
+# ---------------------------------------------------------------------------------------------------- mutants
+
+
+def mutate(monkeypatch, edits):
+    """Change the text of methods of the engine; each edit is (method, old text, new text)."""
+    changed = {}
+    for method, old, new in edits:
+        source = changed.get(method) or textwrap.dedent(inspect.getsource(getattr(_engine.Engine, method)))
+        assert source.count(old) == 1, f"the engine's {method} has {source.count(old)} times {old!r}"
+        changed[method] = source.replace(old, new)
+    for method, source in changed.items():
+        namespace = dict(vars(_engine))
+        exec(f"from __future__ import annotations\n{source}", namespace)
+        monkeypatch.setattr(_engine.Engine, method, namespace[method])
+
+
+NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
+MUTANTS = {
+    "a load is not waited for": (_hazards.USED_EARLY, [("_arrive", "self._wait(arrival)", "pass")]),
+    "memory is freed without waiting": (
+        _hazards.SOURCE_FREED,
+        [("_retire", "self._wait(entry.departure)\n    while", "while")],
+    ),
+    "a copy out does not wait for the operators before": (
+        _hazards.READ_EARLY,
+        [("_copy_out", "after=after", "after=()")],
+    ),
+    "a slot is given back when its load starts": (
+        _hazards.SLOT_REUSED,
+        [("_load", "entry.state = State.BACK", "entry.state = State.BACK; self.backend.free(entry.buffer, after=())")],
+    ),
+    "a load does not wait for the operators before": (
+        _hazards.RELOAD_OVERWRITTEN,
+        [("_load", 'after = [self.backend.record("compute")]', "after = []")],
+    ),
+    "a dropped load is not waited for": (
+        _hazards.RELOAD_FREED,
+        [("_let_go", "self._wait(entry.arrival)", "pass"), ("_close", "self._wait(event)", "pass")],
+    ),
+    "a load does not wait for its copy out": (
+        _hazards.READ_BEFORE_WRITE,
+        [
+            ("_retire", "self._wait(entry.departure)\n    while", "while"),
+            ("_load", "after.append(entry.departure)", "pass"),
+        ],
+    ),
+    "a load is started again": (
+        _hazards.PREFETCHED_TWICE,
+        [("_load_ahead", "candidate.state is State.AWAY", "candidate.state in (State.AWAY, State.BACK)")],
+    ),
+    "what was consumed is loaded": (
+        _hazards.PREFETCHED_LATE,
+        [
+            NO_LIVE_CHECK,
+            ("_close", "self._moved.pop(entry.ordinal, None)", "self._moved.get(entry.ordinal)"),
+            ("_free_buffer", "entry.buffer = None", "pass"),
+        ],
+    ),
+    "a full pool is waited for": (
+        _hazards.DEADLOCK,
+        [
+            (
+                "_move",
+                "buffer = self.backend.allocate(stop - start, entry.tier)",
+                "buffer = None\n    while buffer is None: buffer = self.backend.allocate(stop - start, entry.tier)",
+            )
+        ],
+    ),
+    "bytes are not given back": (_hazards.LEAK, [("_close", "self._free_buffer(entry)", "pass")]),
+}
+
+
+def hazards_of(seed):
+    """The kinds of hazard that the checker reports in a case; it goes on after the first."""
+    program = Program(seed)
+    draw = random.Random(seed)
+    caps = {"pinned": draw.choice([2, 4, 16]) * NBYTES, "disk": draw.choice([0, 4]) * NBYTES}
+    engine = CheckedEngine(Checked(SimulatedBackend(draw.randrange, caps)), depth=draw.randrange(1, 4))
+    engine.backend.raise_hazards = lambda: None
+    try:
+        results(program, engine)
+    except (Deadlock, AssertionError) as error:
+        return {_hazards.DEADLOCK} if "exhausted pool" in str(error) else set()
+    return {hazard.kind for hazard in engine.backend.finish()}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("hazard", "edits"), MUTANTS.values(), ids=MUTANTS)
+def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
+    seeds = range(60)
+    assert set().union(*map(hazards_of, seeds)) == set(), "the engine itself has none"
+    mutate(monkeypatch, edits)
+    assert any(hazard in hazards_of(seed) for seed in seeds)
+
+
+def engine_on(caps, choose=lambda n: n - 1, **options):
+    """By default nothing runs before somebody waits for it."""
+    return CheckedEngine(Checked(SimulatedBackend(choose, caps)), **options)
+
+
+def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
+    monkeypatch.setattr(_entry.Entry, "is_last_keeper", lambda self: True)
+    engine, held = engine_on({"pinned": 4096}, depth=1), torch.ones(8, 8)
+    handle = engine.stash(held)
+    with pytest.raises(CorrectnessError, match=_hazards.SOURCE_OVERWRITTEN):
+        engine.stash(held.add_(1))
+    del handle
+
+
+def test_a_hazard_names_both_call_sites(monkeypatch):
+    mutate(monkeypatch, MUTANTS["a load is not waited for"][1])
+    engine = engine_on({"pinned": 4096}, depth=0)
+    handle = engine.stash(torch.ones(8, 8))
+    engine.look_again()
+    with pytest.raises(CorrectnessError) as raised:
+        engine.fetch(handle)
+    message = str(raised.value)
+    here, there = r"at \S+test_simulated\.py:\d+ in test_a_hazard_\w+", r"is \S+_engine\.py:\d+ in _load"
+    assert re.search(rf"{_hazards.USED_EARLY}: torch\.float32\[8, 8\], {here}; the other side {there}$", message)
+
+
+# ----------------------------------------------------------------------------------------------- the device itself
+
+
+def test_bytes_that_have_not_arrived_are_poison():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    source = torch.arange(8, dtype=torch.uint8)
+    buffer = backend.allocate(8, "auto")
+    out = backend.copy(source, buffer, "out", after=[backend.record("compute")])
+    target = backend.empty(8, source)
+    back = backend.copy(buffer, target, "in", after=[out])
+    assert target.tolist() == [255] * 8
+    backend.wait(back)
+    assert target.tolist() == list(range(8))
+    backend.free(buffer, after=[back])
+    other = backend.allocate(8, "auto")
+    backend.wait(backend.copy(other, target, "in", after=[]))
+    assert target.tolist() == [255] * 8, "the bytes of a slot that was given back"
+
+
+def test_a_copy_whose_source_was_freed_copies_poison():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    source, buffer = torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto")
+    out = backend.copy(source, buffer, "out", after=[])
+    del source
+    target = torch.zeros(8, dtype=torch.uint8)
+    backend.wait(backend.copy(buffer, target, "in", after=[out]))
+    assert target.tolist() == [255] * 8
+
+
+def test_waiting_for_what_can_never_happen_is_a_deadlock():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    other = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    never = other.copy(torch.zeros(8, dtype=torch.uint8), other.allocate(8, "auto"), "out", after=[])
+    stuck = backend.copy(torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto"), "out", after=[never])
+    with pytest.raises(Deadlock, match="waits for a copy that nothing will ever start"):
+        backend.wait(stuck)
+
+
+def test_the_virtual_clock_overlaps_copies_with_compute():
+    """Ten tensors of a second each on the link, with a second of compute after each: hidden with depth, else not."""
+    waits = {}
+    for depth in (0, 2):
+        link = Link(bytes_per_second=256, latency_seconds=0.0)
+        backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}, link=link)
+        engine = CheckedEngine(Checked(backend), depth=depth)
+        handles = []
+        for index in range(10):
+            handles.append(engine.stash(torch.full((64,), float(index))))
+            backend.compute(1.0)
+        engine.look_again()
+        waits[depth] = engine.stats().exposed_seconds
+        assert [float(engine.fetch(handle)[0]) for handle in reversed(handles)] == [*map(float, range(9, -1, -1))]
+        handles.clear()
+        assert engine.backend.finish() == []
+    assert waits[0] == pytest.approx(10.0)
+    assert waits[2] == pytest.approx(0.0)
