@@ -26,6 +26,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Soundings of kernels are kept where no other run has been, so that no test depends on what one left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMSCALE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeds():
     torch.manual_seed(0)

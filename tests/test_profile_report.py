@@ -77,6 +77,7 @@ def shown(**changes):
         "moment": Moment("aten::nll_loss_backward", "net.head", "backward"),
         "by_category": BY_CATEGORY,
         "categories_by_module": BY_MODULE,
+        "by_tier": {},
         "holdings": HOLDINGS,
         "flops": 12_900_000_000,
         "step_seconds": sum(SECONDS.values()),

@@ -173,6 +173,8 @@ def test_flash_backward_is_deterministic_at_a_price():
         # 8 heads and 132 multiprocessors make 17 splits.
         assert flash_backward((2, 4, 128, 64)) == free + 16 * 2 * 128 * 4 * 64 * 4
         assert flash_backward((2, 4, 128, 64), multiprocessors=8) == free
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert flash_backward((2, 4, 128, 64)) == free
     finally:
         torch.use_deterministic_algorithms(False)
 

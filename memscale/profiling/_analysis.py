@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memscale._errors import ConfigError
@@ -28,13 +29,16 @@ class _Peak:
     alive: tuple[int, ...]
 
 
-def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profile:
+def analyse(
+    ledger: Ledger, hardware: Hardware, notes: tuple[str, ...], by_tier: Mapping[str, int] | None = None
+) -> Profile:
     """The profile of the last step in `ledger` on `hardware`.
 
     Args:
         ledger: of at least two steps, the first from a fresh optimizer.
         hardware: the device; on a CUDA device sizes are rounded as its allocator rounds them.
         notes: what the simulation assumed.
+        by_tier: the most bytes that each tier below the device held.
     """
     ledger.settle()
     caching = hardware.device_type == "cuda"
@@ -66,6 +70,7 @@ def analyse(ledger: Ledger, hardware: Hardware, notes: tuple[str, ...]) -> Profi
         moment=_moment(ledger, steady, first_event),
         by_category=dict(sorted(by_category.items(), key=lambda item: CATEGORIES.index(item[0]))),
         categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
+        by_tier=dict(by_tier or {}),
         holdings=tuple(_holding(ledger, number, sizes[number]) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
         step_seconds=None if times is None else sum(times),

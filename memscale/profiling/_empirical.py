@@ -138,6 +138,7 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         moment=Moment("", "", "forward" if backward is None or at_peak < backward else "backward"),
         by_category={_NAMES.get(name, name): int(values[peak]) for name, values in live.items() if values[peak]},
         categories_by_module={},
+        by_tier={},
         holdings=(),
         flops=0,
         step_seconds=trace.seconds,

@@ -22,6 +22,7 @@ class Kernels:
     """The kernels of a device, for a step that is simulated on another."""
 
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
+        self.device_type = hardware.device_type
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         self._cpu = CpuScratch(probe=probe)

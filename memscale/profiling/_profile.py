@@ -93,6 +93,7 @@ class Profile:
         moment: when the peak is.
         by_category: bytes at the peak by what they are for.
         categories_by_module: bytes at the peak by module path and category; empty if not known.
+        by_tier: the most bytes that each tier below the device held, by its name; empty without offloading.
         holdings: the largest storages at the peak, the largest first.
         flops: floating point operations of the step in products, convolutions and attention.
         step_seconds: the step's time by the roofline of the hardware (a lower bound in practice), or as measured;
@@ -121,6 +122,7 @@ class Profile:
     moment: Moment
     by_category: Mapping[str, int]
     categories_by_module: Mapping[str, Mapping[str, int]]
+    by_tier: Mapping[str, int]
     holdings: tuple[Holding, ...]
     flops: int
     step_seconds: float | None

@@ -167,7 +167,16 @@ class MemoryProfiler:
             for _ in range(_STEPS):
                 simulation.step(step)
         notes = tuple(simulation.recorder.assumptions)
-        return analyse(simulation.recorder.ledger, self.hardware, notes)
+        by_tier: dict[str, int] = {}
+        for engine in simulation.simulated.engines:
+            for tier, nbytes in engine.stats().high_water_bytes.items():
+                by_tier[tier] = by_tier.get(tier, 0) + nbytes
+        return analyse(
+            simulation.recorder.ledger,
+            self.hardware,
+            notes,
+            {tier: nbytes for tier, nbytes in by_tier.items() if nbytes},
+        )
 
     def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
         if not self.config.use_empirical_fallback:

@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
-        self._library_bytes = 0
+        self._threads: set[bool] = set()  # with a cuBLAS workspace: the caller's, and autograd's for the device
         self._fake = FakeKernels()
         self._answers: dict[Any, _Answer] = {}
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
@@ -207,8 +207,8 @@ class Recorder(TorchDispatchMode):
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
         at = len(ledger.ops) - 1
-        if not self._library_bytes and (library_bytes := self._kernels.library_bytes(op)):
-            self._library_bytes = library_bytes
+        if in_backward not in self._threads and (library_bytes := self._kernels.library_bytes(op)):
+            self._threads.add(in_backward)
             ledger.birth(Block(library_bytes, at, "workspace", path="cuBLAS"))
         scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
         for storage, tensor in new:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale._errors import ConfigError
-from memscale._simulating import simulation
+from memscale._simulating import SimulatedStep, simulation
 from memscale._tree import tensors as tensors_of
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
@@ -53,6 +53,7 @@ class Simulation:
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
         self._kernels = kernels
+        self.simulated = SimulatedStep(kernels.device_type)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.reach.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -80,7 +81,7 @@ class Simulation:
                     self.recorder.storages.block(tensor)
             stack.enter_context(_reads_checked(self.recorder))
             stack.enter_context(self._kernels.chosen(self.reach.optimizers))
-            stack.enter_context(simulation())
+            stack.enter_context(simulation(self.simulated))
             stack.enter_context(self.recorder)
         except BaseException:
             stack.close()

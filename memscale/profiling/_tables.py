@@ -41,6 +41,9 @@ def facts(profile: Profile) -> list[str]:
     device = [f"{share} on {profile.hardware.name}"]
     if profile.reserved_peak_bytes is not None:
         device.append(f"the allocator reserves {format_bytes(profile.reserved_peak_bytes)}")
+    if profile.by_tier:
+        tiers = ", ".join(f"{format_bytes(nbytes)} {tier}" for tier, nbytes in profile.by_tier.items())
+        device.append(f"on other tiers at most {tiers}")
     step = [profile.method, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
     if profile.step_seconds is not None:
         bound = "at least " if profile.method == "static" else ""

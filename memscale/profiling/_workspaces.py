@@ -125,6 +125,10 @@ def _copied(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
 
 
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def _embedding_dense_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
     """Sorted indices, segments, and a partial sum of up to ten rows for every segment.
 
@@ -192,9 +196,7 @@ def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors
     grad, query, key, _, out = args[:5]
     batch, heads, queries, head = query.shape
     rows = round_up(queries, 128)
-    splits = 1
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        splits = math.ceil(multiprocessors / (batch * heads))
+    splits = math.ceil(multiprocessors / (batch * heads)) if _is_deterministic() else 1
     width = round_up(head, 32) if head <= 192 else 256
     shared = 0 if key.size(1) == heads else batch * key.size(2) * heads * head * query.itemsize
     return _blocks(
@@ -262,7 +264,7 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
         floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
     if spills:
         splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
-        if capability < (7, 0) or torch.are_deterministic_algorithms_enabled():
+        if capability < (7, 0) or _is_deterministic():
             splits = 1
         floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
     tiles = _blocks(batch * heads * round_up(floats, 4) * 4)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._config import AsyncOffloadConfig
 from memscale._errors import ConfigError, RuntimeUnavailable
+from memscale._simulating import simulating
 from memscale.runtime._budget import HostBudget
 from memscale.runtime._engine import Engine
 from memscale.runtime._hazards import Checked, CheckedEngine
@@ -86,12 +87,17 @@ class Runtime:
         device = tensor.device
         with self._lock:
             engines = self._engines
-            if isinstance(tensor, FakeTensor):
+            step = simulating()
+            if step is not None:
+                engines = self._simulated.setdefault(step, {})
+            elif isinstance(tensor, FakeTensor):
                 engines = self._simulated.setdefault(tensor.fake_mode, {})
             engine = engines.get(device)
             if engine is None:
-                backend = self._backend or self._new_backend(tensor)
+                backend = self._new_backend(tensor) if step is not None or self._backend is None else self._backend
                 engine = engines[device] = _engine_of(backend, self.config, self._timeline)
+                if step is not None:
+                    step.engines.append(engine)
             return engine
 
     def stats(self) -> Mapping[str, Stats]:
@@ -126,8 +132,9 @@ class Runtime:
                 engine.timeline = timeline
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
-        kind = tensor.device.type
-        if isinstance(tensor, FakeTensor) or kind == "meta":
+        step = simulating()
+        kind = tensor.device.type if step is None else step.device_type
+        if step is not None or isinstance(tensor, FakeTensor) or kind == "meta":
             return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else self._caps())
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
