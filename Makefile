@@ -39,6 +39,7 @@ gpu: $(READY)
 	$(PYTHON) benchmarks/bench_checkpoint.py --device cuda
 	$(PYTHON) benchmarks/bench_tile.py --device cuda
 	$(PYTHON) benchmarks/bench_cast.py --device cuda
+	$(PYTHON) benchmarks/bench_predict.py --device cuda --variant 'plain|checkpoint' --json benchmarks/results/predict-cuda.json
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

@@ -1323,3 +1323,17 @@ def test_a_plan_saves_what_it_saves_for_real():
         - real_peaks(checkpointed.step, checkpointed.model, checkpointed.optimizer, checkpointed.batch)[1]
     )
     assert saved > 0
+
+
+def test_8_bit_states_of_bitsandbytes():
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, whose kernels are custom operators")
+    model, batch = mlp(320, 512), x(16, 320)
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    profile = ms.profile(model, batch, optimizer=optimizer, loss=mean)
+    assert profile.method == "static"
+    model(batch).square().mean().backward()
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    own_bytes = sum(tensor.nbytes for tensor in states if tensor.shape != (256,))
+    shared_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.shape == (256,)}.values())
+    assert profile.by_category["optimizer state"] - own_bytes in (0, shared_bytes)  # tables, made when first needed
