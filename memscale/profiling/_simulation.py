@@ -120,8 +120,8 @@ class Simulation:
 
         # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
         order = {key: at for at, key in enumerate(self._paths)}
-        for module in sorted(self.reach.modules, key=lambda module: order[id(module)]):
-            prefix = f"{path}." if (path := self._paths[id(module)]) else ""
+        for module in sorted(self.reach.modules, key=lambda module: order.get(id(module), len(order))):
+            prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
             for name, buffer in module._buffers.items():
