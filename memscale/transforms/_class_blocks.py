@@ -180,7 +180,7 @@ class _Rows:
         z, leaf = self._stepped(logits)
         largest = z.detach().amax(-1, keepdim=True)
         exps = z.detach() - largest
-        # Of what is below the largest, not of the logits: a loss of 1e-6 would be lost in a difference of numbers of 50.
+        # Of what is below the largest, not of the logits: in a difference of numbers near 50 a loss of 1e-6 is lost.
         expected = self.own[at] * exps.gather(-1, self.target[at, None]).squeeze(-1)
         if self.smooth is not None:
             expected += (exps * self.smooth).sum(-1)
