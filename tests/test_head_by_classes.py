@@ -24,8 +24,8 @@ def taken(monkeypatch):
     before = _class_blocks._gradients_of_linear
 
     def spy(rows, hidden):
-        found.append(before(rows, hidden))
-        return found[-1]
+        found.append(len(hidden))  # not the gradients, which autograd would then have to copy
+        return before(rows, hidden)
 
     monkeypatch.setattr(_class_blocks, "_gradients_of_linear", spy)
     return found
@@ -266,6 +266,25 @@ def test_when(make, dtype, chunks, expected, taken):
     assert len(taken) == expected
 
 
+def test_one_piece_is_not_cut_otherwise(taken):
+    model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
+    trained(tiled(model, chunks=1), x, mean(y))
+    assert not taken
+
+
+def test_hooks_of_the_surroundings_see_what_waits_for_backward_only():
+    linear, (x, y) = nn.Linear(WIDTH, CLASSES, bias=False).bfloat16(), sixteen_bit(torch.bfloat16)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.cross_entropy(torch.tanh(ms.transform(linear, {"": tile(chunks=5)})(x)), y)
+    assert sorted(packed) == sorted([(ROWS, WIDTH), (ROWS,), (ROWS,), (CLASSES, WIDTH)])
+
+
 def test_z_loss_makes_the_logits():
     model, (x, y) = Head().bfloat16(), sixteen_bit(torch.bfloat16)
     # Hidden states and weight get two gradients, each rounded, of the loss and of the logits; the untiled get one.
@@ -277,9 +296,9 @@ ROWS_HERE, WIDTH_HERE, CLASSES_HERE, CHUNKS = 512, 64, 8000, 16
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Two rows of a piece, 64 kB, in 32 bits at a time."""
+    """Two rows of a piece, 64 kB, in 32 bits at a time; and kernels pack factors for each thread, so one thread."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     monkeypatch.setattr(_class_blocks, "_CPU_PART_NUMEL", 2 * CLASSES_HERE)
     yield
     torch.set_num_threads(before)
@@ -327,6 +346,20 @@ def test_the_memory_is_the_gradients_and_one_piece(small_parts, taken):
         assert PIECE + early <= forward_bytes <= PIECE + early + room
         assert held <= step_bytes <= held + room
     assert len(taken) == 4
+
+
+def test_nothing_of_it_outlives_backward(small_parts):
+    linear, kept = nn.Linear(WIDTH_HERE, CLASSES_HERE).bfloat16(), []
+    x = torch.randn(ROWS_HERE, WIDTH_HERE).bfloat16().requires_grad_()
+    y = torch.randint(0, CLASSES_HERE, (ROWS_HERE,))
+    fit = ms.transform(linear, {"": tile(chunks=CHUNKS)})
+
+    def step():
+        kept.append(F.cross_entropy(fit(x).float(), y))
+        kept[0].backward()
+        x.grad = linear.weight.grad = linear.bias.grad = None
+
+    assert measure(step).end_bytes < HIDDEN_GRAD // 4, "with the loss alive"
 
 
 def test_mutant_a_sum_in_32_bits(small_parts, monkeypatch, taken):
