@@ -80,7 +80,7 @@ def head(device: str, tokens: int = 4096, width: int = 1024, classes: int = 128_
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, classes, (tokens,), device=device)
     linear = nn.Linear(width, classes, bias=False, device=device, dtype=torch.bfloat16)
-    tiled = ms.transform(linear, {"": ms.tile(chunks=16)})
+    tiled = ms.transform(linear, {"": ms.tile(chunks=32)})
 
     def step_of(loss: Callable[[], torch.Tensor]) -> Step:
         def step() -> None:

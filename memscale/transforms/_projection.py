@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from memscale._errors import CorrectnessError
 from memscale.transforms._environment import Environment
@@ -70,6 +71,13 @@ class Projection:
         """The logits of `hidden`, in the environment of the original call."""
         with as_it_was(self._scope), self._environment.reinstate():
             return self._fn(hidden)  # type: ignore[no-any-return]
+
+    def product(self, hidden: torch.Tensor, classes: slice = slice(None)) -> torch.Tensor:
+        """The logits of `hidden` for some classes, where the projection is `F.linear`; no autocast was on then."""
+        assert self.linear is not None
+        weight, bias = self.linear
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden, weight[classes], None if bias is None else bias[classes])
 
     def check(self) -> None:
         """Raise `CorrectnessError` if the projection would no longer give what it would have given when called."""

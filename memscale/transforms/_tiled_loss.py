@@ -3,7 +3,8 @@
 For a scalar loss the gradient of each piece is computed right after its loss, while its logits are there: backward has
 then nothing to recompute, and the work is that of the plain head. The price is that the gradients of the hidden states
 and of the weight live from forward to backward. Where this cannot be (an unreduced loss, class probabilities, a
-backward that is itself differentiated), the rows are tiled with recomputation instead.
+backward that is itself differentiated), the rows are tiled with recomputation instead; and where the sum of weight
+gradients would be most of the memory, the classes are tiled as well (`_class_blocks`).
 """
 
 from __future__ import annotations
@@ -13,55 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memscale.transforms._deferred import Deferred, Recipe, materialize
-from memscale.transforms._projection import Projection
-
-_autograd = torch._C._autograd
-
-
-class Loss:
-    """The settings of one cross entropy, and how a piece of it is computed."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        ranges: list[tuple[int, int]],
-        class_weight: torch.Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-    ) -> None:
-        self.projection: Projection = recipe.projection
-        self.steps = recipe.steps
-        self.ranges = ranges
-        self.class_weight = class_weight
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-
-    def of_logits(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-        """The loss of the rows of `logits`, after the casts and scalings that followed the projection."""
-        for func, args, kwargs in self.steps:
-            logits = func(logits, *args, **kwargs)
-        return F.cross_entropy(
-            logits,
-            target,
-            weight=self.class_weight,
-            ignore_index=self.ignore_index,
-            reduction=reduction,
-            label_smoothing=self.label_smoothing,
-        )
-
-    def of_rows(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The unreduced loss of some rows."""
-        return self.of_logits(self.projection(hidden), target, "none")
-
-    def denominator(self, target: torch.Tensor) -> torch.Tensor:
-        """What ``reduction="mean"`` divides by."""
-        if target.is_floating_point():
-            return torch.tensor(target.shape[0], device=target.device)
-        kept = target != self.ignore_index
-        if self.class_weight is None:
-            return kept.sum()
-        return torch.where(kept, self.class_weight[torch.where(kept, target, 0)], 0).sum()
+from memscale.transforms import _class_blocks as class_blocks
+from memscale.transforms._deferred import Deferred, materialize
+from memscale.transforms._loss import Loss, accumulator, last_backward, without_hooks
 
 
 def cross_entropy(
@@ -90,20 +45,19 @@ def cross_entropy(
     flat_target = target.reshape(hidden.shape[0], -1) if target.is_floating_point() else target.reshape(-1)
     loss = Loss(recipe, recipe.projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
     # Gradients computed in forward are not loss-scaled yet, and those of 16-bit floats with 5-bit exponents underflow.
-    in_forward = reduction != "none" and not target.is_floating_point() and recipe.projection.dtype != torch.float16
-    if not loss.ranges or not in_forward or not recipe.projection.requires_grad or not torch.is_grad_enabled():
-        return _by_rows(loss, hidden, flat_target, reduction).reshape(rows if reduction == "none" else ())
-    return _Scalar.apply(  # type: ignore[no-untyped-call]
-        loss, reduction, hidden, flat_target, *recipe.projection.captured
-    )
-
-
-def _by_rows(loss: Loss, hidden: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The loss by rows tiled with recomputation: for any reduction, and differentiable any number of times."""
-    rows: torch.Tensor = loss.projection.tiling.rows(loss.of_rows)(hidden, target)
-    if reduction == "none":
-        return rows
-    return rows.sum() / loss.denominator(target) if reduction == "mean" else rows.sum()
+    in_forward = reduction != "none" and recipe.projection.dtype != torch.float16
+    differentiated = bool(loss.ranges) and recipe.projection.requires_grad and torch.is_grad_enabled()
+    if not differentiated or target.is_floating_point():
+        value = loss.by_rows(hidden, flat_target, reduction)
+    elif class_blocks.pay(loss):
+        value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
+    elif in_forward:
+        value = _Scalar.apply(  # type: ignore[no-untyped-call]
+            loss, reduction, hidden, flat_target, *recipe.projection.captured
+        )
+    else:
+        value = loss.by_rows(hidden, flat_target, reduction)
+    return value.reshape(rows if reduction == "none" else ())
 
 
 class _Scalar(torch.autograd.Function):
@@ -113,16 +67,17 @@ class _Scalar(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
     ) -> torch.Tensor:
-        scale = 1 / loss.denominator(target) if reduction == "mean" else None
+        # A count divided into 1 has the default type, which may be of 16 bits.
+        wide = accumulator(loss.projection.dtype)
+        scale = 1 / loss.denominator(target).to(wide) if reduction == "mean" else None
         gradients = _Gradients(hidden, [tensor for tensor in captured if tensor.requires_grad])
         run = _linear_piece if loss.projection.linear is not None else _piece
         total: torch.Tensor | None = None
-        # Hooks around the loss (a checkpoint, an offload) are for what outlives it; a piece's residuals do not.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with without_hooks():
             for start, length in loss.ranges:
                 rows = slice(start, start + length)
                 value = run(loss, hidden[rows], target[rows], scale, gradients, rows)
-                total = value.to(_accumulator(value.dtype)) + (0 if total is None else total)
+                total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
                 dtype = value.dtype
         assert total is not None
         gradients.settle()
@@ -135,16 +90,14 @@ class _Scalar(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden, target, *captured = ctx.saved_tensors  # this also checks that none was changed in place since
         if torch.is_grad_enabled():  # this backward will be differentiated: from the start, with a graph
-            inputs = [tensor for tensor in (hidden, *captured) if tensor.requires_grad]
-            value = _by_rows(ctx.loss, hidden, target, ctx.reduction)
-            found = list(torch.autograd.grad(value, inputs, grad, create_graph=True))
-        else:
-            last = not _autograd._get_current_graph_task_keep_graph()
-            found = ctx.gradients.scaled(grad, last=last)
-            if last:
-                # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the
-                # rest of backward, with all that it still holds.
-                ctx.gradients = ctx.loss = None
+            hidden_grad, *rest = ctx.loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            return None, None, hidden_grad, None, *rest
+        last = last_backward()
+        found = ctx.gradients.scaled(grad, last=last)
+        if last:
+            # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the
+            # rest of backward, with all that it still holds.
+            ctx.gradients = ctx.loss = None
         hidden_grad = found.pop(0) if hidden.requires_grad else None
         return None, None, hidden_grad, None, *[found.pop(0) if wanted else None for wanted in ctx.wants]
 
@@ -165,13 +118,13 @@ class _Gradients:
         if index in self._sums:
             self._sums[index].add_(grad)
         else:
-            self._sums[index] = grad.to(_accumulator(grad.dtype))
+            self._sums[index] = grad.to(accumulator(grad.dtype))
 
     def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add ``left @ right`` to the gradient of captured tensor `index`."""
         if index not in self._sums:
             self._sums[index] = torch.zeros(
-                self.captured[index].shape, dtype=_accumulator(left.dtype), device=left.device
+                self.captured[index].shape, dtype=accumulator(left.dtype), device=left.device
             )
         total = self._sums[index]
         if total.dtype == left.dtype:
@@ -189,7 +142,8 @@ class _Gradients:
 
     def settle(self) -> None:
         """Every piece is in: give each gradient the type of its tensor."""
-        self._sums = {index: total.to(self.captured[index].dtype) for index, total in self._sums.items()}
+        for index, tensor in enumerate(self.captured):  # one by one: each sum goes before the next is converted
+            self._sums[index] = self._sums[index].to(tensor.dtype)
 
     def scaled(self, grad: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
         """The gradients times `grad`; `last` allows to change the stored ones."""
@@ -224,8 +178,8 @@ def _linear_piece(
 ) -> torch.Tensor:
     """The same for `F.linear`, whose products go straight into the sums."""
     assert loss.projection.linear is not None
-    weight, bias = loss.projection.linear
-    logits = F.linear(hidden, weight, bias)
+    weight, _ = loss.projection.linear
+    logits = loss.projection.product(hidden)
     with torch.enable_grad():
         value = loss.of_logits(logits.requires_grad_(), target, "sum")
         (grad,) = torch.autograd.grad(value, logits, scale)
@@ -238,11 +192,3 @@ def _linear_piece(
         else:
             gradients.add(index, grad.sum(0))
     return value.detach()
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
