@@ -864,6 +864,35 @@ def plan_tiled_head():
     return dataclasses.replace(training, random_states=1)
 
 
+SELECTIONS = {
+    "max": lambda y: y.max(-1)[0],
+    "median": lambda y: y.median(-1)[0],
+    "topk": lambda y: y.topk(4)[0],
+    "gather": lambda y: y.gather(-1, y.argsort(-1)[:, :3]),
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS)
+def test_the_backward_of_a_selection_scatters_in_place(select):
+    assert_exact(train(Forward(lambda m, y: select(m.one(y)), one=nn.Linear(48, 96)), x(ROWS, 48)))
+
+
+def test_attention_on_strided_heads():
+    def forward(m, y):
+        query, key, value = m.one(y).reshape(4, 33, 3, 2, 24).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    assert_exact(train(Forward(forward, one=nn.Linear(48, 144)), x(4, 33, 48)))
+
+
+def test_a_model_that_decides_by_a_draw_says_so():
+    def forward(m, y):
+        return m.one(y) if torch.rand([]) < 0.5 else m.one(y).exp()
+
+    profile = ms.profile(Forward(forward, one=nn.Linear(8, 8)), x(4, 8), loss=mean)
+    assert any("one draw was taken" in note for note in profile.notes)
+
+
 @case
 def plan_offload():
     return train(_blocks(), x(ROWS, 48), plan={"*": ms.offload(min_bytes=0)})

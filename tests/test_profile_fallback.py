@@ -379,3 +379,15 @@ def test_bad_input_is_one_clear_error(call, message):
     assert len(str(caught.value)) < 700
     after = world(LAYER, tensors=[BATCH])
     assert_same({**before, "torch": None}, {**after, "torch": None})  # the call itself may make a layer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_traced_module_is_refused():
+    model, batch = nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.raises(ms.ConfigError, match="scripted modules: their forward runs in C"):
+        ms.profile(torch.jit.trace(model, batch), batch, loss=lambda y, _: y.sum())
+
+
+def test_a_step_that_fails_on_meta_says_that_it_fails():
+    with pytest.raises(ms.ConfigError, match=r"the step fails: RuntimeError: .*\(2x5 and 4x4\).*Check that the batch"):
+        ms.profile(nn.Linear(4, 4, device="meta"), torch.ones(2, 5), loss=lambda y, _: y.sum())

@@ -21,6 +21,8 @@ CATEGORIES = (
 
 #: A choice among random activations: which expert, which token.
 CHOICE = "choice"
+#: A random number, of which one draw stands for all.
+DRAW = "draw"
 #: One number that stands for a loss, a norm or a flag, such that nothing unusual is seen in it.
 SCALAR = "scalar"
 
@@ -45,7 +47,7 @@ class Block:
         dtype: of that tensor, ``"float32"``.
         path: of the module, or of the parameter, it belongs to.
         known: whether its values are real ones, and not address space.
-        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, or "" for computed ones.
+        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`, or "" for computed ones.
     """
 
     nbytes: int

@@ -116,6 +116,11 @@ class MemoryProfiler:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
         elif plan is not None:
             self.model = transform(model, plan)
+        if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+            raise ConfigError(
+                f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
+                "C++ and cannot be followed; pass the Python module that was scripted or traced"
+            )
         _check_optimizer(self.model, optimizer)
         if loss is not None and not callable(loss):
             raise ConfigError(
@@ -140,6 +145,11 @@ class MemoryProfiler:
             raise
         except Exception as error:  # the model's own, or one that only a simulation provokes: a real step tells which
             reason = f"{type(error).__name__}: {error}"
+            if _is_on_meta(self.model):
+                raise ConfigError(
+                    f"the step fails: {reason}. Check that the batch is what the model is called with; if it does run "
+                    "on a real device, build the model there"
+                ) from error
         return self._measure(step, batch, reason)
 
     def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
@@ -204,6 +214,10 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
             f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
             "build it on this model's parameters"
         )
+
+
+def _is_on_meta(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
 
 
 def _device_type(model: Any) -> str:

@@ -21,7 +21,7 @@ from memscale._errors import ConfigError
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
-from memscale.profiling._ledger import CHOICE, SCALAR, Block, Ledger, OpCall, Phase, Sum
+from memscale.profiling._ledger import CHOICE, DRAW, SCALAR, Block, Ledger, OpCall, Phase, Sum
 from memscale.profiling._roofline import Work, work_of
 from memscale.profiling._shapes import (
     FakeKernels,
@@ -41,6 +41,20 @@ aten = torch.ops.aten
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
+# What stands for values that are not computed, the one that says least about them first.
+_ASSUMED = {
+    SCALAR: "reads a number computed by the step: one without overflow was assumed",
+    CHOICE: "chooses by activations: random ones were assumed",
+    DRAW: "decides by a random number: one draw was taken",
+}
+# Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
+_IN_PLACE_WITHOUT_MODE = {
+    aten.add.Tensor,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.put.default,
+}
 _LARGEST_GUESS = 1 << 22
 _LARGEST_RUN_BYTES = 1 << 30
 
@@ -132,7 +146,7 @@ class Recorder(TorchDispatchMode):
         result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
         self._note(op, result, answer.work, answer.scratch_bytes)
         self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
-        if op is aten.add.Tensor:
+        if op in _IN_PLACE_WITHOUT_MODE:
             self._maybe_in_place(tensors, result)
         elif op is aten._safe_softmax.default:
             self._mask_added_in_place(tensors[0])
@@ -253,7 +267,8 @@ class Recorder(TorchDispatchMode):
 
     def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
         result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
-        self._trust(result, "" if op._opname in _CONSTANTS else _guess(blocks))
+        drawn = torch.Tag.nondeterministic_seeded in op.tags
+        self._trust(result, DRAW if drawn else "" if op._opname in _CONSTANTS else _guess(blocks))
         return result
 
     def _trust(self, result: Any, guess: str) -> None:
@@ -308,11 +323,7 @@ class Recorder(TorchDispatchMode):
         if guess == SCALAR and (self.modules or self.searching or self._reads_often()):
             raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
         where = self._path() or "the step"
-        self.assumptions[
-            f"{op.name()} in {where} chooses by activations: random ones were assumed"
-            if guess == CHOICE
-            else f"{op.name()} in {where} reads a number computed by the step: one without overflow was assumed"
-        ] = None
+        self.assumptions[f"{op.name()} in {where} {_ASSUMED[guess]}"] = None
 
     def _reads_often(self) -> bool:
         """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
@@ -326,9 +337,9 @@ class Recorder(TorchDispatchMode):
     def _maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
         """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
         self._sum = None
-        if len(operands) != 2:
+        if len(operands) < 2:
             return
-        first, second, number = map(self.storages.number, (*operands, total))
+        first, second, number = map(self.storages.number, (*operands[:2], total))
         born = len(self.ledger.events) - 1
         while self.ledger.events[born] != number + 1:  # scratch memory dies after the result is born
             born -= 1
@@ -361,7 +372,7 @@ def _integers_of(real: Any, hollow: Any) -> Any:
 
 def _guess(blocks: list[Block]) -> str:
     guesses = {block.guess for block in blocks}
-    return SCALAR if SCALAR in guesses else CHOICE if CHOICE in guesses else ""
+    return next((guess for guess in _ASSUMED if guess in guesses), "")
 
 
 def _stands_in(tensor: torch.Tensor) -> bool:

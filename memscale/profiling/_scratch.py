@@ -32,6 +32,7 @@ _BATCHED = {
     aten.convolution_backward.default: 2,
     aten.native_batch_norm.default: 1,
     aten.native_batch_norm_backward.default: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
     aten.mse_loss.default: 2,
     aten.smooth_l1_loss.default: 2,
 }
@@ -86,12 +87,21 @@ class CpuScratch:
             return sum(tensor.nbytes for tensor in batched)
         few, more = affordable // 2, affordable
         of_few, of_more = (
-            self._sound(op, (*(tensor[:count] for tensor in batched), *rest), kwargs) for count in (few, more)
+            self._sound(op, (*(tensor[:count] for tensor in batched), *rest), _first(kwargs, samples, count))
+            for count in (few, more)
         )
         return of_few.extended(of_more, (samples - more) / (more - few)).scratch_bytes
 
     def _sound(self, op: OpOverload, args: Any, kwargs: Any) -> Sounding:
         return self._cache.get(op, args, kwargs, lambda: sound(op, args, kwargs))
+
+
+def _first(kwargs: Any, samples: int, count: int) -> Any:
+    """`kwargs` with the first `count` of the samples in tensors that have one entry for each, as a mask may."""
+    return {
+        name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
+        for name, value in kwargs.items()
+    }
 
 
 def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:
