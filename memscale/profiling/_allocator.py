@@ -253,11 +253,6 @@ def _sum_by_role(held: Mapping[int, _Held]) -> dict[str, int]:
     return sums
 
 
-def allocation_events(recording: profile, device: torch.device) -> list[_Event]:
-    """The allocator events of ``device`` in a recording with ``profile_memory=True``, in order of time."""
-    return _read(recording, device)[0]
-
-
 def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[int]]:
     """The allocator events of ``device`` and the start times of backward nodes, both in order of time."""
     assert recording.profiler is not None

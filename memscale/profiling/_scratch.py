@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.profiler import ProfilerActivity, profile
 
-from memscale.profiling._allocator import allocation_events
 from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernel_cache import KernelCache, Sounding
 from memscale.profiling._shapes import replaced, tensors_in, written_by
@@ -44,6 +42,12 @@ _ALWAYS = {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "native_group_norm_b
 }  # fmt: skip
 _SUMS = {"sum", "mean", "var", "var_mean", "std"}  # of 16 bits in 32, of flags in 64
 _HALF = (torch.bfloat16, torch.float16)
+
+
+_profiler: Any = torch.autograd  # PyTorch's stubs do not know these functions
+_RECORD_MEMORY = _profiler.ProfilerConfig(
+    _profiler.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+)
 
 
 class CpuScratch:
@@ -138,9 +142,14 @@ def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
     args, kwargs = replaced(tuple(args), own), replaced(kwargs, own)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
+    _profiler._enable_profiler_legacy(_RECORD_MEMORY)
+    try:
         result = op(*args, **kwargs)
-    changes = tuple(event.nbytes for event in allocation_events(recording, torch.device("cpu")))
+    finally:
+        threads = _profiler._disable_profiler_legacy()
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    changes = tuple(event.cpu_memory_usage() for event in events)
     storages = {tensor.untyped_storage() for tensor in tensors_in((result,), {})}
     returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in given}
     return Sounding(changes, sum(returned.values()))
