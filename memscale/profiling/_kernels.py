@@ -33,7 +33,7 @@ class Kernels:
             return cuda_scratch_bytes(str(op), args, result, self.capability)
         return self._cpu.nbytes(op, args, kwargs, flops)
 
-    def library_bytes(self, op: OpOverload) -> int:
+    def workspace_bytes(self, op: OpOverload) -> int:
         """The workspace that the first operator of this kind leaves allocated for good."""
         return cublas_workspace_bytes(self.capability) if self.is_cuda and op._opname in _PRODUCTS else 0
 

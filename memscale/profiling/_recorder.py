@@ -221,9 +221,9 @@ class Recorder(TorchDispatchMode):
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
         at = len(ledger.ops) - 1
-        if in_backward not in self._threads and (library_bytes := self._kernels.library_bytes(op)):
+        if in_backward not in self._threads and (workspace_bytes := self._kernels.workspace_bytes(op)):
             self._threads.add(in_backward)
-            ledger.birth(Block(library_bytes, at, "workspace", path="cuBLAS"))
+            ledger.birth(Block(workspace_bytes, at, "workspace", path="cuBLAS"))
         scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
         for storage, tensor in new:
             if storage._cdata not in self.storages:
