@@ -390,3 +390,18 @@ def test_a_traced_module_is_refused():
 def test_a_step_that_fails_on_meta_says_that_it_fails():
     with pytest.raises(ms.ConfigError, match=r"the step fails: RuntimeError: .*\(2x5 and 4x4\).*Check that the batch"):
         ms.profile(nn.Linear(4, 4, device="meta"), torch.ones(2, 5), loss=lambda y, _: y.sum())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to probe")
+def test_a_probe_needs_the_device():
+    with pytest.raises(ms.RuntimeUnavailable, match="leave probe out to predict by formulas"):
+        ms.profile(nn.Linear(4, 4), torch.ones(2, 4), loss=lambda y, _: y.sum(), hardware="h100", probe=True)
+
+
+@pytest.mark.cuda
+def test_a_probe_of_the_device():
+    model, batch = nn.Conv2d(16, 32, 3, device="cuda"), torch.ones(4, 16, 64, 64, device="cuda")
+    for probe in (False, True):
+        profile = ms.profile(model, batch, loss=lambda y, _: y.square().mean(), probe=probe)
+        assert profile.method == "static"
+        assert profile.reserved_peak_bytes >= profile.peak_bytes > batch.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.profiling._attention import CudaAttention, replaced
+from memscale.profiling._cuda_probe import CudaProbe
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._scratch import CpuScratch
 from memscale.profiling._workspaces import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
@@ -26,9 +28,14 @@ class Kernels:
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         self._cpu = CpuScratch(probe=probe)
+        self._cuda = CudaProbe() if self.is_cuda and probe else None
 
     def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> int:
         """The bytes that `op`, which does `flops` of arithmetic, allocates and frees again inside one call."""
+        if self._cuda is not None:
+            # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
+            with contextlib.suppress(RuntimeError):
+                return self._cuda.nbytes(op, args, kwargs)
         if self.is_cuda:
             return cuda_scratch_bytes(str(op), args, result, self.capability)
         return self._cpu.nbytes(op, args, kwargs, flops)

@@ -61,8 +61,9 @@ def profile(
         hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
             model's device.
         accumulate: forward and backward passes for each optimizer step.
-        probe: run each kernel once for real on inputs of zeros to see what memory it takes inside, which is otherwise
-            known by formulas; the answers are kept in a cache on disk.
+        probe: run each kernel once for real, on the device and on inputs of zeros, to see what memory it takes inside;
+            otherwise that is known by formulas (CUDA), or asked of the kernels that take much (CPU). Answers of CPU
+            kernels are kept in a cache on disk.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
