@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 Stream = Literal["compute", "out", "in"]
@@ -57,6 +58,13 @@ class Backend(Protocol):
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
         """Give `buffer` back; its bytes are used again only when the events in `after` are done."""
 
+    def map(self, buffer: Buffer) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """The bytes of `buffer` as memory that the CPU reads and writes in place; asked for at most once, before any copy.
+
+        What is written there is what a later copy reads, and the other way round. The array, and tensors made of it,
+        must not be used after `free`. Copies of such a buffer leave as little of it in RAM as the tier allows.
+        """
+
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """A new uint8 tensor on the device, allocated on the compute stream; `like` is an empty one of that device."""
 
@@ -82,6 +90,9 @@ class Backend(Protocol):
 
     def wait(self, event: Event) -> None:
         """Let the compute stream, and so all that the caller does from here on, come after `event`."""
+
+    def synchronize(self, event: Event) -> None:
+        """Let the calling thread come after `event`, as it must before it touches memory that `map` returned."""
 
     def clock(self) -> float:
         """Seconds on the clock of `Event.span`."""
