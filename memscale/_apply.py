@@ -20,6 +20,7 @@ from memscale._functional import copy_tree
 from memscale._plan import Plan, as_plan
 from memscale._transform import Transform, compose
 from memscale.runtime import Runtime
+from memscale.transforms._streamed import Streamed, streamed_in
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
@@ -65,6 +66,7 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     copy, memo = copy_tree(model)
     for module, how in regions:
         _set_forward(memo[id(module)], how.on(runtime))
+    _keep_shared_parameters(copy)
     if regions:
         copy.__dict__["forward"] = SharedRoot(copy, copy.__dict__.get("forward"), _links(model))
     return copy
@@ -77,13 +79,15 @@ def install(model: nn.Module, plan: PlanLike) -> Callable[[], None]:
     before = [(module, dict(module.__dict__)) for module, _ in regions]
     for module, how in regions:
         _set_forward(module, how)
+    _keep_shared_parameters(model)
 
     def undo() -> None:
         for module, attributes in before:
-            if "forward" in attributes:
-                module.__dict__["forward"] = attributes["forward"]
-            else:
-                module.__dict__.pop("forward", None)
+            for name in ("forward", "_apply"):
+                if name in attributes:
+                    module.__dict__[name] = attributes[name]
+                else:
+                    module.__dict__.pop(name, None)
 
     return undo
 
@@ -147,6 +151,47 @@ def _misfit(module: nn.Module, path: str) -> str | None:
 
 def _set_forward(module: nn.Module, how: Transform) -> None:
     module.__dict__["forward"] = how(Forward(module, module.__dict__.get("forward")))
+
+
+def _keep_shared_parameters(model: nn.Module) -> None:
+    """Make regions that stream their parameters leave those alone which modules outside of all of them use too."""
+    regions = {
+        id(module): (module, streamed)
+        for module in model.modules()
+        if (streamed := streamed_in(module.__dict__.get("forward"))) is not None
+    }
+    inside = {id(part) for module, _ in regions.values() for part in module.modules()}
+    outside = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    for module, streamed in regions.values():
+        streamed.resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
+        module.__dict__["_apply"] = Moving(module, streamed)
+
+
+class Moving:
+    """What ``.to()`` and its like call: moves all of a region but the parameters that live elsewhere.
+
+    Region by region, so that a model larger than the device can be moved there too.
+    """
+
+    def __init__(self, module: nn.Module, streamed: Streamed) -> None:
+        self.module = module
+        self.streamed = streamed
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        type(self.module)._apply(self.module, convert, recurse)
+        for parameter in self.module.parameters():
+            if not parameter.is_cpu and not parameter.is_meta:
+                self.streamed.place([parameter], parameter.device)
+        return self.module
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Moving:
+        return Moving(remap(self.module), remap(self.streamed))
 
 
 class Forward:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 class SimulatedStep:
@@ -13,11 +15,22 @@ class SimulatedStep:
     Attributes:
         device_type: of the device that is simulated, whatever the tensors say.
         engines: what moved bytes to other tiers meanwhile, as it counted them.
+        homes: what lives on another tier in the simulation, by storage.
+        away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
+        references: how many tensors refer to a storage for the simulation's own sake.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        away: Callable[[int], torch.Tensor],
+        references: Callable[[torch.UntypedStorage], int],
+    ) -> None:
         self.device_type = device_type
+        self.away = away
+        self.references = references
         self.engines: list[Any] = []
+        self.homes: dict[int, Any] = {}
 
 
 _running: list[SimulatedStep] = []

@@ -15,6 +15,7 @@ from memscale.profiling._cuda_probe import CudaProbe
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._scratch import CpuScratch
 from memscale.profiling._workspaces import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
+from memscale.runtime import home_of
 
 _DEFAULT_CAPABILITY = (8, 0)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -55,6 +56,8 @@ class Kernels:
                 stack.enter_context(replaced("dropout", CudaDropout().drop))
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
-                        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                        # A loop over single tensors where some live on the CPU, as those that are streamed do.
+                        one_device = all(home_of(parameter) is None for parameter in group["params"])
+                        if "foreach" in group and group["foreach"] is None and not group.get("fused") and one_device:
                             group["foreach"] = True  # put back with everything else that the simulation reached
             yield

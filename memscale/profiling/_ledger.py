@@ -48,6 +48,7 @@ class Block:
         path: of the module, or of the parameter, it belongs to.
         known: whether its values are real ones, and not address space.
         guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`, or "" for computed ones.
+        away: whether it lies on another memory tier, and takes up no byte of the device.
     """
 
     nbytes: int
@@ -58,6 +59,7 @@ class Block:
     path: str = ""
     known: bool = False
     guess: str = ""
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True)

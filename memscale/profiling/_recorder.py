@@ -124,6 +124,8 @@ class Recorder(TorchDispatchMode):
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         blocks = [self.storages.block(tensor) for tensor in tensors]
+        # Beside an accelerator, what the CPU computes from its own tensors is its own. On a host, all is RAM.
+        self.storages.away = self._kernels.device_type != "cpu" and bool(blocks) and all(b.away for b in blocks)
         if op is aten.embedding.default and blocks[1].known:
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))

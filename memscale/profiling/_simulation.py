@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from memscale.profiling._kernels import Kernels
 from memscale.profiling._reach import Reach
 from memscale.profiling._recorder import Recorder
 from memscale.transforms._scope import put_back
+from memscale.transforms._streamed import streamed_in
 
 
 class Simulation:
@@ -53,10 +55,11 @@ class Simulation:
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
         self._kernels = kernels
-        self.simulated = SimulatedStep(kernels.device_type)
+        self.simulated = SimulatedStep(kernels.device_type, self._away, self._references)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.reach.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._aliases: Counter[int] = Counter()  # how many of them each storage has
         self.recorder: Recorder
 
     def __enter__(self) -> Simulation:
@@ -69,6 +72,7 @@ class Simulation:
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
+            self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.recorder = Recorder(self._kernels, self._residents())
             stack.callback(self.recorder.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -80,9 +84,10 @@ class Simulation:
                 if not tensor.is_meta:
                     self.recorder.storages.block(tensor)
             stack.enter_context(_reads_checked(self.recorder))
-            stack.enter_context(self._kernels.chosen(self.reach.optimizers))
             stack.enter_context(simulation(self.simulated))
             stack.enter_context(self.recorder)
+            self._send_home()
+            stack.enter_context(self._kernels.chosen(self.reach.optimizers))
         except BaseException:
             stack.close()
             raise
@@ -97,10 +102,30 @@ class Simulation:
         self.recorder.ledger.begin_step()
         step()
         self.mark_gradients()
+        self._forget_former_contents()
+
+    def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:
-            # The step gave the tensor other contents; only the simulation still holds the former.
+            # It was given other contents; only the simulation still holds the former.
             if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
                 self.recorder.storages.gone(alias.untyped_storage())
+
+    def _send_home(self) -> None:
+        """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
+        for module in self.reach.modules:
+            streamed = streamed_in(module.__dict__.get("forward"))
+            if streamed is not None:
+                streamed.place(list(module.parameters()), torch.device("cpu"))
+        self._forget_former_contents()
+
+    def _away(self, nbytes: int) -> torch.Tensor:
+        hollow = self.recorder.hollow
+        tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
+        self.recorder.storages.enter_away(tensor)
+        return tensor
+
+    def _references(self, storage: torch.UntypedStorage) -> int:
+        return self._aliases[storage._cdata]
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""

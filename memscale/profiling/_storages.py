@@ -25,6 +25,7 @@ class Storages:
 
     def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]]) -> None:
         self.ledger = ledger
+        self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self._live: dict[int, int] = {}  # storage -> its block
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -54,11 +55,19 @@ class Storages:
     ) -> int:
         """Record that operator `op` made `storage`, with `tensor` over it."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        number = self.ledger.birth(Block(storage.nbytes(), op, category, tuple(tensor.shape), dtype, path, known))
+        nbytes = 0 if self.away else storage.nbytes()
+        block = Block(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        number = self.ledger.birth(block)
         key = storage._cdata
         self._live[key] = number
         self._deaths[key] = weakref.ref(storage, partial(self._died, key))
         return number
+
+    def enter_away(self, tensor: torch.Tensor) -> None:
+        """Record a storage of a parameter or a gradient that lies on another memory tier."""
+        before, self.away = self.away, True
+        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
+        self.away = before
 
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""

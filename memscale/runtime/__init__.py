@@ -1,8 +1,21 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
 from memscale.runtime._entry import Handle, changed_error, version
+from memscale.runtime._homes import Home, home_of, is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._tiers import check_tier
 
-__all__ = ["Handle", "Runtime", "Stats", "Timeline", "changed_error", "check_tier", "default_runtime", "version"]
+__all__ = [
+    "Handle",
+    "Home",
+    "Runtime",
+    "Stats",
+    "Timeline",
+    "changed_error",
+    "check_tier",
+    "default_runtime",
+    "home_of",
+    "is_movable",
+    "version",
+]

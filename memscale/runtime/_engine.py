@@ -10,10 +10,13 @@ bytes of a storage go when the last handle on one of its views does, on whatever
 
 **Order is a hint.** In which order backward asks is learned from the backward before, and only decides what is loaded
 ahead. A wrong guess costs time, never correctness.
+
+Parameters that live on another tier are `Homes`' matter, which uses the same entries, loads and links.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import warnings
@@ -21,15 +24,18 @@ from collections import deque
 
 import torch
 
-from memscale._errors import TransformError
+from memscale.runtime._ahead import Ahead
+from memscale.runtime._copies import Copies
 from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
-from memscale.runtime._protocol import Backend, Event
+from memscale.runtime._gradients import Gradients
+from memscale.runtime._homes import Homes
+from memscale.runtime._protocol import Backend
+from memscale.runtime._refusals import refuse_where_impossible
+from memscale.runtime._rooms import Rooms
 from memscale.runtime._stats import Counters, Stats, Timeline, add
 
 # How many waiting storages a stash looks at. What the caller holds for long must not make every stash slow.
 _LOOKS = 32
-# A process that never lets go of its last graph must not remember the order of all the graphs it ever had.
-_MOST_HINTS = 1 << 16
 
 
 class Engine:
@@ -37,18 +43,19 @@ class Engine:
 
     Args:
         backend: what does the moving.
-        depth: how many copies may be on their way in each direction; 0 is synchronous. Also how much of the tail of a
-            forward stays on the device, since the first loads of backward would bring it right back.
+        depth: the most copies that may be on their way in each direction for what is asked for later; 0 is
+            synchronous. Loads follow the measured times up to it. Also how much of the tail of a forward stays on the
+            device, since the first loads of backward would bring it right back.
         timeline: where to note copies and waits, or `None`.
     """
 
     def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
         self.backend = backend
         self.depth = depth
-        self.timeline = timeline
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._process = os.getpid()
         self._counters = Counters()
+        self.copies = Copies(backend, self._counters, timeline)
         self._dropped: deque[Entry] = deque()
         self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
         self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
@@ -58,10 +65,12 @@ class Engine:
         self._moved: dict[int, Entry] = {}
         self._count = 0
         self._count_before = 0  # how many moved in the forward before this one
-        self._next: dict[int, int] = {}
-        self._last: int | None = None
+        self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # by the order of the forward
         self._task = -1
         self._warned = False
+        self.rooms = Rooms(self)
+        self.homes = Homes(self)
+        self.gradients = Gradients(self)
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
@@ -72,8 +81,11 @@ class Engine:
         """
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        record = Record(tensor.detach(), version(tensor))
-        with self._lock:
+        with self.lock:
+            handle = self.homes.handle_on(tensor)
+            if handle is not None:
+                return handle
+            record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
             if entry is None:
                 entry = self._by_storage[key] = Entry(self, key, tier, nbytes)
@@ -81,7 +93,8 @@ class Engine:
             entry.records.append(record)
             handle = Handle(entry, len(entry.records) - 1)
             self._look()
-        self._collect()
+            self.copies.pump()
+        self.collect()
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
@@ -90,29 +103,31 @@ class Engine:
         Raises:
             CorrectnessError: it was changed in place after it was stashed.
         """
-        with self._lock:
+        with self.lock:
             tensor = self._fetch(handle)
-        self._collect()
+            self.copies.pump()
+        self.collect()
         return tensor
 
     def look_again(self) -> None:
         """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
-        with self._lock:
+        with self.lock:
             self._look()
-        self._collect()
+        self.collect()
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait until it has arrived."""
-        with self._lock:
+        with self.lock:
             self._look(len(self._waiting))
             while self._leaving:
                 self._retire(self._leaving.popleft())
-        self._collect()
+            self._come_home()
+        self.collect()
 
     def stats(self) -> Stats:
         """What the engine has done, and what it holds now."""
-        self._collect()
-        with self._lock:
+        self.collect()
+        with self.lock:
             return self._counters.frozen(self.backend.high_water_bytes())
 
     # ------------------------------------------------------------------------------------------------------ out
@@ -150,7 +165,7 @@ class Engine:
         if not entry.is_last_keeper():  # it was in the tail, and backward has it
             self._waiting.append(entry)
             return
-        self._refuse_where_impossible(entry)
+        refuse_where_impossible(self._process, entry.live()[0].alias)
         start, stop = hull(records)
         if start == stop:
             return  # views of no elements
@@ -172,25 +187,22 @@ class Engine:
     def _copy_out(self, entry: Entry) -> None:
         assert entry.base is not None
         assert entry.buffer is not None
-        after = (self.backend.record("compute"),)
-        entry.departure = self.backend.copy(entry.base, entry.buffer, "out", after=after)
-        add(self._counters.out_bytes, entry.buffer.tier, entry.nbytes)
-        add(self._counters.live_bytes, entry.buffer.tier, entry.nbytes)
-        if self.timeline is not None:
-            self.timeline.copied("out", entry.buffer.tier, entry.nbytes, entry.departure)
+        # The sooner it is out, the sooner its memory is free.
+        entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0)
+        self.count_live(entry.buffer.tier, entry.nbytes)
 
     def _retire(self, entry: Entry) -> None:
         """Free the device's memory of an entry whose bytes are out."""
         if entry.state is not State.LEAVING:
             return
         assert entry.departure is not None
-        self._wait(entry.departure)
-        while (error := entry.departure.error()) is not None:
+        self.copies.wait(event := entry.departure.need())
+        while (error := event.error()) is not None:
             if not self._try_below(entry):
                 self._keep(entry, error)
                 entry.state, entry.departure = State.BACK, None
                 return
-            self._wait(entry.departure)
+            self.copies.wait(event := entry.departure.need())
         if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
             self.backend.discard(entry.base)
         self._empty(entry)
@@ -216,130 +228,121 @@ class Engine:
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
         self._counters.resident_bytes += entry.nbytes
+        self.warn_of(entry.nbytes, error)
+
+    def warn_of(self, nbytes: int, error: BaseException | None = None) -> None:
+        """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
         if not self._warned:
             self._warned = True
             reason = f"the copy failed ({error})" if error else f"no tier of {list(self.backend.tiers)} has room"
             warnings.warn(
-                f"offload() keeps a tensor of {entry.nbytes} bytes on the device: {reason}. Give the runtime more "
+                f"offload() keeps a tensor of {nbytes} bytes on the device: {reason}. Give the runtime more "
                 "bytes, or move less; this is said once",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def _refuse_where_impossible(self, entry: Entry) -> None:
-        if os.getpid() != self._process:
-            raise TransformError(
-                "offload() was used by the parent process of this forked one, and its copying threads did not come "
-                "along; start workers with the 'spawn' method, or give the model a new runtime in the worker"
-            )
-        alias = entry.live()[0].alias
-        if alias is not None and alias.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise TransformError(
-                "offload() inside a CUDA graph capture: a captured graph replays fixed addresses, and moved tensors "
-                "come back to others; capture without offload(), or offload without capture"
-            )
+    def count_live(self, tier: str, nbytes: int) -> None:
+        """Count `nbytes` more on `tier`, which may be negative."""
+        add(self._counters.live_bytes, tier, nbytes)
 
     # ------------------------------------------------------------------------------------------------------- in
 
     def _fetch(self, handle: Handle) -> torch.Tensor:
         entry, record = handle.entry, handle.record
         record.check()
-        in_backward = self._follow_backward()
+        in_backward = self.follow_backward()
         if record.alias is None and entry.base is None:
-            self._load(entry)
-        if in_backward and entry.ordinal is not None:
+            self.load(entry)
+        if in_backward and entry.home is not None:
+            self.homes.load_ahead(entry.home)
+        elif in_backward and entry.ordinal is not None:
             self._load_ahead(entry.ordinal)
         if record.alias is not None:
             return record.alias
         assert record.layout is not None
-        assert entry.base is not None
-        if entry.arrival is not None:
-            self._arrive(entry)
-        tensor = record.layout.of(entry.base)
+        tensor = record.layout.of(self.arrived(entry))
         record.fetched = in_backward
         if not in_backward or all(record.fetched for record in entry.live()):
-            self._let_go(entry)
+            self.let_go(entry)
         return tensor
 
-    def _arrive(self, entry: Entry) -> None:
-        assert entry.arrival is not None
-        arrival, entry.arrival = entry.arrival, None
-        self._wait(arrival)
-        if (error := arrival.error()) is not None:
-            self._let_go(entry)
-            raise error
+    def arrived(self, entry: Entry) -> torch.Tensor:
+        """The bytes of an entry that was loaded; what the compute stream is given from here on may read them."""
+        assert entry.base is not None
+        if entry.arrival is not None:
+            arrival, entry.arrival = entry.arrival.need(), None
+            self.copies.wait(arrival)
+            if (error := arrival.error()) is not None:
+                self._unload(entry)
+                raise error
+        return entry.base
 
-    def _load(self, entry: Entry) -> None:
+    def load(self, entry: Entry, *, seconds: float = 0.0) -> None:
+        """Ask for the bytes of an entry that is away; they are expected to be needed in `seconds`."""
         assert entry.buffer is not None
         assert entry.like is not None
-        if os.getpid() != self._process:
-            raise TransformError(
-                "a tensor moved by offload() in the parent process was asked for in a forked one; "
-                "run forward and backward in one process"
-            )
+        refuse_where_impossible(self._process, entry.like)
         room = entry.nbytes + -entry.nbytes % ALIGNMENT
         entry.base = self.backend.empty(room, entry.like)
+        # Memory and order are those of now; when the copy itself starts, the link decides.
         after = [self.backend.record("compute")]
         if entry.departure is not None:
-            after.append(entry.departure)
-        entry.arrival = self.backend.copy(entry.buffer, entry.base[: entry.nbytes], "in", after=after)
+            after.append(entry.departure.need())
+        target = entry.base[: entry.nbytes]
+        started = self._ahead.copied if entry.home is None else functools.partial(self.homes.copied, entry.home)
+        entry.arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started)
         entry.state = State.BACK
         self._back[entry] = None
-        add(self._counters.in_bytes, entry.buffer.tier, entry.nbytes)
-        if self.timeline is not None:
-            self.timeline.copied("in", entry.buffer.tier, entry.nbytes, entry.arrival)
 
     def _load_ahead(self, ordinal: int) -> None:
-        if self._last is not None and self._last != ordinal:
-            if len(self._next) >= _MOST_HINTS:
-                self._next.clear()
-            self._next[self._last] = ordinal
-        self._last = ordinal
-        for _ in range(self.depth):
-            ordinal = self._next.get(ordinal, ordinal - 1)
+        self._ahead.asked(ordinal, at=self.backend.record("compute"))
+        for ordinal, seconds in self._ahead.upcoming():
             candidate = self._moved.get(ordinal)
             if candidate is not None and candidate.state is State.AWAY and candidate.live():
                 try:
-                    self._load(candidate)
+                    self.load(candidate, seconds=seconds)
                 except torch.OutOfMemoryError:  # it may well fit once it is needed
                     return
 
-    def _let_go(self, entry: Entry) -> None:
+    def let_go(self, entry: Entry) -> None:
         """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
-        if entry.state is not State.BACK or entry.buffer is None:
+        if entry.state is not State.BACK or entry.buffer is None or entry.uses:
             return
         if entry.arrival is not None:
-            self._wait(entry.arrival)
+            self.copies.no_longer(entry.arrival)
             entry.arrival = None
+        self._unload(entry)
+
+    def _unload(self, entry: Entry) -> None:
         self._empty(entry)
         self._back.pop(entry, None)
 
-    def _follow_backward(self) -> bool:
+    def follow_backward(self) -> bool:
         """Whether autograd is running backward here; arranges to hear of its end."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return False
         if task != self._task:
             self._task = task
-            self._last = None
+            self._ahead.begin()
+            self._come_home()  # after a backward that an exception ended
+            self.homes.ahead.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 
     def _end_backward(self) -> None:
         """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
-        with self._lock:
+        with self.lock:
             self._task = -1
             for entry in list(self._back):
-                self._let_go(entry)
-        self._collect()
+                self.let_go(entry)
+            self._come_home()
+        self.collect()
 
-    def _wait(self, event: Event) -> None:
-        start = self.backend.clock()
-        self.backend.wait(event)
-        stop = self.backend.clock()
-        self._counters.exposed_seconds += stop - start
-        if self.timeline is not None and stop > start:
-            self.timeline.waited(start, stop)
+    def _come_home(self) -> None:
+        self.gradients.end_backward()
+        self.homes.end_backward()
 
     # ----------------------------------------------------------------------------------------------- letting go
 
@@ -348,33 +351,39 @@ class Engine:
         if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
             return
         self._dropped.append(entry)
-        self._collect()
+        self.collect()
 
-    def _collect(self) -> None:
-        """Close the entries whose last handle has gone."""
-        while self._dropped:
+    def collect(self) -> None:
+        """Close the entries whose last handle has gone, and give back the homes of parameters that are no more."""
+        while self._dropped or self.rooms.over:
             # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
             # that interrupted the holder.
-            if not self._lock.acquire(blocking=False):
+            if not self.lock.acquire(blocking=False):
                 return
             try:
                 while self._dropped:
                     self._close(self._dropped.popleft())
+                self.rooms.collect()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def _close(self, entry: Entry) -> None:
         if entry.live():
             if entry.state is State.BACK and all(record.fetched for record in entry.live()):
-                self._let_go(entry)
+                self.let_go(entry)
+            return
+        if entry.home is not None:  # its bytes are the parameter's, and stay
+            entry.records.clear()
+            self.let_go(entry)
             return
         if entry.state is State.DEVICE:
             if self._by_storage.pop(entry.key, None) is None:
                 return
             if entry.ordinal is None:
                 self._counters.held_bytes += entry.nbytes
-        if entry.base is not None and (event := entry.arrival or entry.departure) is not None:
-            self._wait(event)  # before the device's memory goes to someone else
+        for copy in (entry.arrival, entry.departure):
+            if entry.base is not None and copy is not None:
+                self.copies.no_longer(copy)
         self._empty(entry)
         if entry.buffer is not None:
             self._free_buffer(entry)
@@ -385,7 +394,7 @@ class Engine:
 
     def _free_buffer(self, entry: Entry) -> None:
         assert entry.buffer is not None
-        after = [event for event in (entry.departure, entry.arrival) if event is not None]
-        add(self._counters.live_bytes, entry.buffer.tier, -entry.nbytes)
+        after = [copy.event for copy in (entry.departure, entry.arrival) if copy is not None and copy.event is not None]
+        self.count_live(entry.buffer.tier, -entry.nbytes)
         self.backend.free(entry.buffer, after=after)
         entry.buffer = None

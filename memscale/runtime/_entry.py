@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from memscale._errors import CorrectnessError
-from memscale.runtime._protocol import Buffer, Event
+from memscale.runtime._link import Copy
+from memscale.runtime._protocol import Buffer
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
+    from memscale.runtime._homes import Home
 
 # What moves starts at a multiple of this in its storage, as it does when it comes back: kernels choose their path, and
 # with it the order of sums, by alignment. It is also what makes any dtype's view of the bytes possible.
@@ -119,6 +121,7 @@ class Entry:
         "buffer",
         "departure",
         "engine",
+        "home",
         "key",
         "like",
         "nbytes",
@@ -126,6 +129,7 @@ class Entry:
         "records",
         "state",
         "tier",
+        "uses",
     )
 
     def __init__(self, engine: Engine, key: int, tier: str, nbytes: int) -> None:
@@ -139,8 +143,10 @@ class Entry:
         self.buffer: Buffer | None = None
         self.base: torch.Tensor | None = None  # all its bytes, on the device
         self.like: torch.Tensor | None = None
-        self.departure: Event | None = None
-        self.arrival: Event | None = None
+        self.departure: Copy | None = None
+        self.arrival: Copy | None = None
+        self.home: Home | None = None  # the parameter whose bytes these are; they are always away
+        self.uses = 0  # running regions that have it on the device
 
     def live(self) -> list[Record]:
         """The records whose handles are alive."""
@@ -188,9 +194,9 @@ def changed_error(dtype: torch.dtype, size: torch.Size, now: int, expected: int)
     )
 
 
-def is_unshared(tensor: torch.Tensor) -> bool:
-    """Whether nothing but `tensor` refers to its storage."""
-    return _references(tensor.untyped_storage()._cdata) == 1
+def is_unshared(tensor: torch.Tensor, *, besides: int = 0) -> bool:
+    """Whether nothing but `tensor`, and as many others as are known, refers to its storage."""
+    return _references(tensor.untyped_storage()._cdata) == 1 + besides
 
 
 def _references(storage: int) -> int:

@@ -129,7 +129,7 @@ class Runtime:
         with self._lock:
             self._timeline = timeline
             for engine in self._engines.values():
-                engine.timeline = timeline
+                engine.copies.timeline = timeline
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         step = simulating()

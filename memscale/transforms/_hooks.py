@@ -19,12 +19,14 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _RECOMPUTING = ("memscale.transforms._recompute", "torch.utils.checkpoint")
 
 
-def hooks_here(runtime: Runtime | None, tier: str, min_bytes: int | None) -> Hooks | None:
+def hooks_here(
+    runtime: Runtime | None, tier: str, min_bytes: int | None, kind: type[Hooks] | None = None
+) -> Hooks | None:
     """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if outer is not None and getattr(outer[1], "__module__", None) in _RECOMPUTING:
         return None
-    return Hooks(runtime or default_runtime(), tier, min_bytes, outer)
+    return (kind or Hooks)(runtime or default_runtime(), tier, min_bytes, outer)
 
 
 class Hooks:
@@ -83,6 +85,20 @@ class Hooks:
                 "only; leave the module that makes it out of the region"
             )
         # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
+        return self._keep(tensor)
+
+
+class StreamedHooks(Hooks):
+    """Hooks that know parameters which live on another tier, and leave everything else where it is."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """See `Hooks.pack`."""
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            engine = self._runtime.engine(tensor)
+            with unseen(), engine.lock:
+                handle = engine.homes.handle_on(tensor)
+            if handle is not None:
+                return handle
         return self._keep(tensor)
 
 

@@ -16,6 +16,7 @@ from memscale._value import factory
 from memscale.runtime import Runtime, check_tier
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import hooks_here
+from memscale.transforms._streamed import Streamed
 
 _autograd = torch._C._autograd
 
@@ -32,7 +33,7 @@ class Offload(Transform):
     min_bytes: int | None = None
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return Offloaded(fn, self)
+        return Streamed(fn, self) if self.what == "params" else Offloaded(fn, self)
 
 
 class Offloaded:
@@ -107,12 +108,10 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
 
     Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks" (2016), section III.
     """
-    if what == "params":
+    if what not in ("activations", "params"):
         raise ConfigError(
-            "offload(what='params') is planned and not part of this version; what='activations' is, and is the default"
+            f"offload(what={what!r}) must be 'activations', what autograd saves, or 'params', the region's parameters"
         )
-    if what != "activations":
-        raise ConfigError(f"offload(what={what!r}) must be 'activations', the only thing that this version moves")
     check_tier("offload(tier=...)", tier)
     if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
         raise ConfigError(f"offload(min_bytes={min_bytes!r}) must be an int of at least 0, or None for the runtime's")

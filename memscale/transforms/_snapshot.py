@@ -9,7 +9,7 @@ candidate and learns which ones it changes (`Habits`); later runs copy those onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from memscale._simulating import simulating
 from memscale.transforms._environment import Environment
 from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Scope, holds, read, write
+from memscale.transforms._streamed import on_device_again, stands_for_home
 from memscale.transforms._unseen import unseen
 
 K = TypeVar("K")
@@ -58,7 +59,7 @@ class Snapshot:
             {
                 (position, key): tensor
                 for position, key, tensor in scope.tensors
-                if ((position, key) in habits.places if habits else not isinstance(tensor, nn.Parameter))
+                if ((position, key) in habits.places if habits else not _is_parameter(tensor))
             }
         )
         self.replaced: dict[int, torch.Tensor] = _copies(
@@ -162,13 +163,15 @@ class Snapshot:
         touched = {position for position, _ in renewed}
         before: list[Content] = []
         undo: list[Callable[[], Any]] = []
+        streamed = ExitStack()
         try:
+            arrived = streamed.enter_context(on_device_again([tensor for _, _, tensor in scope.tensors]))
             for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
                 if position not in touched and holds(place, content):
                     before.append(content)
                     continue
                 before.append(read(place))
-                write(place, self._content_for_rerun(position, renewed))
+                write(place, self._content_for_rerun(position, renewed, arrived))
             self._environment.enter(undo)
             with _RefuseChanged(changed) if changed else nullcontext():
                 yield
@@ -178,13 +181,18 @@ class Snapshot:
             for place, content in zip(scope.places, before, strict=False):
                 if not holds(place, content):
                     write(place, content)
+            streamed.close()
 
-    def _content_for_rerun(self, position: int, renewed: dict[Key, torch.Tensor]) -> Content:
+    def _content_for_rerun(
+        self, position: int, renewed: dict[Key, torch.Tensor], arrived: dict[int, torch.Tensor]
+    ) -> Content:
         content = self._scope.contents[position].copy()
         present = read(self._scope.places[position])
         for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
             if (clone := renewed.get((position, key))) is not None:
                 content[key] = clone.requires_grad_(then.requires_grad)
+            elif id(then) in arrived:
+                content[key] = arrived[id(then)]
             elif _is_sharded(then) and isinstance(present, dict):
                 # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
                 content[key] = present.get(key, then)
@@ -241,6 +249,10 @@ def _copies(originals: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
         return {}
     with unseen(), torch.no_grad():
         return {key: tensor.clone() for key, tensor in originals.items()}
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or stands_for_home(tensor)
 
 
 def _is_sharded(tensor: Any) -> bool:

@@ -1,0 +1,107 @@
+"""Gradients of parameters that live on another tier, on their way there."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from memscale.runtime._link import Copy
+from memscale.runtime._rooms import shaped
+
+if TYPE_CHECKING:
+    from memscale.runtime._engine import Engine
+
+_CPU = torch.device("cpu")
+
+
+class _Gradient:
+    """One of them: its bytes on the device, until they are out, and where they go."""
+
+    __slots__ = ("copy", "source", "target")
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> None:
+        self.source: torch.Tensor | None = source
+        self.target = target
+        self.copy = copy
+
+
+class Gradients:
+    """The gradients that one engine moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._leaving: deque[_Gradient] = deque()
+        self._arriving: dict[int, _Gradient] = {}  # by the storage on the tier
+
+    def send(self, parameter: torch.Tensor | None, tier: str, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` as a tensor where `parameter` lives; its values are there after `received`."""
+        engine = self._engine
+        if parameter is None or torch.is_grad_enabled() or not _is_plain(gradient, parameter):
+            return gradient.to(_CPU)
+        if gradient.stride() != parameter.stride():
+            ordered = torch.empty_strided(
+                parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
+            )
+            gradient = ordered.copy_(gradient)
+        with engine.lock:
+            engine.follow_backward()
+            found = engine.rooms.take(gradient.nbytes, tier)
+            if found is None:
+                engine.warn_of(gradient.nbytes)
+                return gradient.to(_CPU)
+            room, target = found
+            source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
+            # Nobody asks for it before the end of backward: whatever else leaves the device goes first.
+            copy = engine.copies.ask_out(source, room.buffer, seconds=math.inf)
+            room.copies.append(copy)
+            leaving = self._arriving[target.untyped_storage()._cdata] = _Gradient(source, target, copy)
+            self._leaving.append(leaving)
+            while len(self._leaving) > engine.depth:
+                self._retire(self._leaving.popleft())
+        engine.collect()
+        return shaped(target, parameter)
+
+    def received(self, gradient: torch.Tensor) -> None:
+        """Wait until the values of what `send` returned are there; any other tensor has its values."""
+        with self._engine.lock:
+            arriving = self._arriving.pop(gradient.untyped_storage()._cdata, None)
+            if arriving is None:
+                return
+            if arriving.source is not None:
+                self._leaving.remove(arriving)
+                self._retire(arriving)
+        self._engine.backend.synchronize(arriving.copy.need())
+
+    def end_backward(self) -> None:
+        """Let everything arrive. The engine's lock is held.
+
+        After a backward nothing is under way, unless it ended with an exception.
+        """
+        while self._leaving:
+            self._retire(self._leaving.popleft())
+        for gradient in self._arriving.values():
+            self._engine.backend.synchronize(gradient.copy.need())
+        self._arriving.clear()
+
+    def _retire(self, gradient: _Gradient) -> None:
+        """Free the device's memory of a gradient, which the compute stream may use from here on."""
+        assert gradient.source is not None
+        event = gradient.copy.need()
+        self._engine.copies.wait(event)
+        if event.error() is not None:
+            gradient.target.copy_(gradient.source)
+        gradient.source = None
+
+
+def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether `gradient` is an array like `parameter`, and no stand-in for several of them, as under `vmap`."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(gradient)
+        and gradient.dtype == parameter.dtype
+        and gradient.size() == parameter.size()
+    )

@@ -1,0 +1,311 @@
+"""Parameters that live on another tier: on the device while a region runs, and again while its backward does.
+
+A parameter at *home* is an ordinary CPU tensor, the same `nn.Parameter` object as before over memory of another tier.
+An optimizer, a `state_dict` or a printout work on it as on any other. Its bytes on the device are those of an `Entry`
+that is always away and may be loaded any number of times; its gradient goes where it lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale._simulating import simulating
+from memscale.runtime._ahead import Ahead
+from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, is_unshared, version
+from memscale.runtime._protocol import Event
+from memscale.runtime._rooms import Room, shaped
+
+if TYPE_CHECKING:
+    from memscale.runtime._engine import Engine
+
+# What a region asks for at once: the numbers of its homes.
+Group = tuple[int, ...]
+_numbers = itertools.count()
+# By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
+_at_home: dict[int, Home] = {}
+
+
+class Home:
+    """Where a parameter lives."""
+
+    __slots__ = ("__weakref__", "entry", "group", "layout", "loaded", "number", "parameter", "tickets")
+
+    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
+        self.number = next(_numbers)
+        self.parameter = weakref.ref(parameter)
+        self.entry = entry
+        self.layout = layout
+        self.group: Group = (self.number,)
+        self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
+        self.tickets = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it comes to."""
+        assert self.entry.like is not None
+        return self.entry.like.device
+
+    def version(self) -> int:
+        """The version counter of the parameter."""
+        parameter = self.parameter()
+        return -1 if parameter is None else version(parameter)
+
+
+class Ticket:
+    """Held by each node of a graph that a parameter came to the device through, as long as the node exists."""
+
+    __slots__ = ("home",)
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        home.tickets += 1
+
+    def __del__(self) -> None:
+        self.home.tickets -= 1
+
+
+class HomeRecord(Record):
+    """A parameter, or a view of one, that autograd saved while it was on the device."""
+
+    __slots__ = ("_contents", "_home")
+
+    def __init__(self, home: Home, contents: torch.Tensor, layout: Layout, version: int) -> None:
+        super().__init__(contents, version)
+        self.alias = None
+        self.layout = layout
+        self._home = home
+        self._contents = contents  # autograd would keep the parameter's memory too, should it get another one
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        assert self.layout is not None
+        if self._home.parameter() is not None and (now := self._home.version()) != self.version:
+            raise changed_error(self.layout.dtype, self.layout.size, now, self.version)
+
+
+def home_of(parameter: torch.Tensor) -> Home | None:
+    """Where `parameter` lives, if it is not where it was made."""
+    home = _registry().get(parameter.untyped_storage()._cdata)
+    return home if home is not None and home.parameter() is parameter else None
+
+
+class Homes:
+    """The parameters that one engine moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.ahead: Ahead[Group] = Ahead(engine.depth, guess=lambda group: self._before.get(group))
+        self._engine = engine
+        self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
+        self._before: dict[Group, Group] = {}  # the order of the forward, backwards
+        self._last: Group | None = None
+        self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+        self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
+        self._reading: dict[Home, Event] = {}
+
+    # ---------------------------------------------------------------------------------------------------- placing
+
+    def place(self, parameter: torch.Tensor, tier: str, like: torch.Tensor) -> Home | None:
+        """Give `parameter` a home on `tier`, or the next below with room; `None` where it has to stay.
+
+        Its bytes are equal afterwards, and its version counter is the same. It stays where something else refers to
+        its memory, which moving it would not free, and where no tier has room.
+        """
+        if not is_movable(parameter):
+            return None
+        engine = self._engine
+        with engine.lock:
+            found = engine.rooms.take(parameter.nbytes, tier)
+            if found is None:
+                engine.warn_of(parameter.nbytes)
+                return None
+            room, contents = found
+            data = shaped(contents, parameter)
+            gradient, parameter.grad = parameter.grad, None
+            with torch.no_grad():
+                data.copy_(parameter)
+                parameter.data = data
+                parameter.grad = None if gradient is None else gradient.to(data.device)
+            entry = Entry(engine, data.untyped_storage()._cdata, tier, parameter.nbytes)
+            entry.state, entry.buffer, entry.like = State.AWAY, room.buffer, like.new_empty(0, dtype=torch.uint8)
+            layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
+            home = entry.home = Home(parameter, entry, layout)
+            registry = _registry()
+            self._homes[home.number] = registry[entry.key] = home
+            weakref.finalize(data.untyped_storage(), self._over, registry, home, room).atexit = False
+            return home
+
+    def _over(self, registry: dict[int, Home], home: Home, room: Room) -> None:
+        """Called at the end of a home's storage, which may be at any moment; another may get its address next."""
+        del registry[home.entry.key]
+        self._reading.pop(home, None)
+        if home.entry.arrival is not None:
+            room.copies.append(home.entry.arrival)
+        self._engine.drop(home.entry)
+
+    # --------------------------------------------------------------------------------------- to the device and back
+
+    def enter(self, homes: Sequence[Home]) -> list[torch.Tensor]:
+        """The parameters on the device, for a region that runs now, until `leave`."""
+        engine, group = self._engine, tuple([home.number for home in homes])
+        with engine.lock:
+            for home in homes:
+                home.group = group
+                self._ask(home, 0.0)
+                home.entry.uses += 1
+            if engine.follow_backward():  # a region that runs again for its backward
+                self._note_backward(group)
+            else:
+                self._note_forward(group)
+            try:
+                tensors = [home.layout.of(engine.arrived(home.entry)) for home in homes]
+            except BaseException:
+                self._leave(homes, stay=False)
+                raise
+            for home, tensor in zip(homes, tensors, strict=True):
+                self._loaded[tensor.untyped_storage()._cdata] = home
+        return tensors
+
+    def leave(self, homes: Sequence[Home]) -> None:
+        """The region has run. Its parameters leave the device, unless backward asks for them first of all."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        with self._engine.lock:
+            group = homes[0].group if homes else ()
+            stay = torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self.ahead.first == group
+            self._leave(homes, stay=stay)
+            # The caller may change a parameter from here on, also in ways that no version counter sees.
+            self._finish_reading(homes)
+        self._engine.collect()
+
+    def _leave(self, homes: Sequence[Home], *, stay: bool) -> None:
+        for home in homes:
+            entry = home.entry
+            entry.uses -= 1
+            if entry.uses == 0:
+                if entry.base is not None:
+                    self._loaded.pop(entry.base.untyped_storage()._cdata, None)
+                    self._bring_changes(home, entry.base)
+                if not stay:
+                    self._engine.let_go(entry)
+
+    def handle_on(self, tensor: torch.Tensor) -> Handle | None:
+        """A handle on `tensor` if it is a parameter on the device, or a view of one. The engine's lock is held."""
+        home = self._loaded.get(tensor.untyped_storage()._cdata)
+        parameter = None if home is None else home.parameter()
+        if home is None or parameter is None:
+            return None
+        layout = Layout(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        entry = home.entry
+        changes = version(tensor) - home.loaded[1]  # which come home when the region leaves
+        entry.records.append(HomeRecord(home, parameter.detach(), layout, version(parameter) + changes))
+        return Handle(entry, len(entry.records) - 1)
+
+    def _bring_changes(self, home: Home, base: torch.Tensor) -> None:
+        """A region may change its parameters in place, as an embedding with `max_norm` does."""
+        parameter, changes = home.parameter(), version(base) - home.loaded[1]
+        if parameter is None or changes == 0:
+            return
+        before = version(parameter)
+        with torch.no_grad():
+            parameter.copy_(home.layout.of(base))
+        torch._C._autograd._unsafe_set_version_counter((parameter,), (before + changes,))
+        home.loaded = (before + changes, version(base))
+
+    # ------------------------------------------------------------------------------------------------ loading ahead
+
+    def _ask(self, home: Home | None, seconds: float) -> None:
+        if home is None:  # gone since the pass before
+            return
+        entry, now = home.entry, home.version()
+        if entry.state is State.BACK and home.loaded[0] != now:  # loaded ahead, and changed since
+            self._engine.let_go(entry)
+        if entry.state is State.AWAY:
+            self._engine.load(entry, seconds=seconds)
+            assert entry.base is not None
+            home.loaded = (now, version(entry.base))
+
+    def load_ahead(self, home: Home) -> None:
+        """Backward asks for `home`, and soon for the rest of its group, and for the groups that come after."""
+        self._note_backward(home.group)
+
+    def _note_forward(self, group: Group) -> None:
+        if self._last is not None and self._last != group:
+            self._before[group] = self._last
+        self._last = group
+        self._forward.asked(group, at=self._engine.backend.record("compute"))
+        for later, seconds in self._forward.upcoming():
+            self._ask_all(later, seconds, saved=False)
+
+    def _note_backward(self, group: Group) -> None:
+        if self.ahead.asked(group, at=self._engine.backend.record("compute")):
+            self._ask_all(group, 0.0, saved=True)
+        for later, seconds in self.ahead.upcoming():
+            self._ask_all(later, seconds, saved=True)
+
+    def _ask_all(self, group: Group, seconds: float, *, saved: bool) -> None:
+        for number in group:
+            home = self._homes.get(number)
+            if home is None or (saved and not home.entry.live()):
+                continue
+            try:
+                self._ask(home, seconds)
+            except torch.OutOfMemoryError:  # it may well fit once it is needed
+                return
+
+    def copied(self, home: Home, event: Event) -> None:
+        """A copy of a home's bytes to the device was started."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        (self.ahead if in_backward else self._forward).copied(event)
+        self._reading[home] = event
+
+    def end_backward(self) -> None:
+        """The CPU may change any parameter from here on. The engine's lock is held."""
+        self._finish_reading(list(self._reading))
+
+    def _finish_reading(self, homes: Iterable[Home]) -> None:
+        """Wait until the CPU may change these parameters."""
+        for home in homes:
+            if (event := self._reading.pop(home, None)) is not None:
+                self._engine.backend.synchronize(event)
+
+
+def _registry() -> dict[int, Home]:
+    step = simulating()
+    return _at_home if step is None else step.homes
+
+
+def is_movable(parameter: torch.Tensor) -> bool:
+    """Whether moving `parameter` frees its memory, and disturbs nobody."""
+    if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
+        return False
+    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
+        return False
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
+        return False
+    if parameter.is_cpu and storage.is_shared():  # with other processes
+        return False
+    step = simulating()
+    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

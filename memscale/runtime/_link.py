@@ -1,0 +1,91 @@
+"""One direction of the link to the device: who may copy next."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+from memscale.runtime._protocol import Event
+
+# A stream that has the next copy queued behind the present one never runs dry. More of them only stand in the way of
+# what turns out to be needed first: a copy that a stream was given cannot be overtaken any more.
+_WINDOW = 2
+
+
+class Copy:
+    """A copy that was asked for; it has an event once its stream was given it."""
+
+    __slots__ = ("_link", "event", "start")
+
+    def __init__(self, link: Link, start: Callable[[], Event]) -> None:
+        self._link = link
+        self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
+        self.event: Event | None = None
+
+    def need(self) -> Event:
+        """Its event; it starts now, before all that waits."""
+        if self.event is None:
+            self._link.start(self)
+        assert self.event is not None
+        return self.event
+
+    def give_up(self) -> bool:
+        """Forget it, since nobody needs it any more; `False` where it has started and must be waited for."""
+        self.start = None
+        return self.event is None
+
+
+class Link:
+    """Shares one direction between all that is copied in it: the earliest deadline goes first.
+
+    Activations, parameters and gradients are asked for long before they are needed. Few copies at a time go to the
+    stream, and the others wait here, where one that is needed at once overtakes them.
+
+    >>> class Done:
+    ...     def done(self): return False
+    >>> link, started = Link(window=1), []
+    >>> def copy(name):
+    ...     return lambda: (started.append(name), Done())[1]
+    >>> first, late, soon = (link.ask(copy(name), deadline=when) for name, when in [("a", 0), ("late", 9), ("soon", 5)])
+    >>> started
+    ['a']
+    >>> _ = late.need()
+    >>> started
+    ['a', 'late']
+    """
+
+    def __init__(self, window: int = _WINDOW) -> None:
+        self._window = window
+        self._waiting: list[tuple[float, int, Copy]] = []
+        self._under_way: deque[Event] = deque()
+        self._count = 0
+
+    def ask(self, start: Callable[[], Event], *, deadline: float) -> Copy:
+        """A copy that `start` gives to the stream, at the latest when it is needed.
+
+        Args:
+            start: queues the copy and returns its event.
+            deadline: when it is expected to be needed, in seconds of the backend's clock.
+        """
+        copy = Copy(self, start)
+        heapq.heappush(self._waiting, (deadline, self._count, copy))
+        self._count += 1
+        self.pump()
+        return copy
+
+    def pump(self) -> None:
+        """Start what may start. Called whenever the engine is."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        while self._waiting and len(self._under_way) < self._window:
+            _, _, copy = heapq.heappop(self._waiting)
+            if copy.start is not None:
+                self.start(copy)
+
+    def start(self, copy: Copy) -> None:
+        """Start `copy`, whatever waits."""
+        start, copy.start = copy.start, None
+        assert start is not None, "a copy that was given up is not needed"
+        copy.event = start()
+        self._under_way.append(copy.event)

@@ -1,0 +1,60 @@
+"""Memory of another tier that the CPU works on in place, under tensors of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from memscale._simulating import simulating
+from memscale.runtime._link import Copy
+from memscale.runtime._protocol import Buffer
+
+if TYPE_CHECKING:
+    from memscale.runtime._engine import Engine
+
+
+class Room:
+    """Bytes of a tier with tensors over them, given back once nothing refers to the tensors' storage."""
+
+    __slots__ = ("buffer", "copies")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.copies: list[Copy] = []  # what may be under way when nothing refers to it any more
+
+
+class Rooms:
+    """The rooms of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Storages end at any moment, also while the engine's lock is held: what they leave is collected later.
+        self.over: deque[Room] = deque()
+
+    def take(self, nbytes: int, tier: str) -> tuple[Room, torch.Tensor] | None:
+        """Bytes on `tier` or the next below, and a uint8 CPU tensor over them; `None` where no tier has room."""
+        backend, step = self._engine.backend, simulating()
+        buffer = backend.allocate(nbytes, tier)
+        if buffer is None:
+            return None
+        contents = torch.from_numpy(backend.map(buffer)) if step is None else step.away(nbytes)
+        self._engine.count_live(buffer.tier, nbytes)
+        room = Room(buffer)
+        weakref.finalize(contents.untyped_storage(), self.over.append, room).atexit = False
+        return room, contents
+
+    def collect(self) -> None:
+        """Give back the rooms that are over. The engine's lock is held."""
+        while self.over:
+            room = self.over.popleft()
+            after = [copy.event for copy in room.copies if not copy.give_up() and copy.event is not None]
+            self._engine.count_live(room.buffer.tier, -room.buffer.nbytes)
+            self._engine.backend.free(room.buffer, after=after)
+
+
+def shaped(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The bytes as a tensor of the type, shape and strides of `like`."""
+    return contents.view(like.dtype).as_strided(like.size(), like.stride()).detach()

@@ -1,0 +1,246 @@
+"""`offload(what="params")`: a region whose parameters live on another tier and come to the device to be used.
+
+While the region runs, each of its parameters is replaced, where the region finds it, by a tensor on the device. In the
+graph that is the result of two nodes. The first, on the device, sends the gradient home; the second, on the CPU, waits
+for it and hands it to the parameter. What autograd saves of it is a handle, which brings it back for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale import _tree
+from memscale.runtime import Home, Runtime, changed_error, default_runtime, home_of, is_movable, version
+from memscale.transforms import _functorch
+from memscale.transforms._hooks import StreamedHooks, hooks_here
+from memscale.transforms._scope import Scope, read, write
+from memscale.transforms._unseen import unseen
+
+_autograd = torch._C._autograd
+_HOME = "_memscale_home"  # on a tensor that stands for a parameter: where that lives, and the version it had
+
+
+class Streamed:
+    """A function whose parameters live on another tier. Copies and pickles with the function it holds.
+
+    Attributes:
+        resident: parameters that stay where they are, since others outside of every such region use them too.
+    """
+
+    def __init__(self, fn: Callable[..., Any], how: Any, runtime: Runtime | None = None) -> None:
+        self.fn = fn
+        self.how = how
+        self.runtime = runtime
+        self.resident: tuple[nn.Parameter, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope = Scope(self.fn)
+        device = _device(scope, _tree.tensors((args, kwargs)))
+        if device is None:
+            return self.fn(*args, **kwargs)
+        with unseen():
+            homes, strays = self._find(scope, device)
+        with ExitStack() as stack:
+            stand_ins = stack.enter_context(_on_device(homes))
+            # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
+            if homes and torch.is_grad_enabled() and not _functorch.active() and not _functorch.inside_region():
+                stack.enter_context(_saved_by(hooks_here(self.runtime, self.how.tier, None, StreamedHooks)))
+            stand_ins |= {id(stray): stray.to(device) for stray in strays}
+            stack.enter_context(_replaced(scope, stand_ins))
+            return self.fn(*args, **kwargs)
+
+    def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
+        """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
+        runtime = self.runtime or default_runtime()
+        like = torch.empty(0, dtype=torch.uint8, device=device)
+        least = runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
+        staying = set(map(id, self.resident))
+        homes = []
+        for parameter in parameters:
+            home = home_of(parameter)
+            movable = parameter.nbytes >= least and id(parameter) not in staying and is_movable(parameter)
+            if home is None and movable:
+                home = runtime.engine(like).homes.place(parameter, self.how.tier, like)
+            if home is not None:
+                homes.append(home)
+        return homes
+
+    def _find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
+        """The parameters with a home, and those that are on another device for another reason."""
+        own = {id(tensor): tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter}
+        if _functorch.active() or _functorch.inside_region():
+            own = {}  # a recompute there has made them arguments
+        homes = [home for home in self.place(list(own.values()), device) if home.device == device]
+        found = {id(home.parameter()) for home in homes}
+        members = {id(module._parameters) for module in scope.modules}
+        strays = {
+            id(tensor): tensor
+            for position, _, tensor in scope.tensors
+            if id(scope.places[position]) in members and id(tensor) not in found and tensor.device != device
+        }
+        return homes, list(strays.values())
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
+
+    def __memscale_parts__(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Streamed:
+        copy = Streamed(remap(self.fn), self.how, self.runtime)
+        copy.resident = self.resident
+        return copy
+
+    def __repr__(self) -> str:
+        return f"{self.how!r}({self.fn!r})"
+
+
+def streamed_in(fn: Any) -> Streamed | None:
+    """The outermost `Streamed` among the transformed functions that `fn` is made of."""
+    while fn is not None and not isinstance(fn, Streamed):
+        fn = getattr(fn, "fn", None)
+    return fn
+
+
+def stands_for_home(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is what a running region has in place of a parameter."""
+    return hasattr(tensor, _HOME)
+
+
+@contextmanager
+def on_device_again(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """For regions that run again: new tensors on the device, by the ids of those that stood for parameters before.
+
+    Raises:
+        CorrectnessError: one of the parameters was changed in place since.
+    """
+    found = {id(tensor): (tensor, *getattr(tensor, _HOME)) for tensor in tensors if stands_for_home(tensor)}
+    for tensor, home, expected in found.values():
+        if (now := home.version()) not in (-1, expected):
+            raise changed_error(tensor.dtype, tensor.size(), now, expected)
+    with ExitStack() as stack:
+        homes = list({id(home): home for _, home, _ in found.values()}.values())
+        arrived = {id(home): tensor for home, tensor in _enter(stack, homes)}
+        yield {key: arrived[id(home)].requires_grad_(tensor.requires_grad) for key, (tensor, home, _) in found.items()}
+        arrived.clear()
+
+
+@contextmanager
+def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
+    """What stands for each parameter in a region, by the parameter's id, for as long as the region runs."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    with ExitStack() as stack:
+        for home, tensor in _enter(stack, homes):
+            parameter = home.parameter()
+            assert parameter is not None, "the region holds it"
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                tensor = _Stream.apply(_Receive.apply(parameter, home), home, [tensor])  # type: ignore[no-untyped-call]
+            else:
+                tensor.requires_grad_(parameter.requires_grad)
+            setattr(tensor, _HOME, (home, version(parameter)))
+            stand_ins[id(parameter)] = tensor
+        yield stand_ins
+        stand_ins.clear()
+
+
+def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
+    """The homes with their tensors on the device, which leave it when `stack` ends."""
+    for engine in {id(home.entry.engine): home.entry.engine for home in homes}.values():
+        mine = [home for home in homes if home.entry.engine is engine]
+        with unseen():
+            tensors = engine.homes.enter(mine)
+        stack.callback(_leave, mine)
+        yield from zip(mine, tensors, strict=True)
+
+
+def _leave(homes: Sequence[Home]) -> None:
+    with unseen():
+        homes[0].entry.engine.homes.leave(homes)
+
+
+class _Receive(torch.autograd.Function):
+    """The parameter in the graph: where its gradient has to be complete."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, home: Home) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.home = home
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.home.entry.engine.gradients.received(gradient)
+        return gradient, None
+
+
+class _Stream(torch.autograd.Function):
+    """The parameter's bytes on the device; backward sends the gradient where the parameter lives."""
+
+    @staticmethod
+    def forward(ctx: Any, at_home: torch.Tensor, home: Home, arrived: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.home = home
+        return arrived.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            home = ctx.home
+            gradient = home.entry.engine.gradients.send(home.parameter(), home.entry.tier, gradient)
+        return gradient, None, None
+
+
+@contextmanager
+def _saved_by(hooks: Any) -> Iterator[None]:
+    if hooks is None:  # the region around this one runs again, and keeps nothing
+        yield
+        return
+    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+
+
+@contextmanager
+def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Run the body with `stand_ins` wherever `scope` has the tensors of these ids."""
+    before = []
+    for place, content in zip(scope.places, scope.contents, strict=True):
+        items = list(content.items() if isinstance(content, dict) else enumerate(content))
+        found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
+        if found:
+            before.append((place, [(key, content[key]) for key, _ in found]))
+            _put(place, found)
+    try:
+        yield
+    finally:
+        for place, entries in before:
+            _put(place, entries)
+
+
+def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
+    """Put values into `place` and leave its other entries as they are now."""
+    if isinstance(place, dict):
+        place.update(entries)
+        return
+    content = read(place)
+    for key, value in entries:
+        content[key] = value
+    write(place, content)
+
+
+def _device(scope: Scope, arguments: Sequence[torch.Tensor]) -> torch.device | None:
+    """Where the region computes: with its arguments, or else with its own tensors; `None` without values."""
+    tensors = [*arguments, *[tensor for _, _, tensor in scope.tensors]]
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return None
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
