@@ -18,6 +18,7 @@ from memscale.transforms import _recompute
 
 BOTH = policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("kept"))
 OFFLOAD = offload(min_bytes=0)  # moves even what is a few bytes large
+PARAMS = offload(what="params", min_bytes=0)
 TRANSFORMS = {
     "checkpoint": checkpoint(),
     "everything": checkpoint(policy=policies.everything_saveable),
@@ -33,6 +34,12 @@ TRANSFORMS = {
     "offload dots": compose(OFFLOAD, checkpoint(policy=policies.dots_saveable)),
     "checkpoint offload": compose(checkpoint(), OFFLOAD),
     "dots offload": compose(checkpoint(policy=policies.dots_saveable), OFFLOAD),
+    "params": PARAMS,
+    "params checkpoint": compose(PARAMS, checkpoint()),
+    "checkpoint params": compose(checkpoint(), PARAMS),
+    "params dots": compose(PARAMS, checkpoint(policy=policies.dots_saveable)),
+    "params offload": compose(PARAMS, OFFLOAD),
+    "offload params": compose(OFFLOAD, PARAMS),
 }
 
 
@@ -44,6 +51,8 @@ def plans(kind):
         "nested policies": {**nested, "": TRANSFORMS["dots"]},
         "policies nested": {**nested, **dict.fromkeys(kind.regions, TRANSFORMS["dots"])},
         "offload around regions": {**nested, "": OFFLOAD},
+        "params around regions": {**nested, "": PARAMS},
+        "regions around params": {**dict.fromkeys(kind.regions, PARAMS), "": checkpoint()},
     }
 
 
@@ -53,7 +62,7 @@ CASES = [
     for kind in KINDS
     for pattern in ALL
     for name, plan in plans(kind).items()
-    if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint")
+    if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint", "params")
 ]
 
 

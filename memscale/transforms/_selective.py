@@ -19,6 +19,7 @@ from memscale.transforms._hooks import Hooks, hooks_here
 from memscale.transforms._kept import Kept
 from memscale.transforms._name import listeners
 from memscale.transforms._policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
+from memscale.transforms._streamed import stands_for_home
 from memscale.transforms._unseen import is_hidden, unseen
 
 
@@ -66,7 +67,7 @@ class _Watch(TorchDispatchMode):
         if op is not torch.ops.aten._to_copy.default:
             return False
         source = args[0]
-        return id(source) in self._inputs or (source.is_leaf and source.requires_grad)
+        return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or stands_for_home(source)
 
 
 class Recorder(_Watch):

@@ -19,7 +19,7 @@ from memscale import _tree
 from memscale.runtime import Home, Runtime, changed_error, default_runtime, home_of, is_movable, version
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import StreamedHooks, hooks_here
-from memscale.transforms._scope import Scope, read, write
+from memscale.transforms._scope import Attributes, Scope, read, write
 from memscale.transforms._unseen import unseen
 
 _autograd = torch._C._autograd
@@ -225,6 +225,29 @@ def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None
     finally:
         for place, entries in before:
             _put(place, entries)
+        for place, content in zip(scope.places, scope.contents, strict=True):
+            if isinstance(place, Attributes):
+                _put_back_new(place, content)
+
+
+def _put_back_new(place: Attributes, before: Any) -> None:
+    """What the region has stored of its stand-ins, as an LSTM does in a new list of its weights, are parameters."""
+    for key, value in read(place).items():  # type: ignore[union-attr]
+        if value is before.get(key):
+            continue
+        if isinstance(value, torch.Tensor) and stands_for_home(value):
+            place.mapping[key] = _parameter_of(value)
+        elif isinstance(value, (list, dict)):
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            for position, item in items:
+                if isinstance(item, torch.Tensor) and stands_for_home(item):
+                    value[position] = _parameter_of(item)
+
+
+def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
+    home, _ = getattr(stand_in, _HOME)
+    parameter: torch.Tensor | None = home.parameter()
+    return stand_in if parameter is None else parameter
 
 
 def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
