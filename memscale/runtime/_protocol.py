@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Give `buffer` back; its bytes are used again only when the events in `after` are done."""
 
     def map(self, buffer: Buffer) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The bytes of `buffer` as memory that the CPU reads and writes in place; asked for at most once, before any copy.
+        """The bytes of `buffer` as memory that the CPU reads and writes in place; asked for once, before any copy.
 
         What is written there is what a later copy reads, and the other way round. The array, and tensors made of it,
         must not be used after `free`. Copies of such a buffer leave as little of it in RAM as the tier allows.
