@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -565,3 +566,225 @@ def test_threads_share_a_slab(make):
         thread.join()
     assert failed == []
     assert slab.used_bytes == 0
+
+
+# ------------------------------------------------------------------------------------------- used in place
+
+
+def mapped(slab, nbytes):
+    extent = slab.reserve(nbytes)
+    return extent, torch.from_numpy(slab.map(extent))
+
+
+class Mapless(FileIO):
+    """After `armed`, all that goes past the page cache fails."""
+
+    armed = False
+
+    def write(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was written past its mapping"
+        return super().write(descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was read past its mapping"
+        return super().read(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, checksum, is_held):
+    """Also when nobody holds the array any more: what was written in place may be in the page cache only."""
+    slab = make(Mapless(), checksum=checksum, cap_bytes=16 * 1024**2)
+    for nbytes in [*SIZES, 9 * 1024**2 + 1]:
+        extent, tensor = mapped(slab, nbytes)
+        source, into = noise(nbytes, shift=1), noise(nbytes, shift=3)
+        tensor.copy_(source)
+        if not is_held:
+            del tensor
+            gc.collect()
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        source = noise(nbytes)
+        assert slab.write(source, extent).result() is extent
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        if is_held:
+            assert torch.equal(tensor, source)
+        slab.free(extent)
+
+
+def test_pieces_of_a_mapped_extent(make):
+    slab = make()
+    extent, tensor = mapped(slab, 10_000)
+    tensor.copy_(noise(10_000))
+    into = torch.empty(5000, dtype=torch.uint8)
+    slab.read(extent, into, at=4096).result()  # a piece that no write made
+    assert torch.equal(into, tensor[4096:9096])
+    before = tensor.clone()
+    slab.write(into.zero_(), extent, at=4096).result()
+    before[4096:9096] = 0
+    assert torch.equal(tensor, before)
+    for at, nbytes in ((1, 10), (-4096, 10), (8192, 4096)):
+        with pytest.raises(ConfigError, match="pass a piece that fits"):
+            slab.read(extent, noise(nbytes), at=at)
+
+
+def test_a_tensor_of_more_dimensions_is_its_bytes(make):
+    slab = make()
+    extent, tensor = mapped(slab, 600)
+    source = noise(600).view(20, 30)
+    slab.write(source, extent).result()
+    assert torch.equal(tensor, source.view(-1))
+    into = torch.empty(10, 60, dtype=torch.uint8)
+    slab.read(extent, into).result()
+    assert torch.equal(into.view(-1), tensor)
+
+
+def test_a_mapping_goes_with_the_last_array_of_it(make):
+    slab = make()
+    extent, tensor = mapped(slab, 5000)
+    part = tensor.numpy()[10:20].view(np.uint16)[1:]
+    mapping = extent._mapping
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    address = mapping()._address
+    assert is_mapped(address)
+    del part
+    gc.collect()
+    assert mapping() is None
+    assert not is_mapped(address)
+
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        spans = [[int(number, 16) for number in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < stop for start, stop in spans)
+
+
+def test_a_transfer_holds_the_mapping_until_it_is_done(make):
+    slab, gate = make(threads=1), threading.Event()
+    extent, tensor = mapped(slab, 5000)
+    source, mapping = noise(5000), extent._mapping
+    waiting = slab._courier.submit(lambda: gate.wait(30))
+    future = slab.write(source, extent)
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    gate.set()
+    assert future.result() is extent
+    assert waiting.result()
+    del future
+    assert mapping() is None  # at once, and with no help of the garbage collector
+    slab.read(extent, into := noise(5000)).result()
+    assert torch.equal(into, source)
+
+
+def test_mappings_take_no_descriptors(make):
+    slab = make()
+    before = len(os.listdir("/proc/self/fd"))
+    held = [mapped(slab, 100) for _ in range(50)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    for index, (_, tensor) in enumerate(held):
+        tensor.fill_(index)
+    slab.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert [tensor.unique().tolist() for _, tensor in held] == [[index] for index in range(50)]
+
+
+def test_an_extent_is_mapped_once_before_any_transfer_and_while_it_is_there(make):
+    slab = make(io := Held())
+    for before in ("map", "write", "start", "free"):
+        extent = slab.reserve(100)
+        if before == "map":
+            array = slab.map(extent)
+        elif before == "write":
+            slab.write(noise(100), extent).result()
+        elif before == "start":
+            io.gate.clear()
+            future = slab.write(noise(100), extent)
+        else:
+            slab.free(extent)
+        with pytest.raises(AssertionError, match="was freed" if before == "free" else "was mapped or copied before"):
+            slab.map(extent)
+    io.gate.set()
+    assert future.result().nbytes == len(array)
+
+
+def test_a_mapped_extent_that_is_freed_under_a_transfer_is_reused_only_afterwards(make):
+    slab, gate = make(cap_bytes=2 * PAGE_BYTES, threads=1), threading.Event()
+    extent, tensor = mapped(slab, 2 * PAGE_BYTES)
+    tensor.copy_(source := noise(2 * PAGE_BYTES))
+    into = noise(2 * PAGE_BYTES)
+    slab._courier.submit(lambda: gate.wait(30))
+    reading = slab.read(extent, into)
+    slab.free(extent)
+    assert slab.reserve(1) is None
+    gate.set()
+    reading.result()
+    assert torch.equal(into, source)
+    assert slab.reserve(2 * PAGE_BYTES) is not None
+
+
+def test_places_go_from_mapped_to_not_and_back_and_neighbours_stay(make):
+    """What a mapping left in the page cache is no newer than what was written past it later."""
+    slab = make(cap_bytes=3 * PAGE_BYTES)
+    left, right = (slab.write(noise(PAGE_BYTES).fill_(value)).result() for value in (1, 2))
+    for value in range(3, 9):
+        extent, tensor = mapped(slab, PAGE_BYTES - 7)
+        tensor.fill_(value)
+        del tensor
+        slab.free(extent)
+        extent = slab.write(source := noise(PAGE_BYTES)).result()
+        os.fsync(slab._file._descriptor)
+        slab.read(extent, into := noise(PAGE_BYTES)).result()
+        assert torch.equal(into, source)
+        slab.free(extent)
+        for around, expected in ((left, 1), (right, 2)):
+            slab.read(around, into).result()
+            assert into.unique().tolist() == [expected]
+
+
+def test_a_part_without_blocks_is_not_mapped(make):
+    """Where the disk may be full when a page is first written, that would be a signal and not an error."""
+
+    class LaterSparse(FileIO):
+        def preallocate(self, descriptor, offset, nbytes):
+            if offset == 2 * PAGE_BYTES:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            super().preallocate(descriptor, offset, nbytes)
+
+    slab = make(LaterSparse(), first_bytes=2 * PAGE_BYTES)
+    good, across, after = (slab.reserve(pages * PAGE_BYTES) for pages in (2, 2, 2))
+    assert [extent.offset // PAGE_BYTES for extent in (good, across, after)] == [0, 2, 4]
+    slab.map(good)[:] = 1
+    for extent in (across, after):
+        with pytest.raises(RuntimeUnavailable, match=r"does not set blocks aside .* use another tier"):
+            slab.map(extent)
+        slab.write(source := noise(100), extent).result()  # it serves as before
+        slab.read(extent, into := noise(100)).result()
+        assert torch.equal(into, source)
+
+
+def test_blocks_are_there_before_they_are_mapped(make):
+    slab = make(Buffered(), first_bytes=PAGE_BYTES)
+    extent, _ = mapped(slab, CAP // 2)
+    facts = os.fstat(slab._file._descriptor)
+    assert facts.st_blocks * 512 >= extent.offset + extent.nbytes
+
+
+def test_a_system_that_maps_no_more_says_so_and_the_extent_serves_otherwise(make):
+    class Full(FileIO):
+        def map(self, descriptor, offset, nbytes):
+            return super().map(-1, offset, nbytes)
+
+    slab = make(Full())
+    extent = slab.reserve(100)
+    with pytest.raises(RuntimeUnavailable, match=r"\(Bad file descriptor\); raise vm.max_map_count"):
+        slab.map(extent)
+    slab.write(source := noise(100), extent).result()
+    slab.read(extent, into := noise(100)).result()
+    assert torch.equal(into, source)
+    slab.close()
+    with pytest.raises(RuntimeUnavailable, match="the disk tier was closed"):
+        slab.map(extent)

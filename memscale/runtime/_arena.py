@@ -22,7 +22,9 @@ import torch
 from memscale._errors import ConfigError
 from memscale.runtime._spans import FreeSpans
 
-PAGE_BYTES = 4096
+# At least the system's own, which is 16 or 64 KiB on some machines: two extents of a file that shared one could not be
+# mapped, for writing back a page of the one would undo what was written past the page cache to the other.
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
 _HUGE_PAGE_BYTES = 2 * 1024**2
 # A plan is renewed only where it saves more than this: memory that is pinned anew costs seconds.
 _TOLERATED_WASTE = 0.03

@@ -19,6 +19,7 @@ from memscale.runtime._courier import Courier
 from memscale.runtime._disk import Extent
 from memscale.runtime._host import Transfer
 from memscale.runtime._host_tiers import HostBuffer, HostTiers
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import TIERS
 
@@ -151,6 +152,11 @@ class CudaBackend:
         assert isinstance(buffer, HostBuffer)
         self._tiers.free(buffer, after=after)
 
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        assert isinstance(buffer, HostBuffer)
+        return self._tiers.map(buffer)
+
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
         return like.new_empty(nbytes, dtype=torch.uint8)
@@ -197,6 +203,14 @@ class CudaBackend:
         """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
         if isinstance(event, CudaEvent):
             self._runtime.streamWaitEvent(self._compute_pointer(), event.end.ptr)
+        else:
+            assert isinstance(event, Transfer)
+            event.wait()
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
+        if isinstance(event, CudaEvent):
+            event.end.synchronize()
         else:
             assert isinstance(event, Transfer)
             event.wait()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from memscale._errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._courier import Courier
+from memscale.runtime._mapping import Bytes, Mapping
 from memscale.runtime._slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
 from memscale.runtime._spans import FreeSpans
 
@@ -28,12 +31,13 @@ _FIRST_BYTES = 1024**3
 class Extent:
     """Room on disk for the bytes of one tensor, until it is freed."""
 
-    __slots__ = ("_pieces", "nbytes", "offset")
+    __slots__ = ("_mapping", "_pieces", "nbytes", "offset")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
         self._pieces: dict[int, tuple[int, int | None]] = {}  # what was written where: its bytes and checksum
+        self._mapping: weakref.ref[Mapping] | None = None  # once it was mapped, for as long as somebody uses that
 
     @property
     def span(self) -> int:
@@ -141,6 +145,32 @@ class DiskSlab:
             self._live.add(extent)
             return extent
 
+    def map(self, extent: Extent) -> Bytes:
+        """The extent's bytes as memory that the CPU reads and writes in place, and a fork of this process too.
+
+        What is written there, a later ``read`` brings, and what ``write`` wrote is there once its future is done. Both
+        copy from and to this memory from now on, by way of the page cache, and leave none of it in this process.
+        Nothing is checked against a checksum. The memory goes with the last array or tensor made of it, whatever
+        becomes of the slab. Pages are read from the disk as they are touched; a disk that fails then is a SIGBUS.
+
+        Args:
+            extent: one that was neither mapped nor written before. The array must not be used once it is freed.
+
+        Raises:
+            AssertionError: the extent was mapped, written or freed before, or is another slab's.
+            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner; the filesystem does not
+                preallocate, so that a full disk would kill the process, or does not map files.
+        """
+        file = self._open_file()
+        with self._lock:
+            self._settle()
+            assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
+            is_new = extent._mapping is None and not extent._pieces and not self._transfers[extent]
+            assert is_new, f"the extent of {extent.nbytes} bytes at {extent.offset} was mapped or copied before"
+            mapping = file.map(extent.offset, extent.span)
+            extent._mapping = weakref.ref(mapping)
+        return mapping.bytes()[: extent.nbytes]
+
     def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Future[Extent]:
         """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
 
@@ -165,7 +195,12 @@ class DiskSlab:
                 f"bytes and grows no more; raise its cap, or free disk space"
             )
 
+        mapping = self._mapping_of(place)
+
         def run(file: SlabFile) -> Extent:
+            if mapping is not None:
+                mapping.write(np.asarray(bytes_of(source)), at)
+                return place
             try:
                 checksum = zlib.crc32(bytes_of(source)) if self._checksum else None
                 file.write(source, place.offset + at)
@@ -179,7 +214,7 @@ class DiskSlab:
         return self._start(run, place, source, at, "write(source)")
 
     def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Future[None]:
-        """Start reading a piece that was written; ``into`` holds it once the future is done.
+        """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
 
         The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written or
         their checksum differs.
@@ -196,6 +231,9 @@ class DiskSlab:
         """
 
         def run(file: SlabFile) -> None:
+            if mapping is not None:
+                mapping.read(np.asarray(bytes_of(into)), at)
+                return
             written_bytes, checksum = extent._pieces.get(at, (0, None))
             if written_bytes != into.nbytes:
                 raise CorrectnessError(
@@ -209,6 +247,7 @@ class DiskSlab:
                 )
 
         _check(into, "read(into)")
+        mapping = self._mapping_of(extent)
         return self._start(run, extent, into, at, "read(into)")
 
     def free(self, extent: Extent) -> None:
@@ -267,6 +306,15 @@ class DiskSlab:
         except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
             ended.append(extent)
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
+
+    def _mapping_of(self, extent: Extent) -> Mapping | None:
+        """Where the extent was mapped, its memory: still that, or again where nobody holds it any more.
+
+        Never past the page cache instead, where what was written in place may still be: open(2) warns of that mixture.
+        """
+        if extent._mapping is None:
+            return None
+        return extent._mapping() or self._open_file().map(extent.offset, extent.span)
 
     def _grow(self, file: SlabFile, span: int) -> bool:
         room = self.cap_bytes - file.size_bytes

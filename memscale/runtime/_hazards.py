@@ -6,7 +6,8 @@ bytes, one of them a write, must be ordered by these clocks. If they are not, th
 it is reported with both call sites, even where the schedule at hand was kind.
 
 `Checked` stands between an engine and any backend; `CheckedEngine` tells it, beyond what a backend is told, when the
-caller makes and uses tensors.
+caller makes and uses tensors, and whoever reads or writes memory that `Checked.map` returned says so to
+`Checked.touched`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import Any, Literal
 import torch
 
 from memscale._errors import CorrectnessError
+from memscale.runtime._accesses import Access, Accesses, Clock, join
 from memscale.runtime._engine import Engine
 from memscale.runtime._entry import Handle, version
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Backend, Buffer, Event, Stream
 
 _LOG = logging.getLogger(__name__)
-Clock = dict[str, int]
 USED_EARLY = "use before a copy completes"
 READ_EARLY = "source read before it was computed"
 SOURCE_FREED = "source freed before its copy out ends"
@@ -38,6 +40,8 @@ READ_BEFORE_WRITE = "read before write"
 PREFETCHED_TWICE = "double prefetch"
 PREFETCHED_LATE = "prefetch after consume"
 FREED_TWICE = "slot freed twice"
+TOUCHED_EARLY = "mapped memory touched while a copy is under way"
+TOUCHED_LATE = "mapped memory touched after it was freed"
 DEADLOCK = "deadlock on an exhausted pool"
 LEAK = "leak"
 
@@ -55,23 +59,6 @@ class Hazard:
         return f"{self.kind}: {self.what}, at {self.here}; the other side is {self.there}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Access:
-    kind: Literal["read", "write"]
-    start: int
-    stop: int
-    stream: Stream
-    time: int
-    site: str
-    event: Event | None = None
-
-    def before(self, clock: Clock) -> bool:
-        return clock.get(self.stream, 0) >= self.time
-
-    def touches(self, start: int, stop: int) -> bool:
-        return self.start < stop and start < self.stop
-
-
 class CheckedEvent:
     """An event with the clock of its point in the stream."""
 
@@ -83,7 +70,7 @@ class CheckedEvent:
     def done(self) -> bool:
         done = self.inner.done()
         if done:  # whoever asked now knows, and all that is queued from here on comes after
-            _join(self._checked.observed, self.clock)
+            join(self._checked.observed, self.clock)
         return done
 
     def span(self) -> tuple[float, float] | None:
@@ -99,8 +86,9 @@ class CheckedBuffer:
 
     inner: Buffer
     site: str
-    written: _Access | None = None
+    written: Access | None = None
     freed: str | None = None
+    mapped: bool = False
     # Where copies into the device were asked for that nobody has used yet, by the storage that each fills.
     loading: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -111,6 +99,15 @@ class CheckedBuffer:
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
+
+    @property
+    def place(self) -> tuple[Any, int, int]:
+        """Where its bytes are: a space, the first and the last but one."""
+        space, start = getattr(self.inner, "place", (self, 0))
+        return space, start, start + self.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes on {self.tier}"
 
 
 class Checked:
@@ -126,9 +123,9 @@ class Checked:
         self.hazards: list[Hazard] = []
         self.observed: Clock = {}  # what the host knows to be done
         self._clocks: dict[Stream, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}
-        self._device: dict[int, list[_Access]] = {}
+        self._device: dict[int, list[Access]] = {}
         self._versions: dict[int, int] = {}
-        self._spaces: dict[Any, list[_Access]] = {}
+        self._on_tiers = Accesses()
         self._live: dict[CheckedBuffer, None] = {}
         self._loading: dict[int, CheckedBuffer] = {}
 
@@ -147,11 +144,22 @@ class Checked:
         """See `Backend.free`."""
         assert isinstance(buffer, CheckedBuffer)
         if buffer.freed is not None:
-            self._report(FREED_TWICE, buffer.freed, f"{buffer.nbytes} bytes on {buffer.tier}")
+            self._report(FREED_TWICE, buffer.freed, str(buffer))
             return
         buffer.freed = _site()
         del self._live[buffer]
         self.inner.free(buffer.inner, after=after)
+
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map`. The host may write the buffer from here on, so a copy of it always finds something."""
+        assert isinstance(buffer, CheckedBuffer)
+        is_new = not (buffer.mapped or buffer.written or buffer.loading or buffer.freed)
+        assert is_new, f"{buffer} are mapped after they were mapped, copied or freed"
+        buffer.mapped = True
+        self._check_slot(buffer, self.observed)
+        # The place was others' before. What the backend knew to be done need not be observed by the host once more.
+        self._on_tiers.forget(*buffer.place)
+        return self.inner.map(buffer.inner)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
@@ -176,10 +184,10 @@ class Checked:
     ) -> CheckedEvent:
         """See `Backend.copy`."""
         clock = self._clocks[stream]
-        _join(clock, self.observed)
+        join(clock, self.observed)
         for event in after:
             assert isinstance(event, CheckedEvent)
-            _join(clock, event.clock)
+            join(clock, event.clock)
         clock[stream] = time = clock.get(stream, 0) + 1
         tensor = source if isinstance(source, torch.Tensor) else target
         buffer = target if isinstance(source, torch.Tensor) else source
@@ -198,7 +206,13 @@ class Checked:
         """See `Backend.wait`."""
         assert isinstance(event, CheckedEvent)
         self.inner.wait(event.inner)
-        _join(self._clocks["compute"], event.clock)
+        join(self._clocks["compute"], event.clock)
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
+        assert isinstance(event, CheckedEvent)
+        self.inner.synchronize(event.inner)
+        join(self.observed, event.clock)
 
     def clock(self) -> float:
         """See `Backend.clock`."""
@@ -219,6 +233,21 @@ class Checked:
             self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN, "write": RELOAD_OVERWRITTEN})
         self._versions[key] = now
 
+    def touched(self, buffer: Buffer, *, write: bool) -> None:
+        """The calling thread reads, and if `write` also writes, the memory that `map` returned for `buffer`, now.
+
+        Every copy that writes these bytes must be done, and if `write` every copy that reads them; and the thread must
+        know it, by `synchronize` or because it asked `done`. That the compute stream waits is not enough.
+        """
+        assert isinstance(buffer, CheckedBuffer)
+        assert buffer.mapped, f"{buffer} are touched and were never mapped"
+        if buffer.freed is not None:
+            self._report(TOUCHED_LATE, buffer.freed, str(buffer))
+            return
+        for access in self._on_tiers.at(*buffer.place):
+            if (write or access.kind == "write") and not access.before(self.observed):
+                self._report(TOUCHED_EARLY, access.site, f"{buffer}, {'written' if write else 'read'} by the CPU")
+
     def used(self, tensor: torch.Tensor) -> None:
         """The caller's operators read `tensor` from here on."""
         self._touch(tensor, "read", {"write": USED_EARLY})
@@ -229,7 +258,7 @@ class Checked:
     def finish(self) -> list[Hazard]:
         """All hazards, once nothing should be held any more."""
         for buffer in self._live:
-            what = f"{buffer.nbytes} bytes on {buffer.tier} outlive every handle"
+            what = f"{buffer} outlive every handle"
             self.hazards.append(Hazard(LEAK, "the end", buffer.site, what))
         self._live.clear()
         return self.hazards
@@ -243,7 +272,7 @@ class Checked:
     # ---------------------------------------------------------------------------------------------------- rules
 
     def _check_copy(self, tensor: torch.Tensor, buffer: CheckedBuffer, clock: Clock, *, out: bool) -> None:
-        what = f"{buffer.nbytes} bytes on {buffer.tier}"
+        what = str(buffer)
         for access in self._accesses(tensor):
             if not access.before(clock) and access.kind == "write" and out:
                 self._report(READ_EARLY, access.site, what)
@@ -252,31 +281,33 @@ class Checked:
         if buffer.freed is not None:
             self._report(SLOT_REUSED if out else PREFETCHED_LATE, buffer.freed, what)
         if out:
-            space, start = _place(buffer)
-            for access in self._spaces.get(space, []):
-                ordered = access.before(clock) or (access.event is not None and access.event.done())
-                if access.touches(start, start + buffer.nbytes) and not ordered:
-                    self._report(SLOT_REUSED, access.site, what)
+            self._check_slot(buffer, clock)
             return
-        if buffer.written is None or not buffer.written.before(clock):
-            there = buffer.site if buffer.written is None else buffer.written.site
-            self._report(READ_BEFORE_WRITE, there, what)
+        if buffer.written is None:
+            if not buffer.mapped:
+                self._report(READ_BEFORE_WRITE, buffer.site, what)
+        elif not buffer.written.before(clock):
+            self._report(READ_BEFORE_WRITE, buffer.written.site, what)
         for site in buffer.loading.values():
             self._report(PREFETCHED_TWICE, site, what)
+
+    def _check_slot(self, buffer: CheckedBuffer, clock: Clock) -> None:
+        for access in self._on_tiers.at(*buffer.place):
+            if not access.before(clock) and not (access.event is not None and access.event.done()):
+                self._report(SLOT_REUSED, access.site, str(buffer))
 
     def _note_copy(
         self, tensor: torch.Tensor, buffer: CheckedBuffer, stream: Stream, time: int, event: Event, *, out: bool
     ) -> None:
         site = _site()
-        space, start = _place(buffer)
-        on_tier = _Access("write" if out else "read", start, start + buffer.nbytes, stream, time, site, event)
-        accesses = self._spaces.setdefault(space, [])
+        space, start, stop = buffer.place
+        on_tier = Access("write" if out else "read", start, stop, stream, time, site, event)
         if out:
-            accesses[:] = [access for access in accesses if not access.touches(on_tier.start, on_tier.stop)]
+            self._on_tiers.forget(space, start, stop)
             buffer.written = on_tier
-        accesses.append(on_tier)
+        self._on_tiers.add(space, on_tier, self._clocks[stream])
         first = int(tensor.storage_offset())
-        on_device = _Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
+        on_device = Access("read" if out else "write", first, first + tensor.nbytes, stream, time, site, event)
         self._accesses(tensor).append(on_device)
         if not out:
             key = tensor.untyped_storage()._cdata
@@ -291,9 +322,9 @@ class Checked:
             if access.kind in rules and not access.before(clock):
                 self._report(rules[access.kind], access.site, f"{tensor.dtype}{list(tensor.shape)}")
         accesses[:] = [access for access in accesses if access.stream != "compute"]
-        accesses.append(_Access(kind, start, sys.maxsize, "compute", clock["compute"], _site()))
+        accesses.append(Access(kind, start, sys.maxsize, "compute", clock["compute"], _site()))
 
-    def _accesses(self, tensor: torch.Tensor) -> list[_Access]:
+    def _accesses(self, tensor: torch.Tensor) -> list[Access]:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._device:
@@ -339,17 +370,6 @@ class CheckedEngine(Engine):
         self.backend.used(tensor)
         self.backend.raise_hazards()
         return tensor
-
-
-def _join(clock: Clock, other: Clock) -> None:
-    for stream, time in other.items():
-        if clock.get(stream, 0) < time:
-            clock[stream] = time
-
-
-def _place(buffer: CheckedBuffer) -> tuple[Any, int]:
-    space, start = getattr(buffer.inner, "place", (buffer, 0))
-    return space, start
 
 
 def _site() -> str:

@@ -15,6 +15,7 @@ import torch
 
 from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._disk import DiskSlab, Extent
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -111,6 +112,12 @@ class HostBackend:
         assert self._slab is not None
         self._slab.free(buffer.extent)
 
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        assert isinstance(buffer, DiskBuffer)
+        assert self._slab is not None
+        return self._slab.map(buffer.extent)
+
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
         self._trim_after(nbytes)
@@ -152,6 +159,10 @@ class HostBackend:
         """See `Backend.wait`."""
         if isinstance(event, Transfer):
             event.wait()
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`. The calling thread is the compute stream."""
+        self.wait(event)
 
     def clock(self) -> float:
         """See `Backend.clock`."""

@@ -14,6 +14,7 @@ from memscale._errors import RuntimeUnavailable
 from memscale.runtime._arena import PAGE_BYTES, Arena, Block, page_aligned_memory
 from memscale.runtime._budget import HostBudget
 from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Event
 from memscale.runtime._tiers import TIERS, at_or_below
 
@@ -104,6 +105,14 @@ class HostTiers:
         else:
             self._arenas[buffer.tier].give(buffer.room, after=after)
         self._live.discard(buffer)
+
+    def map(self, buffer: HostBuffer) -> Bytes:
+        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        if isinstance(buffer.room, Extent):
+            return self.disk.map(buffer.room)
+        # Keeps the slab's memory, which a tier that shrinks or goes unpins but does not unmap.
+        found: Bytes = buffer.room.tensor.numpy()
+        return found
 
     def high_water_bytes(self) -> Mapping[str, int]:
         """See `Backend.high_water_bytes`."""

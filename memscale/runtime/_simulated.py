@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale._errors import CorrectnessError
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import at_or_below
 
@@ -170,6 +171,12 @@ class SimulatedBackend:
         self._refusals = 0
         self._pools[buffer.tier].leaving.append((buffer, after))
 
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map`. The array is the pool itself, so a copy at its worst moment meets what the CPU does."""
+        assert isinstance(buffer, SimulatedBuffer)
+        found: Bytes = self._pools[buffer.tier].of(buffer).numpy()
+        return found
+
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
         return like.new_full((nbytes,), _POISON)
@@ -238,10 +245,17 @@ class SimulatedBackend:
 
     def wait(self, event: Event) -> None:
         """See `Backend.wait`. Operators run at once here, so what the compute stream waits for must happen now."""
+        self._reach(event, "the compute stream")
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`. The thread that waits is the one whose operators are the compute stream."""
+        self._reach(event, "the calling thread")
+
+    def _reach(self, event: Event, who: str) -> None:
         assert isinstance(event, SimulatedEvent)
         while event.finished is None:
             if not self._run_some():
-                raise Deadlock("deadlock: the compute stream waits for a copy that nothing will ever start")
+                raise Deadlock(f"deadlock: {who} waits for a copy that nothing will ever start")
         self.now = max(self.now, event.finished[1])
 
     def clock(self) -> float:

@@ -18,6 +18,7 @@ import torch
 from memscale._errors import MemscaleError, RuntimeUnavailable
 from memscale._host_memory import read_or_empty
 from memscale.runtime._arena import PAGE_BYTES, page_aligned_memory
+from memscale.runtime._mapping import Mapping
 
 _STAGING_BYTES = 2 * 1024**2
 _MOST_STALLS = 8
@@ -81,6 +82,10 @@ class FileIO:
         """Read into ``buffers`` in turn; the bytes read, which may be fewer."""
         return os.preadv(descriptor, buffers, offset)
 
+    def map(self, descriptor: int, offset: int, nbytes: int) -> Mapping:
+        """A part of the file as memory."""
+        return Mapping(descriptor, offset, nbytes)
+
 
 class _Piece(NamedTuple):
     """One call: where on disk, from or to which memory, and the bytes that stand in for a part of the tensor."""
@@ -112,6 +117,7 @@ class SlabFile:
         self._io = io
         self._own = threading.local()
         self.size_bytes = 0
+        self._with_blocks_bytes = 0  # up to there, the file has its blocks
         self._alignment = PAGE_BYTES
         try:
             self._descriptor = io.open(self.directory)
@@ -150,7 +156,31 @@ class SlabFile:
             if error.errno not in _UNSUPPORTED:
                 raise self._failure(error, nbytes, "added to") from error
             os.ftruncate(self._descriptor, self.size_bytes + nbytes)
+        else:
+            if self._with_blocks_bytes == self.size_bytes:
+                self._with_blocks_bytes += nbytes
         self.size_bytes += nbytes
+
+    def map(self, offset: int, nbytes: int) -> Mapping:
+        """A part of the file, in whole pages, as memory.
+
+        Raises:
+            RuntimeUnavailable: the filesystem did not give that part its blocks, or the system does not map it.
+        """
+        what = f"{nbytes} bytes of the slab file in {self.directory!r} cannot be used in place"
+        # A page that finds no block when it is written is no error but a signal, which ends the process.
+        if offset + nbytes > self._with_blocks_bytes:
+            raise RuntimeUnavailable(
+                f"{what}: the filesystem does not set blocks aside for them, so a full disk would end the process; "
+                f"pass a directory on another filesystem, or use another tier"
+            )
+        try:
+            return self._io.map(self._descriptor, offset, nbytes)
+        except OSError as error:
+            raise RuntimeUnavailable(
+                f"{what} ({error.strerror}); raise vm.max_map_count where the process has that many mappings, pass a "
+                f"directory on another filesystem, or use another tier"
+            ) from error
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write a uint8 tensor at ``offset``, a multiple of the page, and anything up to the end of its last page.

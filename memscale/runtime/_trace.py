@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import at_or_below
 
@@ -63,6 +64,13 @@ class TraceBackend:
         """See `Backend.free`."""
         self._used[buffer.tier] -= buffer.nbytes
 
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map`."""
+        raise AssertionError(
+            f"{buffer.nbytes} bytes on {buffer.tier} are only counted in a trace and have no memory to map; a "
+            f"simulation makes its own tensors"
+        )
+
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`. `like` knows its fake mode, which need not be active where backward runs."""
         return like.new_empty(nbytes)
@@ -82,6 +90,9 @@ class TraceBackend:
 
     def wait(self, event: Event) -> None:
         """See `Backend.wait`."""
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
 
     def clock(self) -> float:
         """See `Backend.clock`. Nothing takes time here."""
