@@ -72,13 +72,13 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     return copy
 
 
-def install(model: nn.Module, plan: PlanLike) -> Callable[[], None]:
+def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> Callable[[], None]:
     """Apply `plan` to `model` itself, and return the function that takes it off again, exactly."""
     _check_model("install", model)
     regions = find_regions(model, as_plan(plan))
     before = [(module, dict(module.__dict__)) for module, _ in regions]
     for module, how in regions:
-        _set_forward(module, how)
+        _set_forward(module, how.on(runtime))
     _keep_shared_parameters(model)
 
     def undo() -> None:

@@ -198,13 +198,15 @@ class Config:
 
     The mode sets the three switches ``enable_checkpointing``, ``enable_offloading`` and ``enable_tiling``
     (conservative: the first; balanced: the first two; aggressive: all three), and a switch that the caller
-    sets wins over the mode. The defaults below are those of the default mode. ``repr`` shows exactly the
-    fields that the caller set, so that evaluating it gives the same config.
+    sets wins over the mode; so does ``async_offload=True``, which sets ``enable_offloading``. The defaults below
+    are those of the default mode. ``repr`` shows exactly the fields that the caller set, so that evaluating it
+    gives the same config.
 
     Args:
         mode: an :class:`OptimizationMode` or its name in any case.
         enable_checkpointing: activations may be recomputed in backward instead of kept.
-        enable_offloading: tensors may be moved to host memory and back.
+        enable_offloading: tensors may be moved to another memory tier and back. `memscale.wrap` moves them when the
+            caller sets it to True.
         enable_tiling: wide layers may run in pieces.
         use_mixed_precision: regions may run in a lower precision. Not exact.
         use_8bit_optimizer: optimizer states may be kept in 8 bits. Not exact.
@@ -218,12 +220,13 @@ class Config:
         log_file: path of a file that gets the same lines, appended; None is no file.
         observability_port: local port that serves live figures, 0 for any free one; None serves nothing.
         verify_correctness: prove the wrapped model's numbers on ``sample_input`` before returning it.
-        async_offload: move tensors while the device computes.
+        async_offload: move tensors, and while the device computes. Not with ``enable_offloading=False``.
         async_config: sizes of that engine; None takes the defaults of :class:`AsyncOffloadConfig`.
         auto_policy: let a policy adjust the config to the model; False uses it exactly as given.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
+        ConfigError: a field is of the wrong type or out of range (all bad fields are named at once), or two fields
+            contradict each other.
 
     >>> config = Config(mode="aggressive", enable_offloading=False)
     >>> sorted(config.eligible())
@@ -275,6 +278,13 @@ class Config:
         for switch, on in _SWITCHES_OF_MODE[self.mode].items():
             if switch not in self.given:
                 object.__setattr__(self, switch, on)
+        if self.async_offload and not self.enable_offloading:
+            if "enable_offloading" in self.given:
+                raise ConfigError(
+                    "Config(async_offload=True, enable_offloading=False) contradict each other: the first asks for "
+                    "what the second rules out; leave one of the two unset"
+                )
+            object.__setattr__(self, "enable_offloading", True)
 
     @property
     def given(self) -> frozenset[str]:

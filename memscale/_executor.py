@@ -14,6 +14,7 @@ from memscale._config import Config
 from memscale._estimate import StepEstimate
 from memscale._plan import Plan
 from memscale.profiling._hardware import Hardware
+from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
 _LOG = logging.getLogger("memscale")
@@ -21,10 +22,12 @@ _ABSENT = object()
 
 
 class Executor:
-    """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``estimate`` and ``skipped``.
+    """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``estimate``, ``skipped`` and ``runtime``.
 
-    ``skipped`` says why the plan is empty, and is None when it is not. ``str`` is a readable report.
-    A deep copy or a pickle of a wrapped model carries an executor of its own, which detaches the copy.
+    ``skipped`` says why the plan is empty, and is None when it is not. ``runtime`` is what the plan's ``offload()``
+    moves tensors with, and is None where nothing is offloaded, and after `detach`. ``str`` is a readable report, with
+    what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, which detaches
+    the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
 
     >>> import torch, memscale as ms
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
@@ -43,6 +46,7 @@ class Executor:
         hardware: Hardware,
         estimate: StepEstimate,
         skipped: str | None,
+        runtime: Runtime | None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -50,6 +54,7 @@ class Executor:
         self.hardware = hardware
         self.estimate = estimate
         self.skipped = skipped
+        self.runtime = runtime
         self._caching: list[Any] = []
         self._undo: Callable[[], None] | None = None
         self._changed: list[tuple[str, str, list[Any]]] = []
@@ -71,7 +76,9 @@ class Executor:
         for settings in self._caching:
             settings.use_cache = True
         del self.model.__dict__[ATTRIBUTE]
-        say(self.config, f"detached {type(self.model).__name__}")
+        moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
+        self.runtime = None
+        say(self.config, f"detached {type(self.model).__name__}{moved}")
 
     def attach(self) -> None:
         """Enter the executor into the model and turn Hugging Face caches off."""
@@ -87,7 +94,7 @@ class Executor:
     def install(self) -> None:
         """Put the plan's regions on the model."""
         before = {path: dict(module.__dict__) for path, module in self.model.named_modules()}
-        self._undo = install(self.model, self.plan)
+        self._undo = install(self.model, self.plan, runtime=self.runtime)
         for path, module in self.model.named_modules():
             old, new = before[path], module.__dict__
             keys = [key for key in {**old, **new} if old.get(key, _ABSENT) is not new.get(key, _ABSENT)]
@@ -115,7 +122,19 @@ class Executor:
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        return f"{type(self.model).__name__} on {self.hardware}\nstep: {self.estimate}\n{verdict}"
+        lines = [f"{type(self.model).__name__} on {self.hardware}", f"step: {self.estimate}", verdict]
+        if self.runtime is not None:
+            lines.append(_moved(self.runtime))
+        return "\n".join(lines)
+
+
+def _moved(runtime: Runtime) -> str:
+    # Nothing moves on a simulated device, whatever its engine counts.
+    engines = [stats for device, stats in runtime.stats().items() if not device.startswith("fake ")]
+    out_bytes = sum(sum(stats.out_bytes.values()) for stats in engines)
+    in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)
+    exposed_seconds = sum(stats.exposed_seconds for stats in engines)
+    return f"offloaded so far: {out_bytes} bytes out, {in_bytes} bytes in, {exposed_seconds:.3f} s exposed"
 
 
 def _caching_settings(model: nn.Module) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,13 +16,14 @@ from memscale._config import AsyncOffloadConfig, Config
 from memscale._errors import ConfigError, RuntimeUnavailable, TransformError
 from memscale._estimate import StepEstimate, activation_bytes, static_estimate
 from memscale._executor import ATTRIBUTE, Executor, say
+from memscale._offloading import with_runtime
 from memscale._plan import Plan
 from memscale._same_numbers import check_same_numbers
+from memscale._transform import Transform, compose, identity
 from memscale.profiling._hardware import Hardware
-from memscale.transforms import checkpoint
+from memscale.transforms import checkpoint, offload
 
 _LOG = logging.getLogger("memscale")
-_ASYNC_VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"
 
 _Target = TypeVar("_Target")
 
@@ -32,7 +32,6 @@ _NOT_BUILT = {
     "enable_tiling": "wrap does not tile yet; apply memscale.tile in a plan, and leave enable_tiling unset",
     "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
     "use_mixed_precision": "wrap does not cast yet; apply memscale.cast in a plan, or use torch.autocast",
-    "async_offload": "the offload runtime is not built yet; leave async_offload unset",
 }
 
 
@@ -45,31 +44,35 @@ def wrap(
 ) -> _Target:
     """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
 
-    The rule: the model's repeated blocks get ``checkpoint()``, unless checkpointing is not eligible under the
-    config or the step fits comfortably. It fits when parameters, buffers, gradients and two Adam moments (of
-    what is trained), plus the activations of ``sample_input`` when one is given, measured on fake tensors,
-    are at most ``config.target_gpu_utilization`` of the device's memory; ``config.force_optimize`` ignores
-    that. A Hugging Face ``config.use_cache`` is off while wrapped. The hardware, the estimate and the plan
-    are logged (logger ``memscale``, level INFO, and ``config.log_file``). A model that is already wrapped is
-    detached first.
+    The rule: the model's repeated blocks get ``checkpoint()`` where checkpointing is eligible under the config,
+    and ``offload()`` around it where the caller asks for that, by ``async_offload=True`` or, for the same without
+    overlap, by ``enable_offloading=True``; unless the step fits comfortably. It fits when parameters, buffers,
+    gradients and two Adam moments (of what is trained), plus the activations of ``sample_input`` when one is
+    given, measured on fake tensors, are at most ``config.target_gpu_utilization`` of the device's memory;
+    ``config.force_optimize`` ignores that. A Hugging Face ``config.use_cache`` is off while wrapped. The
+    hardware, the estimate and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A
+    model that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
         config: what is allowed; None is ``Config()``.
         sample_input: what the model is called with (a tensor, a tuple of arguments or a mapping of keywords).
         async_offload: overrides ``config.async_offload``. None leaves it; where the config does not set it
-            either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD`` can ask for it.
-        async_config: overrides ``config.async_config``.
+            either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
+            offloading eligible.
+        async_config: overrides ``config.async_config``: the sizes of the engine that offloads.
 
     Returns:
         ``target`` itself; the `Executor` is its model's ``_memscale_executor``.
 
     Raises:
         TypeError: ``target`` is neither a module nor a trainer.
-        ConfigError: another argument is of the wrong type, ``log_file`` cannot be written, or
-            ``verify_correctness`` has no ``sample_input``.
-        RuntimeUnavailable: the caller asked for something that this version does not have. The environment
-            variable is not the caller's word on this model, so it gives a logged warning instead.
+        ConfigError: another argument is of the wrong type, ``async_offload=True`` meets
+            ``enable_offloading=False``, ``log_file`` cannot be written, or ``verify_correctness`` has no
+            ``sample_input``.
+        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading
+            where nothing can move the tensors of the model's device. The environment variable is not the
+            caller's word on this model, so it gives a logged warning instead.
         TransformError: a module inside ``target`` is wrapped on its own.
         CorrectnessError: ``verify_correctness`` found a number that differs; the model is left unwrapped.
 
@@ -104,7 +107,7 @@ def optimize(
 
     >>> with optimize(torch.nn.Linear(2, 2)) as executor:
     ...     print(executor.skipped)
-    no repeated blocks: nothing in the model is worth recomputing
+    no repeated blocks: nothing in the model is worth recomputing or moving
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -151,6 +154,7 @@ def _wrapped(
         raise ConfigError(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
         )
+    config, runtime = with_runtime(model, config, ask_environment=async_offload is None)
     for path, module in model.named_modules():
         if path and ATTRIBUTE in module.__dict__:
             raise TransformError(f"module {path!r} inside the model is wrapped on its own; detach it first")
@@ -163,9 +167,13 @@ def _wrapped(
     say(config, f"hardware: {hardware}")
     blocks = repeated_blocks(model)
     estimate = _estimate(model, optimizer, sample_input, config)
-    skipped = _reason_to_skip(model, blocks, estimate, config, hardware)
-    plan = Plan({} if skipped is not None else dict.fromkeys(blocks, checkpoint()))
-    executor = Executor(model, plan, config, hardware, estimate, skipped)
+    moving = offload() if runtime is not None else identity
+    how = compose(moving, checkpoint() if "checkpoint" in config.eligible() else identity)
+    skipped = _reason_to_skip(model, how, blocks, estimate, config, hardware)
+    if skipped is not None:
+        runtime = None
+    plan = Plan({} if skipped is not None else dict.fromkeys(blocks, how))
+    executor = Executor(model, plan, config, hardware, estimate, skipped, runtime)
     try:
         executor.attach()
         if config.verify_correctness and skipped is None:
@@ -177,6 +185,8 @@ def _wrapped(
         raise
     if skipped is None:
         say(config, f"plan for {type(model).__name__}:\n{plan}")
+        if runtime is not None:
+            say(config, f"offload() runs with {runtime.config}, max_cpu_offload_gb={config.max_cpu_offload_gb}")
     else:
         say(config, f"{type(model).__name__} stays as it is: {skipped}")
     return executor
@@ -200,8 +210,6 @@ def _settled(config: Config | None, async_offload: bool | None, async_config: As
         raise ConfigError(f"config={config!r} must be a memscale.Config or None; build one with Config(...)")
     if async_offload is not None:
         config = dataclasses.replace(config, async_offload=async_offload)
-    elif "async_offload" not in config.given and _environment_asks():
-        _LOG.warning("%s is set, but %s; this step runs without it", _ASYNC_VARIABLE, _NOT_BUILT["async_offload"])
     if async_config is not None:
         config = dataclasses.replace(config, async_config=async_config)
     refused = [
@@ -223,15 +231,6 @@ def _settled(config: Config | None, async_offload: bool | None, async_config: As
     return config
 
 
-def _environment_asks() -> bool:
-    value = os.environ.get(_ASYNC_VARIABLE, "").strip().lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("", "0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"{_ASYNC_VARIABLE}={value!r} must be 1 or 0 (true/false, yes/no, on/off); set one of these")
-
-
 def _estimate(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, sample_input: Any, config: Config
 ) -> StepEstimate:
@@ -250,14 +249,21 @@ def _estimate(
 
 
 def _reason_to_skip(
-    model: nn.Module, blocks: tuple[str, ...], estimate: StepEstimate, config: Config, hardware: Hardware
+    model: nn.Module,
+    how: Transform,
+    blocks: tuple[str, ...],
+    estimate: StepEstimate,
+    config: Config,
+    hardware: Hardware,
 ) -> str | None:
-    if "checkpoint" not in config.eligible():
-        return "enable_checkpointing is False, and no other transform is built yet"
+    if how == identity:
+        return (
+            "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return "nothing to train: no parameter requires a gradient"
     if not blocks:
-        return "no repeated blocks: nothing in the model is worth recomputing"
+        return "no repeated blocks: nothing in the model is worth recomputing or moving"
     usable_bytes = int(config.target_gpu_utilization * hardware.memory_bytes)
     if not config.force_optimize and estimate.total_bytes <= usable_bytes:
         unmeasured = "" if estimate.activation_bytes is not None else " (pass sample_input to count activations)"

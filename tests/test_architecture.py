@@ -19,7 +19,17 @@ LAYERS = (
     ("_apply",),
     ("profiling",),
     ("planning",),
-    ("_verify", "_same_numbers", "_estimate", "_executor", "_legacy", "policy", "integrations", "observability"),
+    (
+        "_verify",
+        "_same_numbers",
+        "_estimate",
+        "_executor",
+        "_offloading",
+        "_legacy",
+        "policy",
+        "integrations",
+        "observability",
+    ),
     ("cli",),
     ("__init__",),
 )

@@ -232,8 +232,6 @@ def test_bad_arguments():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"async_offload": True}, "async_offload=True: the offload runtime is not built yet; leave"),
-        ({"config": Config(async_offload=True)}, "async_offload=True: the offload runtime is not built yet"),
         (
             {"config": Config(enable_tiling=True)},
             "enable_tiling=True: wrap does not tile yet; apply memscale.tile",
@@ -254,21 +252,6 @@ def test_what_the_mode_implies_is_not_refused():
     config = Config(async_offload=True, force_optimize=True)
     executor = wrap(convnet(), config, async_offload=False, async_config=AsyncOffloadConfig(streams=1))
     assert executor._memscale_executor.config.async_config == AsyncOffloadConfig(streams=1)
-
-
-def test_the_environment_asks_and_gets_a_warning(monkeypatch, caplog):
-    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "on")
-    assert wrap(convnet(), FORCE)._memscale_executor.skipped is None
-    assert "MEMSCALE_ASYNC_OFFLOAD is set, but the offload runtime is not built yet" in caplog.text
-    caplog.clear()
-    wrap(convnet(), FORCE, async_offload=False)
-    wrap(convnet(), Config(async_offload=False))
-    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "0")
-    wrap(convnet(), FORCE)
-    assert not caplog.records
-    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "maybe")
-    with pytest.raises(ConfigError, match="MEMSCALE_ASYNC_OFFLOAD='maybe' must be 1 or 0"):
-        wrap(convnet())
 
 
 @pytest.mark.parametrize(

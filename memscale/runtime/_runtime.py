@@ -162,8 +162,14 @@ class Runtime:
         return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
     def __reduce__(self) -> Any:
-        # A pickled region finds the runtime of the process that it wakes up in.
-        return (default_runtime, ())
+        # The process's own runtime becomes that of the process that a pickled region wakes up in. Any other takes its
+        # settings along, for a cap must not get lost. A backend does not travel: its device is this process's.
+        if self is default_runtime():
+            return (default_runtime, ())
+        make = functools.partial(
+            Runtime, disk_directory=self._disk_directory, disk_bytes=self._disk_bytes, host_bytes=self._host_bytes
+        )
+        return (make, (self.config,))
 
     def __deepcopy__(self, memo: Any) -> Runtime:
         return self  # a resource: copies of a model share the link
