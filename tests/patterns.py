@@ -89,13 +89,17 @@ def double_backward(model: nn.Module, kind: Kind) -> Found:
     yield "second", gradients(model, inputs)
 
 
-def autocast(model: nn.Module, kind: Kind) -> Found:
+def autocast(model: nn.Module, kind: Kind, *, cache_enabled: bool = True) -> Found:
     for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
             output, inputs = forward(model, kind)
         yield "output", output
         loss_of(output, model).backward()
         yield "gradients", gradients(model, inputs)
+
+
+def autocast_without_cache(model: nn.Module, kind: Kind) -> Found:
+    yield from autocast(model, kind, cache_enabled=False)
 
 
 def eval_before_backward(model: nn.Module, kind: Kind) -> Found:

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.storages = Storages(self.ledger, residents)
+        self.storages = Storages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
         self.optimizing = False
@@ -118,14 +118,12 @@ class Recorder(TorchDispatchMode):
             return op(*args, **kwargs)
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
-            # A storage that is new here came from Python (`torch.tensor`), so its values are real.
+            self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
             return self._note(op, op(*args, **kwargs), Work(0, 0, ""), 0, known=True)
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
-        blocks = [self.storages.block(tensor) for tensor in tensors]
-        # Beside an accelerator, what the CPU computes from its own tensors is its own. On a host, all is RAM.
-        self.storages.away = self._kernels.device_type != "cpu" and bool(blocks) and all(b.away for b in blocks)
+        blocks = self.storages.of_arguments(tensors)
         if op is aten.embedding.default and blocks[1].known:
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))

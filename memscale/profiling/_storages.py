@@ -21,10 +21,12 @@ class Storages:
     Args:
         ledger: where births and deaths are recorded.
         residents: the category and the name of storages of before the step, by address of their storage object.
+        beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
     """
 
-    def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]]) -> None:
+    def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False) -> None:
         self.ledger = ledger
+        self._beside_cpu = beside_cpu
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self._live: dict[int, int] = {}  # storage -> its block
@@ -34,6 +36,13 @@ class Storages:
     def block(self, tensor: torch.Tensor) -> Block:
         """The block of the storage under `tensor`, which is recorded as resident if it is seen for the first time."""
         return self.ledger.blocks[self.number(tensor)]
+
+    def of_arguments(self, tensors: list[torch.Tensor]) -> list[Block]:
+        """The blocks of an operator's arguments; what it makes now lies away if all of these do."""
+        blocks = [self.block(tensor) for tensor in tensors]
+        # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
+        self.away = self._beside_cpu and bool(blocks) and all(block.away for block in blocks)
+        return blocks
 
     def __contains__(self, key: int) -> bool:
         return key in self._live

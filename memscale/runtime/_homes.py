@@ -34,7 +34,7 @@ _at_home: dict[int, Home] = {}
 class Home:
     """Where a parameter lives."""
 
-    __slots__ = ("__weakref__", "entry", "group", "layout", "loaded", "number", "parameter", "tickets")
+    __slots__ = ("__weakref__", "entry", "group", "layout", "loaded", "number", "parameter")
 
     def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
         self.number = next(_numbers)
@@ -43,7 +43,6 @@ class Home:
         self.layout = layout
         self.group: Group = (self.number,)
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
-        self.tickets = 0
 
     @property
     def device(self) -> torch.device:
@@ -55,19 +54,6 @@ class Home:
         """The version counter of the parameter."""
         parameter = self.parameter()
         return -1 if parameter is None else version(parameter)
-
-
-class Ticket:
-    """Held by each node of a graph that a parameter came to the device through, as long as the node exists."""
-
-    __slots__ = ("home",)
-
-    def __init__(self, home: Home) -> None:
-        self.home = home
-        home.tickets += 1
-
-    def __del__(self) -> None:
-        self.home.tickets -= 1
 
 
 class HomeRecord(Record):
@@ -104,6 +90,7 @@ class Homes:
         self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
         self._before: dict[Group, Group] = {}  # the order of the forward, backwards
         self._last: Group | None = None
+        self._sequence = 0
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
         self._reading: dict[Home, Event] = {}
@@ -171,6 +158,14 @@ class Homes:
                 self._loaded[tensor.untyped_storage()._cdata] = home
         return tensors
 
+    def lag(self, sequence: int) -> int:
+        """The place in the order of backward for a node that waits for a gradient: when the region before is through.
+
+        `sequence` is that of the present region's own first node, by which autograd orders what is ready to run.
+        """
+        before, self._sequence = self._sequence, sequence
+        return min(before, sequence)
+
     def leave(self, homes: Sequence[Home]) -> None:
         """The region has run. Its parameters leave the device, unless backward asks for them first of all."""
         in_backward = torch._C._current_graph_task_id() != -1
@@ -196,8 +191,7 @@ class Homes:
     def handle_on(self, tensor: torch.Tensor) -> Handle | None:
         """A handle on `tensor` if it is a parameter on the device, or a view of one. The engine's lock is held."""
         home = self._loaded.get(tensor.untyped_storage()._cdata)
-        parameter = None if home is None else home.parameter()
-        if home is None or parameter is None:
+        if home is None or home.parameter() is None:
             return None
         layout = Layout(
             tensor.dtype,
@@ -207,8 +201,17 @@ class Homes:
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        entry = home.entry
-        changes = version(tensor) - home.loaded[1]  # which come home when the region leaves
+        return self._new_handle(home, layout)
+
+    def handle(self, home: Home) -> Handle:
+        """A handle on a parameter that is on the device. The engine's lock is held."""
+        return self._new_handle(home, home.layout)
+
+    def _new_handle(self, home: Home, layout: Layout) -> Handle:
+        entry, parameter = home.entry, home.parameter()
+        assert entry.base is not None
+        assert parameter is not None
+        changes = version(entry.base) - home.loaded[1]  # which come home when the region leaves
         entry.records.append(HomeRecord(home, parameter.detach(), layout, version(parameter) + changes))
         return Handle(entry, len(entry.records) - 1)
 

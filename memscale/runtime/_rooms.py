@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memscale._errors import RuntimeUnavailable
 from memscale._simulating import simulating
 from memscale.runtime._link import Copy
 from memscale.runtime._protocol import Buffer
@@ -40,7 +41,11 @@ class Rooms:
         buffer = backend.allocate(nbytes, tier)
         if buffer is None:
             return None
-        contents = torch.from_numpy(backend.map(buffer)) if step is None else step.away(nbytes)
+        try:
+            contents = torch.from_numpy(backend.map(buffer)) if step is None else step.away(nbytes)
+        except RuntimeUnavailable:  # a filesystem that cannot promise room would kill the process later
+            backend.free(buffer, after=())
+            return None
         self._engine.count_live(buffer.tier, nbytes)
         room = Room(buffer)
         weakref.finalize(contents.untyped_storage(), self.over.append, room).atexit = False

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale._errors import TransformError
-from memscale.runtime import Handle, Runtime, changed_error, check_tier, default_runtime, version
+from memscale.runtime import Handle, Home, Runtime, changed_error, check_tier, default_runtime, version
 from memscale.transforms._unseen import unseen
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
@@ -99,7 +99,38 @@ class StreamedHooks(Hooks):
                 handle = engine.homes.handle_on(tensor)
             if handle is not None:
                 return handle
+            if (home := _cast_of(tensor)) is not None:
+                with home.entry.engine.lock:
+                    return _Cast(home.entry.engine.homes.handle(home), tensor)
         return self._keep(tensor)
+
+
+def _cast_of(tensor: torch.Tensor) -> Home | None:
+    """Where the parameter lives that `tensor` is a cast of, or a view of a cast, as autocast makes them."""
+    whole = tensor if tensor._base is None else tensor._base
+    if type(whole.grad_fn).__name__ != "ToCopyBackward0" or whole.untyped_storage().nbytes() != whole.nbytes:
+        return None
+    assert whole.grad_fn is not None
+    home = getattr(whole.grad_fn.next_functions[0][0], "home_on_device", None)
+    if home is None or whole.stride() != home.layout.stride or whole._version != 0:
+        return None
+    return home  # type: ignore[no-any-return]
+
+
+class _Cast:
+    """A cast of a parameter that lives on another tier: its bytes would stay, so it is made again."""
+
+    __slots__ = ("_dtype", "_handle", "_offset", "_size", "_stride")
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
+        self._handle = handle
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def unpack(self, hooks: Hooks) -> torch.Tensor:
+        with torch.no_grad():
+            whole = hooks.unpack(self._handle).to(self._dtype)
+            return whole.as_strided(self._size, self._stride, self._offset).detach()
 
 
 def _stays(tensor: torch.Tensor) -> bool:

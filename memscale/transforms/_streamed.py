@@ -136,12 +136,17 @@ def on_device_again(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, torch
 def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
     """What stands for each parameter in a region, by the parameter's id, for as long as the region runs."""
     stand_ins: dict[int, torch.Tensor] = {}
+    sequence = None
     with ExitStack() as stack:
         for home, tensor in _enter(stack, homes):
             parameter = home.parameter()
             assert parameter is not None, "the region holds it"
             if torch.is_grad_enabled() and parameter.requires_grad:
-                tensor = _Stream.apply(_Receive.apply(parameter, home), home, [tensor])  # type: ignore[no-untyped-call]
+                received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
+                if sequence is None:
+                    sequence = home.entry.engine.homes.lag(received.grad_fn._sequence_nr())
+                received.grad_fn._set_sequence_nr(sequence)
+                tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
             else:
                 tensor.requires_grad_(parameter.requires_grad)
             setattr(tensor, _HOME, (home, version(parameter)))
@@ -187,13 +192,13 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, at_home: torch.Tensor, home: Home, arrived: list[torch.Tensor]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.home = home
+        ctx.home_on_device = home
         return arrived.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            home = ctx.home
+            home = ctx.home_on_device
             gradient = home.entry.engine.gradients.send(home.parameter(), home.entry.tier, gradient)
         return gradient, None, None
 
