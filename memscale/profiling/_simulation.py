@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memscale._errors import ConfigError
 from memscale._simulating import SimulatedStep, simulation
@@ -120,7 +120,8 @@ class Simulation:
 
     def _away(self, nbytes: int) -> torch.Tensor:
         hollow = self.recorder.hollow
-        tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
+        with _disable_current_modes():  # it is made by no operator of the step
+            tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
         self.recorder.storages.enter_away(tensor)
         return tensor
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memscale import _tree
 from memscale._errors import CorrectnessError
 from memscale._simulating import simulating
+from memscale.runtime import Home
 from memscale.transforms._environment import Environment
 from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Scope, holds, read, write
-from memscale.transforms._streamed import on_device_again, stands_for_home
+from memscale.transforms._streamed import AtHome, at_home, on_device_again, stands_for_home
 from memscale.transforms._unseen import unseen
 
 K = TypeVar("K")
@@ -48,10 +50,21 @@ class Snapshot:
         habits: what earlier calls learned, `None` on the first.
     """
 
-    __slots__ = ("_arguments", "_clones", "_environment", "_first", "_scope", "_versions", "fresh", "replaced")
+    __slots__ = (
+        "_arguments",
+        "_at_home",
+        "_clones",
+        "_environment",
+        "_first",
+        "_scope",
+        "_versions",
+        "fresh",
+        "replaced",
+    )
 
     def __init__(self, scope: Scope, arguments: list[torch.Tensor], habits: Habits | None) -> None:
         self._first = habits is None
+        self._at_home: list[AtHome] = []
         self._scope = scope
         self._arguments = arguments
         self._versions = [version(tensor) for _, _, tensor in scope.tensors]
@@ -102,9 +115,21 @@ class Snapshot:
         self.replaced = {index: self.replaced[index] for index in mutated}
         self._clones = {key: self._clones[key] for key in changed}
         self._arguments = []
+        self._let_go_of_streamed()
         if not self._first:
             return None
         return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random)
+
+    def _let_go_of_streamed(self) -> None:
+        """Keep a note in place of each parameter that a region around this one has on the device for now."""
+        scope = self._scope
+        kept = [not stands_for_home(tensor) for _, _, tensor in scope.tensors]
+        for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
+            if not keep:
+                note = scope.contents[position][key] = at_home(tensor)
+                self._at_home.append(note)
+        scope.tensors = list(compress(scope.tensors, kept))
+        self._versions = list(compress(self._versions, kept))
 
     def _changed_places(self) -> list[Key]:
         changed: list[Key] = []
@@ -165,7 +190,7 @@ class Snapshot:
         undo: list[Callable[[], Any]] = []
         streamed = ExitStack()
         try:
-            arrived = streamed.enter_context(on_device_again([tensor for _, _, tensor in scope.tensors]))
+            arrived = streamed.enter_context(on_device_again(self._at_home))
             for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
                 if position not in touched and holds(place, content):
                     before.append(content)
@@ -184,15 +209,15 @@ class Snapshot:
             streamed.close()
 
     def _content_for_rerun(
-        self, position: int, renewed: dict[Key, torch.Tensor], arrived: dict[int, torch.Tensor]
+        self, position: int, renewed: dict[Key, torch.Tensor], arrived: dict[Home, torch.Tensor]
     ) -> Content:
         content = self._scope.contents[position].copy()
         present = read(self._scope.places[position])
         for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
             if (clone := renewed.get((position, key))) is not None:
                 content[key] = clone.requires_grad_(then.requires_grad)
-            elif id(then) in arrived:
-                content[key] = arrived[id(then)]
+            elif isinstance(then, AtHome):
+                content[key] = arrived[then.home]
             elif _is_sharded(then) and isinstance(present, dict):
                 # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
                 content[key] = present.get(key, then)

@@ -7,6 +7,7 @@ for it and hands it to the parameter. What autograd saves of it is a handle, whi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -114,21 +115,36 @@ def stands_for_home(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _HOME)
 
 
+@dataclasses.dataclass(frozen=True)
+class AtHome:
+    """What a region that runs again needs to know of a parameter that it had on the device. Keeps none of its bytes."""
+
+    home: Home
+    version: int
+    requires_grad: bool
+
+
+def at_home(stand_in: torch.Tensor) -> AtHome:
+    """A note of what `stand_in` stands for."""
+    home, expected = getattr(stand_in, _HOME)
+    return AtHome(home, expected, stand_in.requires_grad)
+
+
 @contextmanager
-def on_device_again(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """For regions that run again: new tensors on the device, by the ids of those that stood for parameters before.
+def on_device_again(notes: Sequence[AtHome]) -> Iterator[dict[Home, torch.Tensor]]:
+    """New tensors on the device, by home, while a region runs again.
 
     Raises:
         CorrectnessError: one of the parameters was changed in place since.
     """
-    found = {id(tensor): (tensor, *getattr(tensor, _HOME)) for tensor in tensors if stands_for_home(tensor)}
-    for tensor, home, expected in found.values():
-        if (now := home.version()) not in (-1, expected):
-            raise changed_error(tensor.dtype, tensor.size(), now, expected)
+    for note in notes:
+        if (now := note.home.version()) not in (-1, note.version):
+            raise changed_error(note.home.layout.dtype, note.home.layout.size, now, note.version)
     with ExitStack() as stack:
-        homes = list({id(home): home for _, home, _ in found.values()}.values())
-        arrived = {id(home): tensor for home, tensor in _enter(stack, homes)}
-        yield {key: arrived[id(home)].requires_grad_(tensor.requires_grad) for key, (tensor, home, _) in found.items()}
+        arrived = dict(_enter(stack, list({note.home: None for note in notes})))
+        for note in notes:
+            arrived[note.home].requires_grad_(note.requires_grad)
+        yield arrived
         arrived.clear()
 
 
