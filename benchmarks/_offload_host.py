@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+import transformers
 from bench_tile import gpt2
 
 import memscale as ms
@@ -57,6 +58,7 @@ class Row:
 
 def train(name: str, steps: int, directory: str | None = None) -> Row:
     """Train in this process, each step when its turn comes."""
+    transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     runtime = Runtime(disk_directory=directory)
     base = gpt2("cpu")
