@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test lint bench gpu docs
+.PHONY: setup demo test lint bench gpu gpu-sanitize docs
 
 setup: $(READY)
 
@@ -40,6 +40,14 @@ gpu: $(READY)
 	$(PYTHON) benchmarks/bench_tile.py --device cuda
 	$(PYTHON) benchmarks/bench_cast.py --device cuda
 	$(PYTHON) benchmarks/bench_predict.py --device cuda --variant 'plain|checkpoint' --json benchmarks/results/predict-cuda.json
+	$(PYTHON) benchmarks/bench_offload.py --device cuda --json benchmarks/results/offload-cuda.json
+
+# Not part of `gpu`: it makes the tests many times slower, and not every machine has the tool.
+gpu-sanitize: $(READY)
+	@command -v compute-sanitizer > /dev/null || { \
+		echo "gpu-sanitize: there is no compute-sanitizer on PATH; it comes with the CUDA toolkit, in its bin folder" >&2; \
+		exit 1; }
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/test_cuda_runtime.py -q $(ARGS)
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

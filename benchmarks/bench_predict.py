@@ -16,7 +16,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the pro
 
 import torch
 import transformers
+from _environment import environment
 from _zoo import DTYPES, ZOO, Case
 
 import memscale as ms
@@ -254,24 +254,6 @@ def summary(rows: list[Row]) -> dict[str, float]:
     return found
 
 
-def environment(device: str) -> dict[str, Any]:
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "memscale": ms.__version__,
-        "commit": git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain") else ""),
-    }
-
-
 def high_water_bytes() -> int:
     """The most physical memory that this process ever held."""
     # Not getrusage: its maximum survives exec, so a child would report its parent's.
@@ -348,7 +330,7 @@ def main() -> int:
     if options.shape:
         print(json.dumps(predict_shape(options.shape)))
         return 0
-    about = environment(options.device)
+    about = environment(options.device, "transformers")
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     rows: list[Row] = []
     unmeasured = 0
