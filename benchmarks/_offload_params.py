@@ -55,8 +55,7 @@ class Contender:
 
 def ours(transform: ms.Transform) -> Callable[[Stack, str, Runtime], Contender]:
     def ready(stack: Stack, device: str, runtime: Runtime) -> Contender:
-        module = ms.transform(stack, {"layers.*": transform}, runtime=runtime)
-        runtime.place(module, device)
+        module = ms.transform(stack, {"layers.*": transform}, runtime=runtime).to(device)
         return Contender(module, module, lambda: moved_bytes(runtime), runtime.settle)
 
     return ready
@@ -119,7 +118,7 @@ def measure_params(
     for name, (ready, many) in contenders().items():
         stack = build(shape, layers, "cpu")
         parameter_bytes = sum(parameter.nbytes for parameter in stack.layers.parameters())
-        config = ms.AsyncOffloadConfig(pool_bytes=3 * parameter_bytes)
+        config = ms.AsyncOffloadConfig(pool_bytes=3 * parameter_bytes, min_bytes=1 << 16)
         contender = ready(stack, device, Runtime(config, disk_directory=directory))
         del stack
         ids = torch.randint(VOCABULARY, (1, tokens[many]), device=device)

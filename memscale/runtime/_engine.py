@@ -44,8 +44,8 @@ class Engine:
     Args:
         backend: what does the moving.
         depth: the most copies that may be on their way in each direction for what is asked for later; 0 is
-            synchronous. Loads follow the measured times up to it. Also how much of the tail of a forward stays on the
-            device, since the first loads of backward would bring it right back.
+            synchronous. Measured times decide how many of them are worth it. Also the most of the tail of a forward
+            that stays on the device, since the first loads of backward would bring it right back.
         timeline: where to note copies and waits, or `None`.
     """
 
@@ -142,13 +142,13 @@ class Engine:
                 continue
             self._number(entry)
             assert entry.ordinal is not None
-            is_tail = 0 < self._count_before <= entry.ordinal + self.depth
-            if not is_tail or self.depth == 0:
+            depth = self._ahead.depth()
+            if depth == 0 or not 0 < self._count_before <= entry.ordinal + depth:
                 self._move(entry)
                 continue
             self._tail.append(entry)
             self._counters.resident_bytes += entry.nbytes
-            if len(self._tail) > self.depth:
+            if len(self._tail) > depth:
                 self._counters.resident_bytes -= self._tail[0].nbytes
                 self._move(self._tail.popleft())
 
@@ -181,7 +181,7 @@ class Engine:
             record.leave(start)
         self._copy_out(entry)
         self._leaving.append(entry)
-        while len(self._leaving) > self.depth:
+        while len(self._leaving) > self._ahead.depth():
             self._retire(self._leaving.popleft())
 
     def _copy_out(self, entry: Entry) -> None:
