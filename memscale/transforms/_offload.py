@@ -88,14 +88,23 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
     once. Around `checkpoint` it moves what that keeps: ``compose(offload(), checkpoint())`` moves the region's input.
     Inside one, ``compose(checkpoint(), offload())``, nothing is left to move.
 
+    ``offload(what="params")`` is about the region's parameters instead: they live on the other tier, where an
+    optimizer finds them and their gradients, and come to the device for forward and again for backward.
+
+    >>> layer = torch.nn.Linear(1024, 1024)
+    >>> fit = ms.transform(layer, {"": ms.offload(what="params")})
+    >>> fit(torch.ones(8, 1024)).sum().backward()
+    >>> fit.weight is layer.weight, fit.weight.grad.shape
+    (True, torch.Size([1024, 1024]))
+
     Under `torch.compile` the region runs uncompiled, at the price of a graph break.
 
     Args:
-        what: ``"activations"``, what autograd saves between forward and backward.
+        what: ``"activations"``, what autograd saves between forward and backward, or ``"params"``.
         tier: where to, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the device has. When
             a tier is full the next one is taken, and at the end of the row the tensor stays where it is, with a
             warning. On a machine without an accelerator the device is RAM, and ``"disk"`` is its only tier.
-        min_bytes: smaller storages stay on the device; `None` is the runtime's, 1 MiB unless configured.
+        min_bytes: smaller ones stay on the device; `None` is the runtime's, 1 MiB unless configured.
 
     Raises:
         ConfigError: an argument is none of these.
