@@ -27,7 +27,7 @@ class Ahead(Generic[Key]):
     >>> for _ in range(2):
     ...     ahead.begin()
     ...     for key in "abc":
-    ...         ahead.asked(key, at=None)
+    ...         _ = ahead.asked(key, at=None)
     ...         print(key, [after for after, _ in ahead.upcoming()])
     a []
     b []

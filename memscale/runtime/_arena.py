@@ -21,6 +21,7 @@ import torch
 
 from memscale._errors import ConfigError
 from memscale.runtime._spans import FreeSpans
+from memscale.runtime._tiers import TierUse
 
 # At least the system's own, which is 16 or 64 KiB on some machines: two extents of a file that shared one could not be
 # mapped, for writing back a page of the one would undo what was written past the page cache to the other.
@@ -71,8 +72,14 @@ class ArenaStats:
     high_water_bytes: int
     reserved_bytes: int
     reserved_high_water_bytes: int
+    free_bytes: int
     largest_free_bytes: int
     slabs: int
+
+    @property
+    def usage(self) -> TierUse:
+        """The same, as of any tier."""
+        return TierUse(self.high_water_bytes, self.reserved_bytes, self.free_bytes, self.largest_free_bytes)
 
     @property
     def waste(self) -> float:
@@ -224,6 +231,7 @@ class Arena:
                 high_water_bytes=self._high_water_bytes,
                 reserved_bytes=self._reserved_bytes,
                 reserved_high_water_bytes=self._reserved_high_water_bytes,
+                free_bytes=self._free.free_bytes,
                 largest_free_bytes=self._free.largest_bytes,
                 slabs=len(self._slabs),
             )

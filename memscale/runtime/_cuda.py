@@ -21,7 +21,7 @@ from memscale.runtime._host import Transfer
 from memscale.runtime._host_tiers import HostBuffer, HostTiers
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
-from memscale.runtime._tiers import TIERS
+from memscale.runtime._tiers import TIERS, TierUse
 
 _STAGING_BYTES = 8 * 1024**2
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -224,9 +224,9 @@ class CudaBackend:
         milliseconds: float = self._cupy.cuda.get_elapsed_time(self._zero, event)
         return self._zero_seconds + milliseconds / 1e3
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        return self._tiers.high_water_bytes()
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return self._tiers.usage()
 
     def torch_stream(self, stream: Stream) -> torch.cuda.Stream:
         """A copy stream as PyTorch's, to order work of one's own with the copies."""

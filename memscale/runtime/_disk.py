@@ -21,6 +21,7 @@ from memscale.runtime._courier import Courier
 from memscale.runtime._mapping import Bytes, Mapping
 from memscale.runtime._slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
 from memscale.runtime._spans import FreeSpans
+from memscale.runtime._tiers import TierUse
 
 __all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
 
@@ -101,7 +102,7 @@ class DiskSlab:
         self._courier = Courier(threads, "disk")
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._used_bytes = 0
+        self._used_bytes = self._high_water_bytes = 0
         self._spans = FreeSpans()
         self._spans.give(0, first_bytes)
         # The collector may run a finalizer that frees an extent while this thread holds the lock, so `free` and the
@@ -123,6 +124,13 @@ class DiskSlab:
             self._settle()
             return self._used_bytes
 
+    def usage(self) -> TierUse:
+        """What the file holds, in whole pages, and held at most."""
+        file = self._open_file()
+        with self._lock:
+            self._settle()
+            return TierUse(self._high_water_bytes, file.size_bytes, self._spans.free_bytes, self._spans.largest_bytes)
+
     def reserve(self, nbytes: int) -> Extent | None:
         """Room for ``nbytes``, or None where neither the cap nor the filesystem leaves any in one piece.
 
@@ -141,6 +149,7 @@ class DiskSlab:
             if offset is None:
                 return None
             self._used_bytes += span
+            self._high_water_bytes = max(self._high_water_bytes, self._used_bytes)
             extent = Extent(offset, nbytes)
             self._live.add(extent)
             return extent

@@ -128,7 +128,7 @@ class Engine:
         """What the engine has done, and what it holds now."""
         self.collect()
         with self.lock:
-            return self._counters.frozen(self.backend.high_water_bytes())
+            return self._counters.frozen(self.backend.usage())
 
     # ------------------------------------------------------------------------------------------------------ out
 

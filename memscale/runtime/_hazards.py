@@ -27,6 +27,7 @@ from memscale.runtime._engine import Engine
 from memscale.runtime._entry import Handle, version
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Backend, Buffer, Event, Stream
+from memscale.runtime._tiers import TierUse
 
 _LOG = logging.getLogger(__name__)
 USED_EARLY = "use before a copy completes"
@@ -218,9 +219,9 @@ class Checked:
         """See `Backend.clock`."""
         return self.inner.clock()
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        return self.inner.high_water_bytes()
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return self.inner.usage()
 
     # --------------------------------------------------------------------------------- what only a checker hears
 

@@ -17,6 +17,7 @@ from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._disk import DiskSlab, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._tiers import TierUse
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 _TRIM_BYTES = 32 << 20
@@ -91,7 +92,6 @@ class HostBackend:
         self._directory = directory
         self._threads = threads
         self._slab: DiskSlab | None = None
-        self._high_water_bytes = 0
         self._untrimmed_bytes = 0
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
@@ -101,10 +101,7 @@ class HostBackend:
         if self._slab is None:
             self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
         extent = self._slab.reserve(nbytes)
-        if extent is None:
-            return None
-        self._high_water_bytes = max(self._high_water_bytes, self._slab.used_bytes)
-        return DiskBuffer(extent)
+        return None if extent is None else DiskBuffer(extent)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
         """See `Backend.free`. The slab waits for transfers by itself."""
@@ -168,6 +165,6 @@ class HostBackend:
         """See `Backend.clock`."""
         return time.perf_counter()
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        return {"disk": self._high_water_bytes}
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return {"disk": TierUse() if self._slab is None else self._slab.usage()}

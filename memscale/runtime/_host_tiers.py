@@ -16,7 +16,7 @@ from memscale.runtime._budget import HostBudget
 from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Event
-from memscale.runtime._tiers import TIERS, at_or_below
+from memscale.runtime._tiers import TIERS, TierUse, at_or_below
 
 _SLAB_BYTES = 256 * 1024**2
 _UNLIMITED_BYTES = 1 << 62  # the budget and the disk end first
@@ -73,7 +73,6 @@ class HostTiers:
         self._disk_bytes = _UNLIMITED_BYTES if disk_bytes is None else disk_bytes
         self._disk_directory = disk_directory
         self._disk: DiskSlab | None = None
-        self._disk_high_water_bytes = 0
         self._lock = threading.Lock()
         self._live: set[HostBuffer] = set()
         self._leaving: deque[tuple[Extent, Sequence[Event]]] = deque()
@@ -114,10 +113,10 @@ class HostTiers:
         found: Bytes = buffer.room.tensor.numpy()
         return found
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        found = {name: arena.stats().high_water_bytes for name, arena in self._arenas.items()}
-        return {**found, "disk": self._disk_high_water_bytes}
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        arenas = {name: arena.stats().usage for name, arena in self._arenas.items()}
+        return {**arenas, "disk": TierUse() if self._disk is None else self._disk.usage()}
 
     def _take_disk(self, nbytes: int) -> Extent | None:
         for _ in range(len(self._leaving)):
@@ -134,10 +133,7 @@ class HostTiers:
                 if self._disk_directory is not None:  # the caller's word, which is wrong
                     raise
                 self._disk_bytes = 0  # no disk here, as in some containers: asking again will not help
-        extent = None if self._disk is None else self._disk.reserve(nbytes)
-        if extent is not None:
-            self._disk_high_water_bytes = max(self._disk_high_water_bytes, self.disk.used_bytes)
-        return extent
+        return None if self._disk is None else self._disk.reserve(nbytes)
 
     def _new_pageable(self, nbytes: int) -> torch.Tensor:
         if not self._budget.reserve(nbytes):

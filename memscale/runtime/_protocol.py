@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from memscale.runtime._tiers import TierUse
+
 Stream = Literal["compute", "out", "in"]
 
 
@@ -97,5 +99,5 @@ class Backend(Protocol):
     def clock(self) -> float:
         """Seconds on the clock of `Event.span`."""
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """The most bytes that each tier has held at once."""
+    def usage(self) -> Mapping[str, TierUse]:
+        """What each tier holds, and held at most."""

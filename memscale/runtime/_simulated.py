@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memscale._errors import CorrectnessError
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
-from memscale.runtime._tiers import at_or_below
+from memscale.runtime._tiers import TierUse, at_or_below
 
 _POISON = 0xFF
 # An engine that asks a full pool this often, with nothing under way that could free any of it, waits forever.
@@ -103,6 +103,11 @@ class _Pool:
         self.taken[buffer] = None
         self.high_water = max(self.high_water, sum(taken.nbytes for taken in self.taken))
         return buffer
+
+    def usage(self) -> TierUse:
+        ends = [0, *sorted(end for buffer in self.taken for end in (buffer.start, buffer.start + buffer.nbytes))]
+        gaps = [stop - start for start, stop in zip(ends[::2], [*ends[1::2], len(self.bytes)], strict=True)]
+        return TierUse(self.high_water, len(self.bytes), sum(gaps), max(gaps))
 
     def of(self, buffer: SimulatedBuffer) -> torch.Tensor:
         return self.bytes[buffer.start : buffer.start + buffer.nbytes]
@@ -267,9 +272,9 @@ class SimulatedBackend:
         self.now += seconds
         self.let_time_pass()
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        return {tier: pool.high_water for tier, pool in self._pools.items()}
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return {tier: pool.usage() for tier, pool in self._pools.items()}
 
     def let_time_pass(self) -> None:
         """Run some of what is queued, or nothing."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memscale.runtime._protocol import Event, Stream
+from memscale.runtime._tiers import TierUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Stats:
         in_bytes: bytes copied back, by the tier they came from.
         live_bytes: bytes that lie on each tier now.
         high_water_bytes: the most bytes that each tier held at once.
+        reserved_bytes: bytes that each tier has taken from the system.
+        fragmentation: the share of the free ones among them that is not in one piece, for each tier.
         held_bytes: bytes of storages that were not moved because something else kept them on the device anyway.
         resident_bytes: bytes kept on the device although they could have moved: the forward's tail, which backward
             asks for at once, and what no tier had room for.
@@ -30,6 +33,8 @@ class Stats:
     in_bytes: Mapping[str, int]
     live_bytes: Mapping[str, int]
     high_water_bytes: Mapping[str, int]
+    reserved_bytes: Mapping[str, int]
+    fragmentation: Mapping[str, float]
     held_bytes: int
     resident_bytes: int
     exposed_seconds: float
@@ -46,12 +51,14 @@ class Counters:
         self.resident_bytes = 0
         self.exposed_seconds = 0.0
 
-    def frozen(self, high_water_bytes: Mapping[str, int]) -> Stats:
+    def frozen(self, usage: Mapping[str, TierUse]) -> Stats:
         return Stats(
             out_bytes=dict(self.out_bytes),
             in_bytes=dict(self.in_bytes),
             live_bytes=dict(self.live_bytes),
-            high_water_bytes=dict(high_water_bytes),
+            high_water_bytes={tier: use.high_water_bytes for tier, use in usage.items()},
+            reserved_bytes={tier: use.reserved_bytes for tier, use in usage.items()},
+            fragmentation={tier: use.fragmentation for tier, use in usage.items()},
             held_bytes=self.held_bytes,
             resident_bytes=self.resident_bytes,
             exposed_seconds=self.exposed_seconds,

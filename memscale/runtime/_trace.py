@@ -13,7 +13,7 @@ import torch
 
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
-from memscale.runtime._tiers import at_or_below
+from memscale.runtime._tiers import TierUse, at_or_below
 
 
 class _Passed:
@@ -98,6 +98,6 @@ class TraceBackend:
         """See `Backend.clock`. Nothing takes time here."""
         return 0.0
 
-    def high_water_bytes(self) -> Mapping[str, int]:
-        """See `Backend.high_water_bytes`."""
-        return self._high_water
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`. Nothing lies anywhere, so nothing is in pieces."""
+        return {tier: TierUse(self._high_water[tier], used, 0, 0) for tier, used in self._used.items()}
