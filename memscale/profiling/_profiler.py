@@ -178,7 +178,7 @@ class MemoryProfiler:
         with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
             for _ in range(_STEPS):
                 simulation.step(step)
-        notes = tuple(simulation.recorder.assumptions)
+        notes = (*simulation.recorder.assumptions, *self.kernels.notes(simulation.reach.modules))
         by_tier: dict[str, int] = {}
         for engine in simulation.simulated.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
