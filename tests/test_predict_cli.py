@@ -50,6 +50,12 @@ def picky():
         return rows(batch, seq)
     return nn.Linear(8, 8), few, square
 
+def fixed():
+    return nn.Linear(8, 8), lambda batch, seq: rows(2, seq), square
+
+def deaf():
+    return nn.Linear(8, 8), lambda batch, seq: rows(2, 3), square
+
 def unknown():
     return nn.Linear(8, 8)
 
@@ -131,6 +137,23 @@ def test_json_is_the_prediction_of_the_library(folder, capsys):
             torch.optim.AdamW,
             {"plan": {"transformer.h.*": ms.checkpoint(), "lm_head": ms.tile(chunks=8)}},
         ),
+        (["--plan", "offload"], torch.optim.AdamW, {"plan": {"transformer.h.*": ms.offload()}}),
+        (
+            ["--plan", "offload+checkpoint"],
+            torch.optim.AdamW,
+            {"plan": {"transformer.h.*": ms.compose(ms.offload(), ms.checkpoint())}},
+        ),
+        (
+            ["--plan", "checkpoint+offload+cast+tile"],
+            torch.optim.AdamW,
+            {
+                "plan": {
+                    "transformer.h.*": ms.compose(ms.offload(), ms.checkpoint(), ms.cast()),
+                    "lm_head": ms.tile(chunks=8),
+                    "": ms.cast(),
+                }
+            },
+        ),
         (["--plan", "plan.json"], torch.optim.AdamW, {"plan": {"transformer.h.0": ms.checkpoint()}}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -203,6 +226,23 @@ def test_configs_of_many_kinds(folder, capsys, config, batch):
         sizes.append(printed(capsys)["profile"]["by_category"]["input"])
     per_row = sizes[1] - sizes[0]
     assert per_row == (batch or {"bert": 32 * 8 + 8}.get(config["model_type"], 2 * 32 * 8))
+
+
+@pytest.mark.parametrize("start", [{}, {"decoder_start_token_id": None}, {"decoder_start_token_id": 0}])
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_decoder_without_a_first_token_gets_its_tokens(folder, capsys, kind, start):
+    named = {
+        "model_type": kind.lower(),
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "vocab_size": 50,
+        **start,
+    }
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 16}
+    Path("any.json").write_text(json.dumps({**named, **layers}))
+    assert predict("--hf", "any.json", "--batch", 2, "--seq", 32, "--gpu", "cpu", "--json") == 0
+    config = transformers.AutoConfig.from_pretrained("any.json")
+    given = 2 if getattr(config, "decoder_start_token_id", None) is not None else 3
+    assert printed(capsys)["profile"]["by_category"]["input"] == given * 2 * 32 * 8
 
 
 @pytest.mark.parametrize("name", ["plain", "scalar", "Of.plain"])
@@ -349,7 +389,10 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--hf", "factories:many"], "got (Linear, function, function, function)"),
         (["--hf", "factories:unknown"], "returns a Linear whose batches are not known; return (model, batch_fn)"),
         (["--hf", "factories:picky", "--batch", "9"], "the batch_fn raises IndexError for (9, 1024): only 3 rows"),
-        (["--hf", "factories:picky", "--largest", "batch"], "batch_fn(32) raises IndexError: only 3 rows"),
+        (
+            ["--hf", "factories:picky", "--largest", "batch"],
+            "--largest batch: the batch_fn raises IndexError for (32, 1024): only 3",
+        ),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--batch", "some"], "--batch': must be a whole number, got 'some'"),
         (["--seq", "-3"], "--seq must be at least 1, got -3"),
@@ -360,7 +403,11 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--optimizer", "muon"], "--optimizer muon: "),
         (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
         (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
-        (["--plan", "offload"], "--plan 'offload': 'offload' is no file, and nothing that this model can have on"),
+        (["--plan", "ofload"], "'ofload' is no file, and nothing that this model can have on"),
+        (
+            ["--hf", "factories:plain", "--plan", "offload"],
+            "'offload' is no file, and nothing that this model can have on",
+        ),
         (
             ["--plan", "cast", "--gpu", "t4"],
             "'cast' is no file, and nothing that this model can have on Tesla T4; it can",
@@ -369,7 +416,12 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--budget", "6G"], "budget='6G' must be bytes as an int, a string such as '6GiB' or '6GB'"),
         (["--budget", "1.5"], "budget=1.5 must be bytes"),
         (["--largest", "width"], "--largest must be batch or seq, got 'width'"),
-        (["--hf", "vit.json", "--largest", "seq"], "--largest seq: this model takes no sequences"),
+        (
+            ["--hf", "vit.json", "--largest", "seq"],
+            "--largest seq: the batches of this model are the same for any seq; use --largest batch",
+        ),
+        (["--hf", "factories:fixed", "--largest", "batch"], "are the same for any batch; use --largest seq"),
+        (["--hf", "factories:deaf", "--largest", "seq"], "the same for any seq; let its batch_fn use its arguments"),
         (["--html", "no/such/step.html"], "'no/such/step.html' must be in a folder that exists"),
         (["--wings", "2"], "No such option: --wings"),
     ],

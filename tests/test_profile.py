@@ -1051,6 +1051,48 @@ def test_a_step_function_with_a_schedule_a_scaler_and_clipping():
     assert_step_exact(step, model, optimizer, batch)
 
 
+def test_what_comes_after_backward_is_part_of_the_update():
+    model = mlp()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+
+    def step():
+        for part in torch.ones(2, 9, 48):
+            scaler.scale(mean(model(part / 2), None)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        average.update_parameters(model)
+        optimizer.zero_grad()
+
+    assert [name for name, _ in ms.profile(step).phases] == [*["forward", "backward"] * 2, "optimizer"]
+
+
+def test_forwards_without_modules_are_forwards():
+    weight = torch.ones(48, 48, requires_grad=True)
+
+    def step():
+        for part in torch.ones(2, 9, 48):
+            (part @ weight).square().mean().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.1)
+        weight.grad = None
+
+    assert [name for name, _ in ms.profile(step).phases] == [*["forward", "backward"] * 2, "optimizer"]
+
+
+def test_clipping_in_the_middle_of_a_step_is_not_a_forward():
+    first, second = mlp(), mlp()
+
+    def step():
+        for model in (first, second):
+            mean(model(torch.ones(9, 48)), None).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert [name for name, _ in ms.profile(step).phases] == ["forward", "backward", "optimizer"] * 2
+
+
 def test_gradients_that_stay_allocated():
     model, batch = mlp(48, 48), x(9, 48)
     optimizer = torch.optim.AdamW(model.parameters())

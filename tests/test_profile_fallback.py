@@ -354,6 +354,10 @@ BAD = {
     "nothing to train": (lambda: ms.profile(FROZEN, BATCH, loss=mean), r"no parameter that"),
     "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"no parameter that"),
     "a foreign optimizer": (lambda: ms.profile(LAYER, BATCH, optimizer=OTHERS), r"none of them is the model's"),
+    "an optimizer that needs a closure": (
+        lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.LBFGS(LAYER.parameters()), loss=mean),
+        r"LBFGS.step needs closure, .* profile\(lambda: optimizer.step\(closure\)\)",
+    ),
     "an optimizer class": (lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.SGD), r"Optimizer or None, got type"),
     "an optimizer's name": (lambda: ms.profile(LAYER, BATCH, optimizer="adamw", loss=mean), r"got str"),
     "an unknown card": (lambda: ms.profile(LAYER, BATCH, loss=mean, hardware="h1000"), r"(?i)h1000.*h100"),

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+import memscale as ms
 from memscale import ConfigError, Hardware
 from memscale.profiling._flops import flops_of
 from memscale.profiling._roofline import Efficiency, Work, seconds, work_of
@@ -400,6 +401,29 @@ def test_speeds_are_missed_only_where_they_are_needed():
 def test_bfloat16_is_not_timed_on_cards_without_it():
     with pytest.raises(ConfigError, match=r"'Tesla T4' needs flops_per_second\['bfloat16'\]"):
         seconds(Work(1, 0, "bfloat16"), Hardware.named("t4"))
+
+
+@pytest.mark.parametrize("card", ["t4", "v100-16"])
+def test_a_step_without_a_time_names_the_dtype_that_the_card_lacks(card):
+    def notes(dtype):
+        model = torch.nn.Linear(8, 8).to(dtype)
+        profile = ms.profile(model, torch.ones(4, 8, dtype=dtype), loss=lambda y, _: y.mean(), hardware=card)
+        assert (profile.step_seconds is None) == bool(profile.notes)
+        return profile.notes
+
+    assert notes(torch.float16) == notes(torch.float32) == ()
+    (note,) = notes(torch.bfloat16)
+    assert note.startswith(
+        f"no step time: {Hardware.named(card).name} has no rate for bfloat16, in which the step computes"
+    )
+    assert "(float16, float32, float64" in note
+
+
+def test_hardware_that_says_nothing_of_its_speed_needs_no_note():
+    bare = Hardware("bare", "cpu", 1 << 30)
+    profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware=bare)
+    assert profile.step_seconds is None
+    assert profile.notes == ()
 
 
 def test_the_time_of_measured_products_of_an_h100():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import memscale as ms
 from memscale.profiling._workspaces import (
     SCRATCH,
     cublas_workspace_bytes,
@@ -286,3 +287,21 @@ def test_efficient_backward_on_volta_casts_halves_first():
     row_sums = 256 * 128 * 4
     assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 0)) == 3 * row_sums * 128 + 2 * row_sums
     assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 2)) == 3 * row_sums * 128 + 2 * row_sums
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_on_cuda_is_noted(layer):
+    def notes(device):
+        model = torch.nn.Sequential(layer(8, 8))
+        profile = ms.profile(model, torch.ones(3, 4, 8), loss=lambda y, _: y[0].mean(), hardware=device)
+        return [note for note in profile.notes if "cuDNN" in note]
+
+    (note,) = notes("h100")
+    assert note.startswith(f"{layer.__name__}: simulated with the CPU's kernels")
+    assert "reserve space" in note
+    assert notes("cpu") == []
+
+
+def test_a_model_without_recurrence_is_not_noted():
+    profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware="h100")
+    assert profile.notes == ()

@@ -74,7 +74,7 @@ def predict_command(
         str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="checkpoint, tile and cast joined by +, or the file of a Plan in JSON.")
+        str | None, typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON.")
     ] = None,
     accumulate: Annotated[
         int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from memscale._errors import BudgetError, ConfigError
+from memscale._errors import BudgetError, ConfigError, MemscaleError
 from memscale._plan import Plan
 from memscale.cli._subject import DTYPES, Subject, read_subject
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._largest import LargestBatch
 from memscale.profiling._prediction import OOMPrediction
-from memscale.profiling._predictor import Budget, OOMPredictor
+from memscale.profiling._predictor import Budget, OOMPredictor, parts_of
 from memscale.profiling._profile import as_hardware
-from memscale.profiling._remedies import plan_rules, planned
+from memscale.profiling._remedies import planned, shorthands
 
 DOES_NOT_FIT = 3
 
@@ -66,8 +66,8 @@ def predict(options: Options) -> int:
     hardware = as_hardware(options.gpu, "meta")
     subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
     seq = subject.seq(options.seq)
-    if options.largest == "seq" and not subject.has_sequence:
-        raise ConfigError("--largest seq: this model takes no sequences; use --largest batch")
+    if options.largest is not None:
+        _check_axis(options.largest, subject, options.batch, seq)
     optimizer = _optimizer(options.optimizer, subject.model)
     budget = _budget(options.budget)
     with _progress() as progress:
@@ -127,7 +127,7 @@ def _plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
     """The plan of a JSON file, or that of names such as ``checkpoint+tile``."""
     if Path(text).is_file():
         return Plan.from_json(Path(text).read_text(encoding="utf-8"))
-    rules = plan_rules(model, Plan(), hardware)
+    rules = shorthands(model, hardware)
     names = text.lower().split("+")
     if unknown := [name for name in names if name not in rules]:
         raise ConfigError(
@@ -156,18 +156,37 @@ def _batch(subject: Subject, batch: int, seq: int) -> Any:
         raise ConfigError(f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {error}") from error
 
 
+def _check_axis(asked: str, subject: Subject, batch: int, seq: int) -> None:
+    """Refuse to look for the largest of what the batches do not grow with, and say what they do."""
+    sizes = {"batch": [(1, seq), (2, seq)], "seq": [(batch, 1), (batch, 2)]}
+    parts = {axis: [parts_of(_batch(subject, *size)) for size in both] for axis, both in sizes.items()}
+    axes = [axis for axis, (small, large) in parts.items() if small != large]
+    if asked not in axes:
+        use = f"use --largest {axes[0]}" if axes else "let its batch_fn use its arguments"
+        raise ConfigError(f"--largest {asked}: the batches of this model are the same for any {asked}; {use}")
+
+
 def _largest(
     predictor: OOMPredictor, subject: Subject, options: Options, seq: int, budget: Budget | None
 ) -> LargestBatch | BudgetError | None:
+    if options.largest is None:
+        return None
+    by_batch = options.largest == "batch"
     try:
-        if options.largest == "batch":
-            return predictor.largest(lambda n: subject.batch(n, seq), budget=budget, at_most=_MOST)
-        if options.largest == "seq":
-            longest = subject.longest or _MOST
-            return predictor.largest(lambda n: subject.batch(options.batch, n), budget=budget, at_most=longest)
+        return predictor.largest(
+            lambda n: _batch(subject, n, seq) if by_batch else _batch(subject, options.batch, n),
+            budget=budget,
+            at_most=_MOST if by_batch else subject.longest or _MOST,
+        )
     except BudgetError as error:
         return error
-    return None
+    except ConfigError as error:
+        # What the predictor says of it is about arguments that a command line does not have.
+        cause = error.__cause__ if isinstance(error.__cause__, MemscaleError) else error
+        raise ConfigError(
+            f"--largest {options.largest}: {cause}; if that is beyond what the data or the model has, use "
+            "OOMPredictor.largest(at_most=...) in Python"
+        ) from error
 
 
 def _write(prediction: OOMPrediction, options: Options) -> None:

@@ -43,14 +43,12 @@ class Subject:
         batch: the batch of a batch size and a sequence length.
         loss: ``loss(output, batch)``, None for ``output.loss``.
         longest: the most positions that the model has, None if it does not say.
-        has_sequence: whether the length of a sequence means anything to it.
     """
 
     model: nn.Module
     batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     longest: int | None = None
-    has_sequence: bool = True
 
     def seq(self, asked: int | None) -> int:
         """The sequence length to predict for: the one that was asked for, else 1024 or the longest that there is.
@@ -168,7 +166,8 @@ def _of_transformers(model: Any) -> Subject:
 
         def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
             labels = (batch, seq) if name.endswith(_LABELS_OF_TOKENS) else (batch,)
-            return {"input_ids": _zeros(batch, seq), "labels": _zeros(*labels)}
+            decoded = {"decoder_input_ids": _zeros(batch, seq)} if _needs_decoder_tokens(config) else {}
+            return {"input_ids": _zeros(batch, seq), **decoded, "labels": _zeros(*labels)}
 
         return Subject(model, tokens, longest=longest if isinstance(longest, int) and longest > 0 else None)
     if takes == "pixel_values" and name.endswith(_LABELS_OF_ROWS):
@@ -180,11 +179,17 @@ def _of_transformers(model: Any) -> Subject:
             pixels = torch.empty(batch, getattr(config, "num_channels", 3), height, width, dtype=dtype, device="meta")
             return {"pixel_values": pixels, "labels": _zeros(batch)}
 
-        return Subject(model, pictures, has_sequence=False)
+        return Subject(model, pictures)
     raise ConfigError(
         f"the batches of {name}, which takes {takes}, are not known; write a function that returns (model, batch_fn), "
         "where batch_fn(batch, seq) makes what the model is called with, and give module:factory"
     )
+
+
+def _needs_decoder_tokens(config: Any) -> bool:
+    """Whether a decoder's tokens cannot be made by shifting the labels, which takes a first one and one for padding."""
+    ends = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    return bool(getattr(config, "is_encoder_decoder", False)) and None in ends
 
 
 def _zeros(*shape: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from memscale.profiling._caching import replay
 from memscale.profiling._hardware import Hardware
 from memscale.profiling._ledger import CATEGORIES, Block, Ledger, OpCall, Phase
 from memscale.profiling._profile import Holding, Moment, Profile
-from memscale.profiling._roofline import Work, seconds
+from memscale.profiling._roofline import Work, has_rate, seconds
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
@@ -62,7 +62,7 @@ def analyse(
     largest = sorted(steady.alive, key=lambda number: -sizes[number])[:_HOLDINGS]
     return Profile(
         method="static",
-        notes=notes,
+        notes=(*notes, *_untimed(ledger, hardware)),
         hardware=hardware,
         peak_bytes=steady.nbytes,
         first_step_peak_bytes=peaks[0].nbytes,
@@ -161,6 +161,22 @@ def _op_seconds(ledger: Ledger, hardware: Hardware) -> list[float] | None:
         return [seconds(Work(op.flops, op.nbytes, op.dtype), hardware) for op in ledger.ops[ledger.steps[-1][1] :]]
     except ConfigError:
         return None
+
+
+def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:
+    """Why a step has no time on hardware that says how fast it is: it does not compute in the step's dtype."""
+    if not hardware.flops_per_second:
+        return []
+    used = {op.dtype for op in ledger.ops[ledger.steps[-1][1] :] if op.flops}
+    missing = ", ".join(sorted(dtype for dtype in used if not has_rate(dtype, hardware)))
+    if not missing:
+        return []
+    known = ", ".join(sorted(hardware.flops_per_second))
+    return [
+        f"no step time: {hardware.name} has no rate for {missing}, in which the step computes, and the memory is that "
+        f"of a card that has; train in a dtype that it has ({known}), or write the rate down with "
+        "dataclasses.replace(hardware, flops_per_second=...)"
+    ]
 
 
 def _moment(ledger: Ledger, peak: _Peak, begin: int) -> Moment:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 
 from memscale.profiling._attention import CudaAttention, replaced
@@ -44,6 +45,16 @@ class Kernels:
     def workspace_bytes(self, op: OpOverload) -> int:
         """The workspace that the first operator of this kind leaves allocated for good."""
         return cublas_workspace_bytes(self.capability) if self.is_cuda and op._opname in _PRODUCTS else 0
+
+    def notes(self, modules: Iterable[nn.Module]) -> list[str]:
+        """What these modules do on the device that is not known."""
+        recurrent = sorted({type(module).__name__ for module in modules if isinstance(module, nn.RNNBase)})
+        if not (self.is_cuda and recurrent):
+            return []
+        return [
+            f"{', '.join(recurrent)}: simulated with the CPU's kernels. On CUDA cuDNN runs it: what that keeps "
+            "for backward (the reserve space) and its workspace are not modelled, since only cuDNN knows their size"
+        ]
 
     @contextmanager
     def chosen(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:

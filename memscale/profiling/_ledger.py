@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: What a block is for, in the order in which tables and pictures stack it.
 CATEGORIES = (
@@ -72,6 +72,45 @@ class OpCall:
     flops: int = 0
     nbytes: int = 0
     dtype: str = ""
+
+
+@dataclass(slots=True)
+class Course:
+    """How far a step has come, which says what an operator outside of any module is for.
+
+    Between a backward and the optimizer, and after the optimizer, that is the update: clipping, unscaling, an average
+    of the weights. Where autograd records, it may also be what an accumulating loop does to its next batch, or a
+    forward without modules; then what follows decides.
+
+    >>> course, ops = Course(), []
+    >>> for in_backward in (True, False, True, False):
+    ...     phase = course.phase(ops, in_backward=in_backward, in_module=False, records=True)
+    ...     ops.append(OpCall("aten::mul", "", phase))
+    >>> [op.phase.value for op in ops]
+    ['backward', 'forward', 'backward', 'optimizer']
+    """
+
+    optimizing: bool = False
+    _after: bool = False  # a backward or an optimizer, and no module since
+    _undecided: list[int] = field(default_factory=list)
+
+    def phase(self, ops: list[OpCall], *, in_backward: bool, in_module: bool, records: bool) -> Phase:
+        """The phase of the operator that is about to be added to `ops`; settles those that waited for it."""
+        if self.optimizing:
+            self._after = True
+            self._undecided.clear()
+            return Phase.OPTIMIZER
+        if in_backward or in_module:
+            self._after = in_backward
+            for at in self._undecided:
+                ops[at] = replace(ops[at], phase=Phase.FORWARD)
+            self._undecided.clear()
+            return Phase.BACKWARD if in_backward else Phase.FORWARD
+        if not self._after:
+            return Phase.FORWARD
+        if records:
+            self._undecided.append(len(ops))
+        return Phase.OPTIMIZER
 
 
 @dataclass(slots=True)

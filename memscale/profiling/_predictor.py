@@ -260,7 +260,7 @@ class _Sizes:
             batch = self.batch_fn(n)
         except Exception as error:
             raise ConfigError(f"batch_fn({n}) raises {type(error).__name__}: {error}; {remedy}") from error
-        self.parts[n] = _parts(batch)
+        self.parts[n] = parts_of(batch)
         if n != self.at_least and self.parts[n] == self.parts[self.at_least]:
             raise ConfigError(
                 f"batch_fn does not scale: batch_fn({self.at_least}) and batch_fn({n}) return batches of the same "
@@ -279,7 +279,8 @@ class _Sizes:
         return _shapes(self.parts[n]) == _shapes(self.parts[self.at_least])
 
 
-def _parts(batch: Any) -> list[Any]:
+def parts_of(batch: Any) -> list[Any]:
+    """What a batch holds, to tell one size from another: the shapes of its tensors, and other values."""
     leaves, _ = _tree.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 

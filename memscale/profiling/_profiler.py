@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -177,7 +178,7 @@ class MemoryProfiler:
         with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
             for _ in range(_STEPS):
                 simulation.step(step)
-        notes = tuple(simulation.recorder.assumptions)
+        notes = (*simulation.recorder.assumptions, *self.kernels.notes(simulation.reach.modules))
         by_tier: dict[str, int] = {}
         for engine in simulation.simulated.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
@@ -215,6 +216,21 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
             f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
             "build it on this model's parameters"
         )
+    # Of the class: a schedule puts a wrapper on the instance, whose signature has the optimizer itself in it.
+    _, *given = inspect.signature(type(optimizer).step).parameters.items()
+    needed = ", ".join(name for name, parameter in given if _is_required(parameter))
+    if needed:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs {needed}, which the usual step of profile(model, batch) does not "
+            f"give; profile a function that does one step of your loop, as in profile(lambda: optimizer.step({needed}))"
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
 
 
 def _is_on_meta(model: Any) -> bool:

@@ -21,7 +21,7 @@ from memscale._errors import ConfigError
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
-from memscale.profiling._ledger import CHOICE, DRAW, SCALAR, Block, Ledger, OpCall, Phase, Sum
+from memscale.profiling._ledger import CHOICE, DRAW, SCALAR, Block, Course, Ledger, OpCall, Phase, Sum
 from memscale.profiling._roofline import Work, work_of
 from memscale.profiling._shapes import (
     FakeKernels,
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self.storages = Storages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
-        self.optimizing = False
+        self.course = Course()
         self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
@@ -213,11 +213,10 @@ class Recorder(TorchDispatchMode):
         ]
         if not new and not work.flops and not work.nbytes and not scratch_bytes:
             return result
-        ledger = self.ledger
-        in_backward = torch._C._current_graph_task_id() != -1
-        phase = Phase.OPTIMIZER if self.optimizing else Phase.BACKWARD if in_backward else Phase.FORWARD
-        path = self._path()
-        if phase is Phase.FORWARD and torch.is_grad_enabled():
+        ledger, path, records = self.ledger, self._path(), torch.is_grad_enabled()
+        in_backward, in_module = torch._C._current_graph_task_id() != -1, bool(self.modules)
+        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
+        if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
         at = len(ledger.ops) - 1

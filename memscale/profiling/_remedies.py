@@ -16,7 +16,7 @@ from memscale._paths import matches
 from memscale._plan import Plan
 from memscale._transform import Transform, chain, compose
 from memscale.profiling._hardware import Hardware
-from memscale.transforms import cast, checkpoint, tile
+from memscale.transforms import cast, checkpoint, offload, tile
 
 _CHUNKS = 8
 
@@ -83,12 +83,22 @@ def plan_rules(model: nn.Module, plan: Plan, hardware: Hardware) -> dict[str, Ru
     return {name: rules for name, rules in found.items() if rules}
 
 
+def shorthands(model: nn.Module, hardware: Hardware) -> dict[str, Rules]:
+    """The rules that `model` can have on `hardware`, by the name of their transform."""
+    moved: Rules = {pattern: offload() for pattern in repeated_blocks(model)}
+    return {**plan_rules(model, Plan(), hardware), **({"offload": moved} if moved else {})}
+
+
 def planned(plan: Plan, rules: Mapping[str, Rules]) -> Remedy:
     """The remedy that adds `rules` to `plan`."""
-    merged = {pattern: how for part in rules.values() for pattern, how in part.items()}
+    inner = [part for name, part in rules.items() if name != "offload" or "checkpoint" not in rules]
+    merged = {pattern: how for part in inner for pattern, how in part.items()}
     if "checkpoint" in rules and "cast" in rules:
         # Inside its own cast a block makes its copies of the weights again in the recompute, and none is kept.
         merged |= {pattern: compose(how, cast()) for pattern, how in rules["checkpoint"].items()}
+    if "checkpoint" in rules and "offload" in rules:
+        # Around its block's checkpoint, so that what that keeps moves.
+        merged |= {pattern: compose(how, merged[pattern]) for pattern, how in rules["offload"].items()}
     lines = [f"{how!r} on {pattern or 'the whole model'}" for pattern, how in merged.items()]
     own = [(rule.pattern, rule.transform) for rule in plan]
     return Remedy(", ".join(lines), frozenset(rules), Plan([*own, *merged.items()]))

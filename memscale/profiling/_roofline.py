@@ -160,9 +160,22 @@ def _allows_tfloat32(name: str) -> bool:
     return bool(settings.fp32_precision == "tf32")
 
 
-def _peak(dtype: str, hardware: Hardware) -> float:
+def has_rate(dtype: str, hardware: Hardware) -> bool:
+    """Whether `hardware` says how fast it computes in `dtype`.
+
+    >>> has_rate("float16", Hardware.named("t4")), has_rate("bfloat16", Hardware.named("t4"))
+    (True, False)
+    """
+    return _rate(dtype, hardware) is not None
+
+
+def _rate(dtype: str, hardware: Hardware) -> float | None:
     peaks = hardware.flops_per_second
-    peak = peaks.get(dtype) or peaks.get(_AT_THE_RATE_OF.get(dtype, ""))
+    return peaks.get(dtype) or peaks.get(_AT_THE_RATE_OF.get(dtype, ""))
+
+
+def _peak(dtype: str, hardware: Hardware) -> float:
+    peak = _rate(dtype, hardware)
     if peak is None:
         raise _unknown(hardware, f"flops_per_second[{dtype!r}]", "one")
     return peak

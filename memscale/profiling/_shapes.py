@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -124,6 +125,25 @@ _REDUCED_LATE = {
     torch.ops.aten.mse_loss.default,
     torch.ops.aten.smooth_l1_loss.default,
     torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+# Real kernels return these whole and in order, or in channels_last where the argument at this index is in that format;
+# the fake ones keep the strides of an argument (found by running PyTorch's own samples of each operator, permuted).
+# A gradient in the other order costs a copy in each kernel that it goes through.
+_ORDERED_AS: dict[OpOverload, int | None] = {
+    torch.ops.aten.native_layer_norm_backward.default: None,
+    torch.ops.aten._log_softmax_backward_data.default: None,
+    torch.ops.aten.mse_loss_backward.default: None,
+    torch.ops.aten.smooth_l1_loss_backward.default: None,
+    torch.ops.aten.huber_loss_backward.default: None,
+    torch.ops.aten.log_sigmoid_forward.default: None,
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten._native_batch_norm_legit.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.channel_shuffle.default: 0,
+    torch.ops.aten.max_unpool2d.default: 0,
+    torch.ops.aten.replication_pad2d_backward.default: 1,
 }
 
 
@@ -132,10 +152,25 @@ def _with_whole_storage(layout: Layout, args: Sequence[Any]) -> Layout:
     return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
 
 
+def _in_order(layout: Layout, memory_format: torch.memory_format) -> Layout:
+    def ordered(output: Any) -> Any:
+        if isinstance(output, (list, tuple)):
+            return type(output)(map(ordered, output))
+        if not isinstance(output, NewTensor):
+            return output
+        whole = memory_format if len(output.shape) in (4, 5) else torch.contiguous_format
+        return replace(output, stride=torch.empty(output.shape, device="meta", memory_format=whole).stride())
+
+    return replace(layout, outputs=ordered(layout.outputs))
+
+
 def _as_real(op: OpOverload, layout: Layout, args: Sequence[Any]) -> Layout:
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
+    if op in _ORDERED_AS:
+        decides = _ORDERED_AS[op]
+        return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
     if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
         # Statistics are in the dtype of the weight, which under autocast is not that of the input.
         result, *statistics = layout.outputs

@@ -20,6 +20,7 @@ from memscale._tree import tensors as tensors_of
 from memscale.profiling._errors import NeedsValues
 from memscale.profiling._hollow import HollowStorages
 from memscale.profiling._kernels import Kernels
+from memscale.profiling._ledger import Course
 from memscale.profiling._reach import Reach
 from memscale.profiling._recorder import Recorder
 from memscale.transforms._scope import put_back
@@ -100,6 +101,7 @@ class Simulation:
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
         self.recorder.ledger.begin_step()
+        self.recorder.course = Course()
         step()
         self.mark_gradients()
         self._forget_former_contents()
@@ -167,12 +169,12 @@ class Simulation:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients()
-        self.recorder.optimizing = True
+        self.recorder.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
         self.recorder.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self.recorder.optimizing = self.recorder.searching = False
+        self.recorder.course.optimizing = self.recorder.searching = False
         for parameter, state in optimizer.state.items():
             path = self.recorder.storages.block(_parts([parameter])[0]).path
             for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
