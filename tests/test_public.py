@@ -139,7 +139,6 @@ BAD = {
         lambda: policies.save_and_offload_only_these_names(names_which_can_be_saved=["a"], tier=""),
         r"tier=\.\.\.\) must be the name of a memory tier, one of 'auto', 'pinned', 'pageable', 'disk', got ''",
     ),
-    "offload(): params": (lambda: ms.offload(what="params"), r"offload\(what='params'\) is planned and not part"),
     "offload(): what": (lambda: ms.offload(what="grads"), r"offload\(what='grads'\) must be 'activations'"),
     "offload(): tier": (lambda: ms.offload(tier="nvme"), r"offload\(tier=\.\.\.\) must be the name of .* got 'nvme'"),
     "offload(): bytes": (lambda: ms.offload(min_bytes=-1), r"offload\(min_bytes=-1\) must be an int of at least 0"),
