@@ -27,11 +27,14 @@ _MOST_BYTES = 1 << 62  # the disk ends first
 class _Now:
     """The event of a stream that is never behind: the calling thread computes, so all it was given is done."""
 
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
     def done(self) -> bool:
         return True
 
-    def span(self) -> None:
-        return None
+    def span(self) -> tuple[float, float]:
+        return self._seconds, self._seconds
 
     def error(self) -> None:
         return None
@@ -135,7 +138,7 @@ class HostBackend:
 
     def record(self, stream: Stream) -> Event:
         """See `Backend.record`."""
-        return _Now()
+        return _Now(self.clock())
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
