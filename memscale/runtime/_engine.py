@@ -165,7 +165,7 @@ class Engine:
         if not entry.is_last_keeper():  # it was in the tail, and backward has it
             self._waiting.append(entry)
             return
-        refuse_where_impossible(self._process, entry.live()[0].alias)
+        refuse_where_impossible(self._process, records[0].alias)
         start, stop = hull(records)
         if start == stop:
             return  # views of no elements
@@ -174,7 +174,7 @@ class Engine:
             self._keep(entry)
             return
         del self._by_storage[entry.key]
-        source = entry.bytes_between(start, stop)
+        source = records[0].bytes_between(start, stop)
         entry.like, entry.nbytes = source.new_empty(0), stop - start
         entry.base, entry.buffer, entry.state = source, buffer, State.LEAVING
         for record in records:
