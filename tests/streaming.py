@@ -345,6 +345,7 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     """Run a case; the hazards found, and how many bytes were streamed. Results and books must be right."""
     runtime = runtime or device(random.Random(seed))
     expected, actual = results(seed, None), results(seed, runtime)
+    assert len(actual) == len(expected), f"case {seed}"
     different = [index for index, pair in enumerate(zip(expected, actual, strict=True)) if pair[0] != pair[1]]
     assert not different, f"case {seed}: {different} of {len(expected)} differ"
     # After an exception autograd's queue keeps what was ready to run, until the thread runs a node of an older number.

@@ -283,6 +283,25 @@ def test_other_contents_between_steps(change, how, depth):
     assert change is CHANGES["vector"] or len(at_home(model)) == 2 * LAYERS
 
 
+def check_a_change_between_two_regions():
+    """What was loaded ahead for the second is out of date by the time it runs."""
+    found = []
+    for model in (layers(), streamed(depth=2)[0]):
+
+        def halve(*_, model=model):
+            with torch.no_grad():
+                model[1].weight.mul_(0.5)
+
+        trained(model, 2)
+        model[0].register_forward_hook(halve)
+        found.append([bits(model(rows())), trained(model)])
+    assert found[0] == found[1]
+
+
+def test_a_change_between_two_regions():
+    check_a_change_between_two_regions()
+
+
 @pytest.mark.parametrize("change", [CHANGES[name] for name in ("p.data =", "another parameter", "assign")])
 @pytest.mark.parametrize("train", [True, False])
 def test_other_memory_between_forward_and_backward(change, train):

@@ -7,9 +7,10 @@ that is always away and may be loaded any number of times; its gradient goes whe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -253,8 +254,6 @@ class Homes:
             self._engine.let_go(entry)
         if entry.state is State.AWAY:
             self._engine.load(entry, seconds=seconds)
-            assert entry.base is not None
-            home.loaded = (now, version(entry.base))
 
     def load_ahead(self, home: Home) -> None:
         """Backward asks for `home`, and soon for the rest of its group, and for the groups that come after."""
@@ -290,11 +289,21 @@ class Homes:
             if not saved:
                 self._awaited.add(home)
 
-    def copied(self, home: Home, event: Event) -> None:
-        """A copy of a home's bytes to the device was started."""
+    def loading(self, home: Home) -> Callable[[Event], None]:
+        """Its bytes are asked for anew; the result is to be called when their copy has started."""
+        assert home.entry.base is not None
+        home.loaded = (home.version(), version(home.entry.base))
+        return functools.partial(self._copied, home)
+
+    def _copied(self, home: Home, event: Event) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         (self.ahead if in_backward else self._forward).copied(event)
         self._reading[home] = event
+
+    def begin_backward(self) -> None:
+        """The forward is over. The engine's lock is held."""
+        self.ahead.begin()
+        self._awaited.clear()
 
     def end_backward(self) -> None:
         """The CPU may change any parameter from here on. The engine's lock is held."""
