@@ -216,3 +216,32 @@ def check_memory_of_a_home_waits_for_the_load_that_reads_it():
 
 def test_memory_of_a_home_waits_for_the_load_that_reads_it():
     check_memory_of_a_home_waits_for_the_load_that_reads_it()
+
+
+def check_parameters_may_be_written_after_each_pass():
+    """The host itself has waited for what reads them: no gradient of a frozen weight comes home to wait for."""
+    reads, known = [], []
+
+    class Watched(SimulatedBackend):
+        def copy(self, source, target, stream, *, after):
+            reads.append(super().copy(source, target, stream, after=after))
+            return reads[-1]
+
+        def synchronize(self, event):
+            known.append(event)
+            super().synchronize(event)
+
+    backend = Watched(lambda n: 0, {"pinned": 1 << 20})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
+    fit = ms.transform(layers().requires_grad_(False), {"*": PARAMS}, runtime=runtime)
+    for _ in range(3):
+        loss = fit(rows().requires_grad_()).sum()
+        assert set(reads) == set(known)
+        loss.backward()
+        assert set(reads) == set(known)
+    # Weights and biases forward, weights backward; from the second step on the last weight stays in between.
+    assert len(reads) == 3 * 3 * LAYERS - 2
+
+
+def test_parameters_may_be_written_after_each_pass():
+    check_parameters_may_be_written_after_each_pass()

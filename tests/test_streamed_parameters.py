@@ -34,6 +34,7 @@ from memscale import identity, offload
 from memscale.profiling._allocator import measure
 from memscale.runtime import Runtime
 from memscale.runtime._host import HostBackend
+from memscale.runtime._simulated import SimulatedBackend
 
 # ------------------------------------------------------------------------------------------------- the parameters
 
@@ -261,10 +262,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_contents_between_steps(change, how, depth):
+def check_other_contents_between_steps(change, how, depth):
     """Also while an earlier graph is alive, which goes backward with what it has seen, or raises."""
     found = []
     for model in (layers(), streamed(how, depth)[0]):
@@ -283,10 +281,19 @@ def test_other_contents_between_steps(change, how, depth):
     assert change is CHANGES["vector"] or len(at_home(model)) == 2 * LAYERS
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_contents_between_steps(change, how, depth):
+    check_other_contents_between_steps(change, how, depth)
+
+
 def check_a_change_between_two_regions():
-    """What was loaded ahead for the second is out of date by the time it runs."""
+    """What was loaded ahead for the second, at once, is out of date by the time it runs."""
+    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
     found = []
-    for model in (layers(), streamed(depth=2)[0]):
+    for model in (layers(), ms.transform(layers(), {"*": PARAMS}, runtime=runtime)):
 
         def halve(*_, model=model):
             with torch.no_grad():
@@ -319,9 +326,11 @@ def test_other_memory_between_forward_and_backward(change, train):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_a_change_in_place_between_forward_and_backward_raises(how):
+def test_a_change_in_place_between_forward_and_backward_raises(how, frozen):
     fit, runtime = streamed(how, depth=2)
+    fit[1].requires_grad_(not frozen)
     for _ in range(2):
         trained(fit)
         loss = fit(rows()).square().sum()
@@ -331,6 +340,7 @@ def test_a_change_in_place_between_forward_and_backward_raises(how):
             loss.backward()
     plain = layers()
     plain.load_state_dict(fit.state_dict())
+    plain[1].requires_grad_(not frozen)
     fit.zero_grad()
     assert trained(fit) == trained(plain)
     assert moved(runtime)[2] >= LAYERS * LAYER

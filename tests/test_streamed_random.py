@@ -54,18 +54,6 @@ MUTANTS = {
         (_gradients.Gradients, "_retire", "self._engine.copies.wait(event)", "pass")
     ],
     "a load is not waited for": [("arrived", "self.copies.wait(arrival)", "pass")],
-    "a parameter may be written while it is read, after forward": [
-        (_homes.Homes, "leave", "self._finish_reading(homes)", "pass")
-    ],
-    "a parameter may be written while it is read, after backward": [
-        (_homes.Homes, "end_backward", "self._finish_reading(list(self._reading))", "pass")
-    ],
-    "an old copy is used after a change": [
-        (_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "False"),
-    ],
-    "an old copy is used after a change that no counter sees": [
-        (_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now"),
-    ],
     "a change by the region is lost": [(_homes.Homes, "_leave", "self._bring_changes(home, entry.base)", "pass")],
     "rooms are not given back": [
         (_rooms.Rooms, "collect", "self._engine.backend.free(room.buffer, after=reading + copied)", "pass")
@@ -90,6 +78,23 @@ def test_random_cases_notice_the_mutant(edits, monkeypatch):
 
 
 EFFECTS = {
+    "a parameter may be written while it is read, after forward": (
+        test_streamed.check_parameters_may_be_written_after_each_pass,
+        [(_homes.Homes, "leave", "self._finish_reading(homes)", "pass")],
+    ),
+    "a parameter may be written while it is read, after backward": (
+        test_streamed.check_parameters_may_be_written_after_each_pass,
+        [(_homes.Homes, "end_backward", "self._finish_reading(list(self._reading))", "pass")],
+    ),
+    "an old copy is used after a change that no counter sees": (
+        functools.partial(
+            test_streamed_parameters.check_other_contents_between_steps,
+            test_streamed_parameters.change_data,
+            PARAMS,
+            depth=2,
+        ),
+        [(_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now")],
+    ),
     "an old copy is used after a change between two regions": (
         test_streamed_parameters.check_a_change_between_two_regions,
         [(_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "anew")],

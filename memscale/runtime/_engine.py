@@ -249,8 +249,8 @@ class Engine:
 
     def _fetch(self, handle: Handle) -> torch.Tensor:
         entry, record = handle.entry, handle.record
+        in_backward = self.follow_backward()  # first of all: a backward that raises is one too
         record.check()
-        in_backward = self.follow_backward()
         if record.alias is None and entry.base is None:
             self.load(entry)
         if in_backward and entry.home is not None:

@@ -265,7 +265,14 @@ class Homes:
             self._before[group] = self._last
         self._last = group
         if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:
-            self._awaited.clear()
+            self._forget_awaited()
+
+    def _forget_awaited(self) -> None:
+        """A forward is over: what it asked for and did not use may be changed before anybody asks for it again."""
+        for home in self._awaited:
+            self._engine.let_go(home.entry)
+        self._finish_reading(self._awaited)
+        self._awaited.clear()
 
     def _load_forward(self) -> None:
         for later, seconds in self._forward.upcoming():
@@ -303,7 +310,7 @@ class Homes:
     def begin_backward(self) -> None:
         """The forward is over. The engine's lock is held."""
         self.ahead.begin()
-        self._awaited.clear()
+        self._forget_awaited()
 
     def end_backward(self) -> None:
         """The CPU may change any parameter from here on. The engine's lock is held."""
