@@ -16,7 +16,6 @@ Parameters that live on another tier are `Homes`' matter, which uses the same en
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import warnings
@@ -165,7 +164,7 @@ class Engine:
         if not entry.is_last_keeper():  # it was in the tail, and backward has it
             self._waiting.append(entry)
             return
-        refuse_where_impossible(self._process, entry.live()[0].alias)
+        refuse_where_impossible(self._process, records[0].alias)
         start, stop = hull(records)
         if start == stop:
             return  # views of no elements
@@ -174,7 +173,7 @@ class Engine:
             self._keep(entry)
             return
         del self._by_storage[entry.key]
-        source = entry.bytes_between(start, stop)
+        source = records[0].bytes_between(start, stop)
         entry.like, entry.nbytes = source.new_empty(0), stop - start
         entry.base, entry.buffer, entry.state = source, buffer, State.LEAVING
         for record in records:
@@ -290,7 +289,7 @@ class Engine:
         if entry.departure is not None:
             after.append(entry.departure.need())
         target = entry.base[: entry.nbytes]
-        started = self._ahead.copied if entry.home is None else functools.partial(self.homes.copied, entry.home)
+        started = self._ahead.copied if entry.home is None else self.homes.loading(entry.home)
         entry.arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started)
         entry.state = State.BACK
         self._back[entry] = None
@@ -327,7 +326,7 @@ class Engine:
             self._task = task
             self._ahead.begin()
             self._come_home()  # after a backward that an exception ended
-            self.homes.ahead.begin()
+            self.homes.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 

@@ -71,6 +71,18 @@ class Record:
         last = first + sum((size - 1) * stride for size, stride in zip(alias.size(), alias.stride(), strict=True))
         return first * alias.element_size(), (last + 1) * alias.element_size()
 
+    def bytes_between(self, start: int, stop: int) -> torch.Tensor:
+        """Those bytes of its storage as a uint8 tensor."""
+        alias = self.alias
+        assert alias is not None
+        if alias.is_conj():
+            alias = alias.conj()
+        if alias.is_neg():
+            alias = torch._neg_view(alias)
+        elements = alias.untyped_storage().nbytes() // alias.element_size()
+        # Detached, since a view keeps the tensor that it was made from.
+        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
+
     def leave(self, start: int) -> None:
         """Let go of the tensor; its bytes are those of a base that begins at byte `start` of its storage."""
         alias = self.alias
@@ -157,18 +169,6 @@ class Entry:
         # Held while counting: a handle may be dropped in between, and its storage with it.
         records = self.live()
         return len(records) > 0 and _references(self.key) <= len(records)
-
-    def bytes_between(self, start: int, stop: int) -> torch.Tensor:
-        """Those bytes of the storage as a uint8 tensor."""
-        alias = next(record.alias for record in self.live())
-        assert alias is not None
-        if alias.is_conj():
-            alias = alias.conj()
-        if alias.is_neg():
-            alias = torch._neg_view(alias)
-        elements = alias.untyped_storage().nbytes() // alias.element_size()
-        # Detached, since a view keeps the tensor that it was made from.
-        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
 
 
 def hull(records: Sequence[Record]) -> tuple[int, int]:

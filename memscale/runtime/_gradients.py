@@ -66,6 +66,8 @@ class Gradients:
 
     def received(self, gradient: torch.Tensor) -> None:
         """Wait until the values of what `send` returned are there; any other tensor has its values."""
+        if not _has_memory(gradient):
+            return
         with self._engine.lock:
             arriving = self._arriving.pop(gradient.untyped_storage()._cdata, None)
             if arriving is None:
@@ -96,12 +98,16 @@ class Gradients:
         gradient.source = None
 
 
-def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether `gradient` is an array like `parameter`, and no stand-in for several of them, as under `vmap`."""
+def _has_memory(gradient: torch.Tensor) -> bool:
+    """Whether `gradient` is an array, and no stand-in for several of them, as under `vmap`, nor a sparse one."""
+    functorch = torch._C._functorch
     return (
         type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(gradient)
-        and gradient.dtype == parameter.dtype
-        and gradient.size() == parameter.size()
+        and not functorch.is_functorch_wrapped_tensor(gradient)
+        and not functorch.is_legacy_batchedtensor(gradient)  # of `autograd.grad(..., is_grads_batched=True)`
     )
+
+
+def _is_plain(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return _has_memory(gradient) and gradient.dtype == parameter.dtype and gradient.size() == parameter.size()

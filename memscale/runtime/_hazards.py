@@ -24,7 +24,7 @@ import torch
 from memscale._errors import CorrectnessError
 from memscale.runtime._accesses import Access, Accesses, Clock, join
 from memscale.runtime._engine import Engine
-from memscale.runtime._entry import Handle, version
+from memscale.runtime._entry import Entry, Handle, version
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Backend, Buffer, Event, Stream
 from memscale.runtime._tiers import TierUse
@@ -252,6 +252,10 @@ class Checked:
     def used(self, tensor: torch.Tensor) -> None:
         """The caller's operators read `tensor` from here on."""
         self._touch(tensor, "read", {"write": USED_EARLY})
+        self.taken(tensor)
+
+    def taken(self, tensor: torch.Tensor) -> None:
+        """Somebody asked for `tensor`: its load was not in vain."""
         buffer = self._loading.pop(tensor.untyped_storage()._cdata, None)
         if buffer is not None:
             buffer.loading.pop(tensor.untyped_storage()._cdata, None)
@@ -364,6 +368,12 @@ class CheckedEngine(Engine):
         handle = super().stash(tensor, tier=tier)
         self.backend.raise_hazards()
         return handle
+
+    def arrived(self, entry: Entry) -> torch.Tensor:
+        """See `Engine.arrived`, which is called with the lock held: another thread may let go of it right after."""
+        tensor = super().arrived(entry)
+        self.backend.taken(tensor)
+        return tensor
 
     def fetch(self, handle: Handle) -> torch.Tensor:
         """See `Engine.fetch`."""

@@ -7,9 +7,10 @@ that is always away and may be loaded any number of times; its gradient goes whe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from memscale._simulating import simulating
 from memscale.runtime._ahead import Ahead
 from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, is_unshared, version
 from memscale.runtime._protocol import Event
-from memscale.runtime._rooms import Room, shaped
+from memscale.runtime._rooms import shaped
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
@@ -34,13 +35,14 @@ _at_home: dict[int, Home] = {}
 class Home:
     """Where a parameter lives."""
 
-    __slots__ = ("__weakref__", "entry", "group", "layout", "loaded", "number", "parameter")
+    __slots__ = ("__weakref__", "address", "entry", "group", "layout", "loaded", "number", "parameter")
 
     def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
         self.entry = entry
         self.layout = layout
+        self.address = parameter.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
 
@@ -54,6 +56,11 @@ class Home:
         """The version counter of the parameter."""
         parameter = self.parameter()
         return -1 if parameter is None else version(parameter)
+
+    def forget_changes(self) -> None:
+        """Leave the parameter as it was before a region changed it on the device."""
+        assert self.entry.base is not None
+        self.loaded = (self.loaded[0], version(self.entry.base))
 
 
 class HomeRecord(Record):
@@ -77,8 +84,12 @@ class HomeRecord(Record):
 
 def home_of(parameter: torch.Tensor) -> Home | None:
     """Where `parameter` lives, if it is not where it was made."""
-    home = _registry().get(parameter.untyped_storage()._cdata)
-    return home if home is not None and home.parameter() is parameter else None
+    storage = parameter.untyped_storage()
+    home = _registry().get(storage._cdata)
+    if home is None or home.parameter() is not parameter:
+        return None
+    # `share_memory_()` gives a storage other memory, and leaves it the same object.
+    return home if storage.data_ptr() == home.address else None
 
 
 class Homes:
@@ -94,6 +105,7 @@ class Homes:
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
         self._reading: dict[Home, Event] = {}
+        self._awaited: set[Home] = set()  # on their way for a region that is expected to run soon in this forward
 
     # ---------------------------------------------------------------------------------------------------- placing
 
@@ -103,10 +115,12 @@ class Homes:
         Its bytes are equal afterwards, and its version counter is the same. It stays where something else refers to
         its memory, which moving it would not free, and where no tier has room.
         """
-        if not is_movable(parameter):
-            return None
         engine = self._engine
         with engine.lock:
+            if (home := home_of(parameter)) is not None:  # since the caller looked: another thread was first
+                return home
+            if not is_movable(parameter):
+                return None
             found = engine.rooms.take(parameter.nbytes, tier)
             if found is None:
                 engine.warn_of(parameter.nbytes)
@@ -121,19 +135,19 @@ class Homes:
             entry = Entry(engine, data.untyped_storage()._cdata, tier, parameter.nbytes)
             entry.state, entry.buffer, entry.like = State.AWAY, room.buffer, like.new_empty(0, dtype=torch.uint8)
             layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
-            home = entry.home = Home(parameter, entry, layout)
+            home = entry.home = room.home = Home(parameter, entry, layout)
             registry = _registry()
             self._homes[home.number] = registry[entry.key] = home
-            weakref.finalize(data.untyped_storage(), self._over, registry, home, room).atexit = False
+            # At once: another storage may get the address next.
+            weakref.finalize(data.untyped_storage(), registry.pop, entry.key).atexit = False
             return home
 
-    def _over(self, registry: dict[int, Home], home: Home, room: Room) -> None:
-        """Called at the end of a home's storage, which may be at any moment; another may get its address next."""
-        del registry[home.entry.key]
-        self._reading.pop(home, None)
-        if home.entry.arrival is not None:
-            room.copies.append(home.entry.arrival)
-        self._engine.drop(home.entry)
+    def end(self, home: Home) -> list[Event]:
+        """Forget a home that nothing refers to any more; what may still read its bytes. The engine's lock is held."""
+        self._engine.let_go(home.entry)
+        self._awaited.discard(home)
+        reading = self._reading.pop(home, None)  # the compute stream has waited for it, this thread has not
+        return [] if reading is None else [reading]
 
     # --------------------------------------------------------------------------------------- to the device and back
 
@@ -141,16 +155,22 @@ class Homes:
         """The parameters on the device, for a region that runs now, until `leave`."""
         engine, group = self._engine, tuple([home.number for home in homes])
         with engine.lock:
+            in_backward = engine.follow_backward()  # a region that runs again
+            if not in_backward:
+                self._begin(group)
             for home in homes:
                 home.group = group
-                self._ask(home, 0.0)
+                # What an earlier forward left on the device may be out of date in ways that no version counter sees.
+                self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
+                self._awaited.discard(home)
                 home.entry.uses += 1
-            if engine.follow_backward():  # a region that runs again for its backward
+            if in_backward:
                 self._note_backward(group)
             else:
-                self._note_forward(group)
+                self._load_forward()
             try:
-                tensors = [home.layout.of(engine.arrived(home.entry)) for home in homes]
+                # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
+                tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
             except BaseException:
                 self._leave(homes, stay=False)
                 raise
@@ -228,26 +248,26 @@ class Homes:
 
     # ------------------------------------------------------------------------------------------------ loading ahead
 
-    def _ask(self, home: Home | None, seconds: float) -> None:
-        if home is None:  # gone since the pass before
-            return
+    def _ask(self, home: Home, seconds: float, *, anew: bool = False) -> None:
         entry, now = home.entry, home.version()
-        if entry.state is State.BACK and home.loaded[0] != now:  # loaded ahead, and changed since
+        if entry.state is State.BACK and (anew or home.loaded[0] != now):  # loaded ahead, and changed since
             self._engine.let_go(entry)
         if entry.state is State.AWAY:
             self._engine.load(entry, seconds=seconds)
-            assert entry.base is not None
-            home.loaded = (now, version(entry.base))
 
     def load_ahead(self, home: Home) -> None:
         """Backward asks for `home`, and soon for the rest of its group, and for the groups that come after."""
         self._note_backward(home.group)
 
-    def _note_forward(self, group: Group) -> None:
+    def _begin(self, group: Group) -> None:
+        """A region runs, possibly the first of a forward."""
         if self._last is not None and self._last != group:
             self._before[group] = self._last
         self._last = group
-        self._forward.asked(group, at=self._engine.backend.record("compute"))
+        if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:
+            self._awaited.clear()
+
+    def _load_forward(self) -> None:
         for later, seconds in self._forward.upcoming():
             self._ask_all(later, seconds, saved=False)
 
@@ -263,15 +283,27 @@ class Homes:
             if home is None or (saved and not home.entry.live()):
                 continue
             try:
-                self._ask(home, seconds)
+                self._ask(home, seconds, anew=not (saved or home in self._awaited))
             except torch.OutOfMemoryError:  # it may well fit once it is needed
                 return
+            if not saved:
+                self._awaited.add(home)
 
-    def copied(self, home: Home, event: Event) -> None:
-        """A copy of a home's bytes to the device was started."""
+    def loading(self, home: Home) -> Callable[[Event], None]:
+        """Its bytes are asked for anew; the result is to be called when their copy has started."""
+        assert home.entry.base is not None
+        home.loaded = (home.version(), version(home.entry.base))
+        return functools.partial(self._copied, home)
+
+    def _copied(self, home: Home, event: Event) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         (self.ahead if in_backward else self._forward).copied(event)
         self._reading[home] = event
+
+    def begin_backward(self) -> None:
+        """The forward is over. The engine's lock is held."""
+        self.ahead.begin()
+        self._awaited.clear()
 
     def end_backward(self) -> None:
         """The CPU may change any parameter from here on. The engine's lock is held."""

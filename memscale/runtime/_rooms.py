@@ -15,16 +15,18 @@ from memscale.runtime._protocol import Buffer
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
+    from memscale.runtime._homes import Home
 
 
 class Room:
     """Bytes of a tier with tensors over them, given back once nothing refers to the tensors' storage."""
 
-    __slots__ = ("buffer", "copies")
+    __slots__ = ("buffer", "copies", "home")
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.copies: list[Copy] = []  # what may be under way when nothing refers to it any more
+        self.home: Home | None = None  # of the parameter whose bytes these are
 
 
 class Rooms:
@@ -48,16 +50,21 @@ class Rooms:
             return None
         self._engine.count_live(buffer.tier, nbytes)
         room = Room(buffer)
-        weakref.finalize(contents.untyped_storage(), self.over.append, room).atexit = False
+        weakref.finalize(contents.untyped_storage(), self._end, room).atexit = False
         return room, contents
+
+    def _end(self, room: Room) -> None:
+        self.over.append(room)
+        self._engine.collect()
 
     def collect(self) -> None:
         """Give back the rooms that are over. The engine's lock is held."""
         while self.over:
             room = self.over.popleft()
-            after = [copy.event for copy in room.copies if not copy.give_up() and copy.event is not None]
+            reading = [] if room.home is None else self._engine.homes.end(room.home)
+            copied = [copy.event for copy in room.copies if not copy.give_up() and copy.event is not None]
             self._engine.count_live(room.buffer.tier, -room.buffer.nbytes)
-            self._engine.backend.free(room.buffer, after=after)
+            self._engine.backend.free(room.buffer, after=reading + copied)
 
 
 def shaped(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

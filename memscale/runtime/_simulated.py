@@ -19,9 +19,6 @@ from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import TierUse, at_or_below
 
 _POISON = 0xFF
-# An engine that asks a full pool this often, with nothing under way that could free any of it, waits forever.
-_PATIENCE = 100
-
 Choose = Callable[[int], int]
 
 
@@ -121,6 +118,8 @@ class SimulatedBackend:
         caps: bytes of each tier, nearest first; one called ``"disk"`` is written and read by workers.
         link: the cost of a copy, on the virtual clock.
         fails: asked before each write to disk; what it returns, if not `None`, is how the write fails.
+        patience: an engine that asks a full pool more often, with nothing under way that could free any of it, is taken
+            to wait forever.
     """
 
     def __init__(
@@ -130,8 +129,10 @@ class SimulatedBackend:
         *,
         link: Link | None = None,
         fails: Callable[[], BaseException | None] = lambda: None,
+        patience: int = 100,
     ) -> None:
         self.tiers = tuple(caps)
+        self.patience = patience
         self.now = 0.0
         self._choose = choose
         self._pools = {tier: _Pool(cap) for tier, cap in caps.items()}
@@ -153,7 +154,7 @@ class SimulatedBackend:
                 self._refusals = 0
                 return buffer
         self._refusals += 1
-        if self._refusals > _PATIENCE and not self._jobs:
+        if self._refusals > self.patience and not self._jobs:
             raise Deadlock(
                 f"deadlock on an exhausted pool: {nbytes} bytes were asked for {self._refusals} times on "
                 f"{list(self.tiers)}, nothing is under way, and only the caller could free anything"

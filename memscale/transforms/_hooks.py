@@ -112,7 +112,7 @@ def _cast_of(tensor: torch.Tensor) -> Home | None:
         return None
     assert whole.grad_fn is not None
     home = getattr(whole.grad_fn.next_functions[0][0], "home_on_device", None)
-    if home is None or whole.stride() != home.layout.stride or whole._version != 0:
+    if home is None or whole.device != home.device or whole.stride() != home.layout.stride or whole._version != 0:
         return None
     return home  # type: ignore[no-any-return]
 

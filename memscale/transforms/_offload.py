@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -17,6 +15,7 @@ from memscale.runtime import Runtime, check_tier
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import hooks_here
 from memscale.transforms._streamed import Streamed
+from memscale.transforms._uncompiled import uncompiled
 
 _autograd = torch._C._autograd
 
@@ -45,14 +44,8 @@ class Offloaded:
         self.runtime = runtime
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
-        try:
-            if torch.compiler.is_compiling():
-                torch._dynamo.graph_break("offload() decides tensor by tensor, while the region runs, what to move")
-        finally:
-            pass
-        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
-        return eager(self, args, kwargs)
+        why = "offload() decides tensor by tensor, while the region runs, what to move"
+        return uncompiled(_eager, why, self, args, kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -125,12 +118,6 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
     if min_bytes is not None and (isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0):
         raise ConfigError(f"offload(min_bytes={min_bytes!r}) must be an int of at least 0, or None for the runtime's")
     return Offload(what, tier, min_bytes)
-
-
-@functools.cache
-def _without_dynamo() -> Callable[..., Any]:
-    # What a compiled graph keeps is decided by its compiler, before any hook is asked.
-    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
 
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:

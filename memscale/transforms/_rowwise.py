@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._errors import TransformError
 from memscale.transforms._scope import Scope, read
+from memscale.transforms._unseen import is_hidden
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")
@@ -29,6 +30,8 @@ class RowwiseWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_hidden():
+            return func(*args, **kwargs)
         arguments = func._schema.arguments
         given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
         if "running_mean" in given and any(given.get(name) is True for name in _BATCH_STATISTICS):

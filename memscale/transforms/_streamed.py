@@ -17,10 +17,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale import _tree
+from memscale._errors import CorrectnessError
 from memscale.runtime import Home, Runtime, changed_error, default_runtime, home_of, is_movable, version
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import StreamedHooks, hooks_here
 from memscale.transforms._scope import Attributes, Scope, read, write
+from memscale.transforms._uncompiled import uncompiled
 from memscale.transforms._unseen import unseen
 
 _autograd = torch._C._autograd
@@ -41,20 +43,8 @@ class Streamed:
         self.resident: tuple[nn.Parameter, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        scope = Scope(self.fn)
-        device = _device(scope, _tree.tensors((args, kwargs)))
-        if device is None:
-            return self.fn(*args, **kwargs)
-        with unseen():
-            homes, strays = self._find(scope, device)
-        with ExitStack() as stack:
-            stand_ins = stack.enter_context(_on_device(homes))
-            # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
-            if homes and torch.is_grad_enabled() and not _functorch.active() and not _functorch.inside_region():
-                stack.enter_context(_saved_by(hooks_here(self.runtime, self.how.tier, None, StreamedHooks)))
-            stand_ins |= {id(stray): stray.to(device) for stray in strays}
-            stack.enter_context(_replaced(scope, stand_ins))
-            return self.fn(*args, **kwargs)
+        why = "offload(what='params') brings the region's parameters to the device while it runs"
+        return uncompiled(_eager, why, self, args, kwargs)
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
         """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
@@ -72,7 +62,7 @@ class Streamed:
                 homes.append(home)
         return homes
 
-    def _find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
+    def find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
         """The parameters with a home, and those that are on another device for another reason."""
         own = {id(tensor): tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter}
         if _functorch.active() or _functorch.inside_region():
@@ -103,6 +93,23 @@ class Streamed:
         return f"{self.how!r}({self.fn!r})"
 
 
+def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
+    scope = Scope(self.fn)
+    device = _device(scope, _tree.tensors((args, kwargs)))
+    if device is None:
+        return self.fn(*args, **kwargs)
+    with unseen():
+        homes, strays = self.find(scope, device)
+    with ExitStack() as stack:
+        stand_ins = stack.enter_context(_on_device(homes))
+        # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
+        if homes and torch.is_grad_enabled() and not _functorch.active() and not _functorch.inside_region():
+            stack.enter_context(_saved_by(hooks_here(self.runtime, self.how.tier, None, StreamedHooks)))
+        stand_ins |= {id(stray): stray.to(device) for stray in strays}
+        stack.enter_context(_replaced(scope, stand_ins))
+        return self.fn(*args, **kwargs)
+
+
 def streamed_in(fn: Any) -> Streamed | None:
     """The outermost `Streamed` among the transformed functions that `fn` is made of."""
     while fn is not None and not isinstance(fn, Streamed):
@@ -120,6 +127,7 @@ class AtHome:
     """What a region that runs again needs to know of a parameter that it had on the device. Keeps none of its bytes."""
 
     home: Home
+    contents: torch.Tensor  # where it lives; the region's own parameter may be another one by then
     version: int
     requires_grad: bool
 
@@ -127,7 +135,9 @@ class AtHome:
 def at_home(stand_in: torch.Tensor) -> AtHome:
     """A note of what `stand_in` stands for."""
     home, expected = getattr(stand_in, _HOME)
-    return AtHome(home, expected, stand_in.requires_grad)
+    parameter = home.parameter()
+    assert parameter is not None, "the region holds it"
+    return AtHome(home, parameter.detach(), expected, stand_in.requires_grad)
 
 
 @contextmanager
@@ -152,6 +162,7 @@ def on_device_again(notes: Sequence[AtHome]) -> Iterator[dict[Home, torch.Tensor
 def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
     """What stands for each parameter in a region, by the parameter's id, for as long as the region runs."""
     stand_ins: dict[int, torch.Tensor] = {}
+    trained: list[tuple[Home, torch.Tensor, Any]] = []
     sequence = None
     with ExitStack() as stack:
         for home, tensor in _enter(stack, homes):
@@ -163,12 +174,25 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
                     sequence = home.entry.engine.homes.lag(received.grad_fn._sequence_nr())
                 received.grad_fn._set_sequence_nr(sequence)
                 tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
+                trained.append((home, tensor, tensor.grad_fn))
             else:
                 tensor.requires_grad_(parameter.requires_grad)
             setattr(tensor, _HOME, (home, version(parameter)))
             stand_ins[id(parameter)] = tensor
-        yield stand_ins
+        try:
+            yield stand_ins
+        finally:
+            changed = [(home, tensor) for home, tensor, node in trained if tensor.grad_fn is not node]
+            for home, _ in changed:
+                home.forget_changes()
+        for _, tensor in changed:
+            raise CorrectnessError(
+                "a leaf Variable that requires grad is being used in an in-place operation: a parameter that the "
+                f"region of offload(what='params') changes, {str(tensor.dtype).removeprefix('torch.')}"
+                f"{list(tensor.size())}; change it under torch.no_grad(), or change a clone"
+            )
         stand_ins.clear()
+        trained.clear()
 
 
 def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:

@@ -1,0 +1,219 @@
+"""offload(what="params"): which bytes are on the device and when, and which move."""
+
+import gc
+
+import pytest
+import torch
+from layers import HOWS, LAYER, LAYERS, PARAMS, SMALL, WEIGHT, WIDTH, layers, moved, rows, streamed, trained
+from torch import nn
+
+import memscale as ms
+from memscale import checkpoint, compose
+from memscale.profiling._allocator import measure
+from memscale.runtime import Runtime, home_of
+from memscale.runtime._engine import Engine
+from memscale.runtime._simulated import Link, SimulatedBackend
+
+
+def check_one_region_at_a_time_is_on_the_device(how):
+    """By PyTorch's allocator: nothing of a region stays between forward and backward, nor after it."""
+    fit, _ = streamed(how)
+    fit(rows())  # gives the parameters their homes
+    for _ in range(2):
+        losses = []
+        forward = measure(lambda losses=losses: losses.append(fit(rows()).square().sum()))
+        backward = measure(lambda losses=losses: losses.pop().backward())
+        assert LAYER <= forward.peak_bytes < LAYER + SMALL
+        assert forward.end_bytes < SMALL
+        # A layer's weight, and its gradient until that is out.
+        assert 2 * WEIGHT <= backward.peak_bytes < 2 * LAYER + SMALL
+        assert backward.end_bytes <= 0
+    peak = measure(lambda: layers()(rows()).square().sum().backward()).peak_bytes
+    assert peak > 2 * LAYERS * LAYER, "without the transform"
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_one_region_at_a_time_is_on_the_device(how):
+    check_one_region_at_a_time_is_on_the_device(how)
+
+
+def test_the_cast_of_a_streamed_weight_is_not_kept():
+    fit, _ = streamed()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        fit(rows())
+        kept = []
+        assert measure(lambda: kept.append(fit(rows()).square().sum())).end_bytes < SMALL
+    kept.pop().backward()
+
+
+# ---------------------------------------------------------------------------------------------- bytes that move
+
+
+def test_a_step_moves_each_parameter_in_twice_and_its_gradient_out_once():
+    fit, runtime = streamed()
+    for step in range(1, 4):
+        trained(fit)
+        # Backward needs no bias, and no weight of the first layer, whose input asks for no gradient.
+        assert moved(runtime)[:2] == (step * (LAYERS * LAYER + (LAYERS - 1) * WEIGHT), step * LAYERS * LAYER)
+
+
+@pytest.mark.parametrize("how", [compose(checkpoint(), PARAMS), compose(PARAMS, checkpoint())], ids=repr)
+def test_a_recompute_brings_whole_regions_back(how):
+    fit, runtime = streamed(how)
+    trained(fit, 2)
+    assert moved(runtime)[:2] == (4 * LAYERS * LAYER, 2 * LAYERS * LAYER)
+
+
+def test_with_loads_ahead_the_last_region_stays_for_the_backward_that_begins_with_it():
+    fit, runtime = streamed(depth=1)
+    trained(fit)
+    before = moved(runtime)
+    trained(fit)
+    in_bytes, out_bytes = (now - then for now, then in zip(moved(runtime)[:2], before[:2], strict=True))
+    assert (in_bytes, out_bytes) == (LAYERS * LAYER + (LAYERS - 2) * WEIGHT, LAYERS * LAYER)
+
+
+def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
+    fit, runtime = streamed(depth=2)
+    trained(fit)
+    asked, enter = [], runtime.engine(torch.empty(0)).homes.enter
+    engine = runtime.engine(torch.empty(0))
+    load = engine.load
+    names = {id(home_of(p).entry): name for name, p in fit.named_parameters()}
+    engine.load = lambda entry, **options: (asked.append(names[id(entry)]), load(entry, **options))[1]
+    engine.homes.enter = lambda homes: (asked.append("enter"), enter(homes))[1]
+    with torch.no_grad():
+        fit(rows())
+    order = [(f"{layer}.weight", f"{layer}.bias") for layer in range(LAYERS)]
+    assert asked[:7] == ["enter", *order[0], *order[1], *order[2]]
+    assert asked[7:] == ["enter", *order[3], "enter", "enter"]
+
+
+# ------------------------------------------------------------------------------------------- on the virtual clock
+
+
+class Punctual(SimulatedBackend):
+    """Copies take their time on the virtual clock, one after the other, and are done when it has passed."""
+
+    def __init__(self, copy_seconds):
+        link = Link(bytes_per_second=1e30, latency_seconds=copy_seconds)
+        super().__init__(lambda n: 0, {"pinned": 1 << 22}, link=link)
+
+    def let_time_pass(self):
+        while self._jobs:
+            job = self._jobs[0]
+            if any(event.finished is None for event in job.after):
+                return
+            ready = [event.finished[1] for event in job.after]
+            if max([self._free_at.get(job.lane, 0.0), *ready]) + job.seconds > self.now:
+                return
+            self._run_some()
+
+
+def on_the_clock(depth, copy_seconds, compute_seconds=1.0, count=6):
+    """A stack without biases, so that each layer is one copy; run it with `forward`, which tells the seconds waited."""
+    backend = Punctual(copy_seconds)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=depth), backend=backend)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)])
+    fit = ms.transform(model, {"*": PARAMS}, runtime=runtime)
+    for layer in fit:
+        layer.register_forward_hook(lambda *_: backend.compute(compute_seconds))
+    engine = runtime.engine(torch.empty(0))
+
+    def forward(model=fit):
+        before = engine.stats().exposed_seconds
+        with torch.no_grad():
+            model(rows())
+        return engine.stats().exposed_seconds - before
+
+    return fit, engine, forward
+
+
+def test_loading_ahead_hides_what_the_link_has_time_for():
+    exposed = {}
+    for depth in (0, 1, 3):
+        _, _, forward = on_the_clock(depth, copy_seconds=1.0)
+        forward()
+        exposed[depth] = forward()
+    assert exposed == {0: pytest.approx(6.0), 1: pytest.approx(1.0), 3: pytest.approx(1.0)}
+
+
+def check_depth_follows_the_measured_times():
+    """No further ahead than it helps: with copies of a tenth of a layer's computation, the next layer only."""
+    peaks = {}
+    for copy_seconds in (0.1, 10.0):
+        _, _, forward = on_the_clock(3, copy_seconds)
+        forward()
+        forward()
+        peaks[copy_seconds] = measure(forward).peak_bytes // WEIGHT
+        assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
+    assert peaks[0.1] == 2
+    assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
+
+
+def test_depth_follows_the_measured_times():
+    check_depth_follows_the_measured_times()
+
+
+def loads(seconds):
+    """A link with copies of a second each, which are asked for one after the other, and needed in so many seconds."""
+    backend = Punctual(1.0)
+    engine = Engine(backend)
+    targets = [torch.empty(64, dtype=torch.uint8) for _ in seconds]
+    buffers = [backend.allocate(64, "auto") for _ in seconds]
+    copies = [
+        engine.copies.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
+        for buffer, target, when in zip(buffers, targets, seconds, strict=True)
+    ]
+    return backend, engine, copies, targets
+
+
+def check_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
+    _, engine, copies, _targets = loads([60.0] * 7)
+    engine.copies.wait(copies[-1].need())
+    assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
+
+
+def test_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
+    check_what_is_needed_at_once_overtakes_what_is_loaded_ahead()
+
+
+def check_the_earliest_deadline_goes_first():
+    backend, engine, copies, _targets = loads([60.0] * 6 + [3.0])
+    for _ in range(3):
+        backend.compute(1.0)
+        engine.copies.pump()
+    engine.copies.wait(copies[-1].need())
+    assert engine.stats().exposed_seconds == pytest.approx(0.0)
+
+
+def test_the_earliest_deadline_goes_first():
+    check_the_earliest_deadline_goes_first()
+
+
+def check_memory_of_a_home_waits_for_the_load_that_reads_it():
+    """The compute stream has waited for the load, and the host has not, when the last owner of the weight goes."""
+    events, freed = [], []
+
+    class Watched(SimulatedBackend):
+        def copy(self, source, target, stream, *, after):
+            events.append(super().copy(source, target, stream, after=after))
+            return events[-1]
+
+        def free(self, buffer, *, after):
+            freed.append(list(after))
+            super().free(buffer, after=after)
+
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), backend=Watched(lambda n: n - 1, {"pinned": 1 << 20}))
+    model = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    loss = ms.transform(model, {"": PARAMS}, runtime=runtime)(rows().requires_grad_()).sum()
+    del model
+    gc.collect()
+    assert (len(events), freed) == (1, [])
+    loss.backward()
+    assert len(events) == 2
+    assert freed == [[events[1]]]
+
+
+def test_memory_of_a_home_waits_for_the_load_that_reads_it():
+    check_memory_of_a_home_waits_for_the_load_that_reads_it()

@@ -1,0 +1,131 @@
+"""Streamed parameters on a device that is as unkind as it may be, and mutants that must not survive there."""
+
+import functools
+import gc
+import os
+import random
+
+import pytest
+import test_streamed
+import test_streamed_parameters
+from layers import PARAMS
+from streaming import device, run_case
+from test_simulated import mutate
+
+import memscale as ms
+from memscale.runtime import _ahead, _gradients, _homes, _link, _rooms
+from memscale.transforms import _snapshot
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
+CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 12
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections():
+    """Each case looks for leaks with the collector, which need not look at what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_models_on_random_devices(chunk):
+    """600 cases, 20 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    streamed = 0
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        hazards, in_bytes = run_case(seed)
+        assert hazards == [], f"case {seed}"
+        streamed += in_bytes > 0
+    assert streamed > CHUNK // 2
+
+
+# ---------------------------------------------------------------------------------------------------- mutants
+
+
+MUTANTS = {
+    "a gradient is not waited for": [
+        (_gradients.Gradients, "received", "self._engine.backend.synchronize(arriving.copy.need())", "pass")
+    ],
+    "a gradient is not waited for where no tier has room for the next": [
+        (_gradients.Gradients, "_retire", "gradient.target.copy_(gradient.source)", "pass")
+    ],
+    "a gradient's memory is freed before it is out": [
+        (_gradients.Gradients, "_retire", "self._engine.copies.wait(event)", "pass")
+    ],
+    "a load is not waited for": [("arrived", "self.copies.wait(arrival)", "pass")],
+    "a parameter may be written while it is read, after forward": [
+        (_homes.Homes, "leave", "self._finish_reading(homes)", "pass")
+    ],
+    "a parameter may be written while it is read, after backward": [
+        (_homes.Homes, "end_backward", "self._finish_reading(list(self._reading))", "pass")
+    ],
+    "an old copy is used after a change": [
+        (_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "False"),
+    ],
+    "an old copy is used after a change that no counter sees": [
+        (_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "home.loaded[0] != now"),
+    ],
+    "a change by the region is lost": [(_homes.Homes, "_leave", "self._bring_changes(home, entry.base)", "pass")],
+    "rooms are not given back": [
+        (_rooms.Rooms, "collect", "self._engine.backend.free(room.buffer, after=reading + copied)", "pass")
+    ],
+}
+
+
+def notices(seed):
+    """Whether anything is wrong with a case: results, hazards or books."""
+    runtime = device(random.Random(seed))
+    try:
+        return run_case(seed, runtime)[0] != []
+    except (AssertionError, ms.CorrectnessError):
+        return True
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("edits", MUTANTS.values(), ids=MUTANTS)
+def test_random_cases_notice_the_mutant(edits, monkeypatch):
+    mutate(monkeypatch, edits)
+    assert any(notices(seed) for seed in range(100))
+
+
+EFFECTS = {
+    "an old copy is used after a change between two regions": (
+        test_streamed_parameters.check_a_change_between_two_regions,
+        [(_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "anew")],
+    ),
+    "the link takes all that it is asked for": (
+        test_streamed.check_what_is_needed_at_once_overtakes_what_is_loaded_ahead,
+        [(_link.Link, "pump", "and len(self._under_way) < self._window", "")],
+    ),
+    "the link ignores deadlines": (
+        test_streamed.check_the_earliest_deadline_goes_first,
+        [(_link.Link, "ask", "(deadline, self._count, copy)", "(0.0, self._count, copy)")],
+    ),
+    "depth ignores the measured times": (
+        test_streamed.check_depth_follows_the_measured_times,
+        [(_ahead.Ahead, "depth", "return max(1, math.ceil(copying / self._gap_seconds))", "return self.most")],
+    ),
+    "regions never leave the device": (
+        functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),
+        [(_homes.Homes, "_leave", "if not stay:", "if False:")],
+    ),
+    "a checkpoint in a region keeps what stood for its parameters": (
+        functools.partial(
+            test_streamed.check_one_region_at_a_time_is_on_the_device, ms.compose(PARAMS, ms.checkpoint())
+        ),
+        [(_snapshot.Snapshot, "settle", "self._let_go_of_streamed()", "pass")],
+    ),
+    "the memory of a home is given back at once": (
+        test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
+        [(_rooms.Rooms, "collect", "after=reading + copied", "after=copied")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("check", "edits"), EFFECTS.values(), ids=EFFECTS)
+def test_the_effect_notices_the_mutant(check, edits, monkeypatch):
+    check()
+    mutate(monkeypatch, edits)
+    with pytest.raises(AssertionError):
+        check()
