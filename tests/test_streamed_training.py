@@ -26,6 +26,8 @@ from torch import nn
 
 import memscale as ms
 from memscale import compose, tile
+from memscale.runtime import Runtime
+from memscale.runtime._simulated import SimulatedBackend
 
 # ---------------------------------------------------------------------------------------------------- optimizers
 
@@ -178,6 +180,14 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_of_going_backward(way, how, depth):
     same(way, plan={"*": how}, depth=depth)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_anomaly_detection_sees_gradients_that_have_arrived():
+    """On a device that copies nothing before somebody waits for it, and where bytes to come are NaN until then."""
+    config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2)
+    runtime = Runtime(config, backend=SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}))
+    under_anomaly_detection(ms.transform(layers(), {"*": PARAMS}, runtime=runtime))
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -69,7 +69,10 @@ class Gradients:
             while len(self._leaving) > engine.depth:
                 self._retire(self._leaving.popleft())
         engine.collect()
-        return shaped(target, parameter)
+        sent = shaped(target, parameter)
+        if torch.is_anomaly_check_nan_enabled():  # autograd looks at what each node returns
+            self.received(sent)
+        return sent
 
     def received(self, gradient: torch.Tensor) -> None:
         """Wait until the values of what `send` returned are there; any other tensor has its values."""
