@@ -62,6 +62,10 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     Cost: one Python object for each module; no tensor is copied.
     """
     _check_model("transform", model)
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise TransformError(
+            f"transform(runtime={runtime!r}) must be a memscale.runtime.Runtime, or None for the process's own"
+        )
     regions = find_regions(model, as_plan(plan))
     copy, memo = copy_tree(model)
     for module, how in regions:

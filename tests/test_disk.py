@@ -20,6 +20,7 @@ from memscale.runtime import _slab_file
 from memscale.runtime._arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime._courier import Courier
 from memscale.runtime._disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
+from memscale.runtime._host import HostBackend
 
 # Where the tests' directory is in RAM they run all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:.* is in RAM")
@@ -320,15 +321,27 @@ def test_the_file_grows_to_its_cap_and_no_further(make):
 
 def test_a_disk_that_fills_up_gives_what_it_has(make):
     class Small(FileIO):
+        room = 5 * PAGE_BYTES
+
         def preallocate(self, descriptor, offset, nbytes):
-            if offset + nbytes > 5 * PAGE_BYTES:
+            if offset + nbytes > self.room:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    slab = make(Small(), first_bytes=4 * PAGE_BYTES)
-    extents = [slab.reserve(PAGE_BYTES) for _ in range(6)]
-    assert [extent is not None for extent in extents] == [True] * 5 + [False]
+    for first_bytes in (4 * PAGE_BYTES, 6 * PAGE_BYTES):
+        slab = make(Small(), first_bytes=first_bytes)
+        extents = [slab.reserve(PAGE_BYTES) for _ in range(6)]
+        assert [extent is not None for extent in extents] == [True] * 5 + [False]
+    Small.room = 0
     with pytest.raises(DiskTierFull, match="No space left on device"):
-        make(Small(), first_bytes=6 * PAGE_BYTES)
+        make(Small(), first_bytes=PAGE_BYTES)
+
+
+def test_a_host_whose_disk_is_full_keeps_its_tensors(monkeypatch):
+    def full(self, descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileIO, "preallocate", full)
+    assert HostBackend().allocate(1, "disk") is None
 
 
 def test_a_filesystem_without_preallocation(make):

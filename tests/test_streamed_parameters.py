@@ -363,3 +363,23 @@ def test_nothing_warns_in_an_ordinary_step():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trained(streamed(depth=2)[0], 2)
+
+
+class Clipped(nn.Module):
+    """Clips its weight as old code does, past autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH))
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.5, 0.5)
+        return x @ self.weight
+
+
+def test_a_change_that_no_version_counter_sees_is_refused_on_the_first_run():
+    fit = ms.transform(Clipped(), {"": PARAMS}, runtime=runtime_of())
+    with pytest.raises(ms.TransformError, match=rf"changes a parameter, \[{WIDTH}, {WIDTH}\], through \.data"):
+        fit(rows())
+    with pytest.raises(RuntimeError, match="shape"):  # the region's own error is not replaced
+        ms.transform(Clipped(), {"": PARAMS}, runtime=runtime_of())(torch.ones(1, WIDTH + 1))

@@ -306,3 +306,8 @@ def test_compiled_side_effects_happen_once():
     x = numbers(2, 4, 5, 5)
     assert trained(fit, torch.compile(fit, backend="aot_eager"), x) == trained(plain, plain, x)
     assert fit[0].calls == 2
+
+
+def test_a_runtime_that_is_none_is_refused():
+    with pytest.raises(ms.TransformError, match=r"transform\(runtime='x'\) must be a memscale.runtime.Runtime"):
+        ms.transform(nn.Linear(1, 1), {"": ms.offload()}, runtime="x")

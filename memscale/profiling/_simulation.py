@@ -23,6 +23,7 @@ from memscale.profiling._kernels import Kernels
 from memscale.profiling._ledger import Course
 from memscale.profiling._reach import Reach
 from memscale.profiling._recorder import Recorder
+from memscale.runtime import home_of
 from memscale.transforms._scope import put_back
 from memscale.transforms._streamed import streamed_in
 
@@ -119,6 +120,12 @@ class Simulation:
             if streamed is not None:
                 streamed.place(list(module.parameters()), torch.device("cpu"))
         self._forget_former_contents()
+        # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
+        for optimizer in self.reach.optimizers if self._kernels.device_type != "cpu" else ():
+            for parameter, state in optimizer.state.items():
+                if home_of(parameter) is not None:
+                    for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                        self.recorder.storages.send_away(tensor)
 
     def _away(self, nbytes: int) -> torch.Tensor:
         hollow = self.recorder.hollow

@@ -78,6 +78,11 @@ class Storages:
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
         self.away = before
 
+    def send_away(self, tensor: torch.Tensor) -> None:
+        """Record that a storage of before the step lies on another memory tier."""
+        block = self.block(tensor)
+        block.nbytes, block.away = 0, True
+
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""
         self._died(storage._cdata, None)

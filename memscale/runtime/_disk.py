@@ -26,7 +26,7 @@ from memscale.runtime._tiers import TierUse
 __all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
 
 T = TypeVar("T")
-_FIRST_BYTES = 1024**3
+_FIRST_BYTES = 64 * 1024**2
 
 
 class Extent:
@@ -57,7 +57,7 @@ class DiskSlab:
     Args:
         directory: where the file is; None is the first temporary directory that is not in RAM.
         cap_bytes: the most that the file may grow to, at least one page.
-        first_bytes: the size of the file at first, where the cap is larger.
+        first_bytes: the size of the file at first, where the cap and the filesystem allow that.
         threads: how many transfers run at a time.
         checksum: verify a checksum at each read, for disks that are not trusted; costs a pass over the bytes.
         io: the system calls, for tests.
@@ -97,8 +97,13 @@ class DiskSlab:
             raise ConfigError(f"DiskSlab(threads={threads}) must be at least 1; pass how many transfers run at a time")
         self.cap_bytes = cap_bytes // PAGE_BYTES * PAGE_BYTES
         self._checksum = checksum
-        first_bytes = _in_pages(min(first_bytes, self.cap_bytes))
-        self._file: SlabFile | None = SlabFile(directory, first_bytes, io or FileIO())
+        self._file: SlabFile | None
+        first_bytes, io = _in_pages(min(first_bytes, self.cap_bytes)), io or FileIO()
+        try:
+            self._file = SlabFile(directory, first_bytes, io)
+        except DiskTierFull:  # what is asked for may be less
+            first_bytes = PAGE_BYTES
+            self._file = SlabFile(directory, first_bytes, io)
         self._courier = Courier(threads, "disk")
         self._process = os.getpid()
         self._lock = threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,15 @@ class Gradients:
     """The gradients that one engine moves."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._owner = weakref.ref(engine)  # weakly, as `Homes` does
         self._leaving: deque[_Gradient] = deque()
         self._arriving: dict[int, _Gradient] = {}  # by the storage on the tier
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None, "its engine has them"
+        return engine
 
     def send(self, parameter: torch.Tensor | None, tier: str, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` as a tensor where `parameter` lives; its values are there after `received`."""

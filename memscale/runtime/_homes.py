@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memscale._errors import TransformError
 from memscale._simulating import simulating
 from memscale.runtime._ahead import Ahead
 from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, is_unshared, version
@@ -35,7 +36,7 @@ _at_home: dict[int, Home] = {}
 class Home:
     """Where a parameter lives."""
 
-    __slots__ = ("__weakref__", "address", "entry", "group", "layout", "loaded", "number", "parameter")
+    __slots__ = ("__weakref__", "address", "entry", "group", "layout", "loaded", "number", "parameter", "was_compared")
 
     def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
         self.number = next(_numbers)
@@ -44,6 +45,7 @@ class Home:
         self.layout = layout
         self.address = parameter.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
+        self.was_compared = False
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
 
     @property
@@ -96,16 +98,23 @@ class Homes:
     """The parameters that one engine moves."""
 
     def __init__(self, engine: Engine) -> None:
-        self.ahead: Ahead[Group] = Ahead(engine.depth, guess=lambda group: self._before.get(group))
-        self._engine = engine
-        self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
+        # Weakly: what a dropped runtime holds, a file among it, must not wait for the garbage collector.
+        self._owner = weakref.ref(engine)
         self._before: dict[Group, Group] = {}  # the order of the forward, backwards
+        self.ahead: Ahead[Group] = Ahead(engine.depth, guess=self._before.get)
+        self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
         self._last: Group | None = None
         self._sequence = 0
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
         self._reading: dict[Home, Event] = {}
         self._awaited: set[Home] = set()  # on their way for a region that is expected to run soon in this forward
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None, "its engine has them"
+        return engine
 
     # ---------------------------------------------------------------------------------------------------- placing
 
@@ -144,7 +153,9 @@ class Homes:
 
     def end(self, home: Home) -> list[Event]:
         """Forget a home that nothing refers to any more; what may still read its bytes. The engine's lock is held."""
-        self._engine.let_go(home.entry)
+        entry = home.entry
+        self._engine.let_go(entry)
+        entry.home = entry.buffer = None
         self._awaited.discard(home)
         reading = self._reading.pop(home, None)  # the compute stream has waited for it, this thread has not
         return [] if reading is None else [reading]
@@ -186,16 +197,26 @@ class Homes:
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
-    def leave(self, homes: Sequence[Home]) -> None:
-        """The region has run. Its parameters leave the device, unless backward asks for them first of all."""
+    def leave(self, homes: Sequence[Home], *, failed: bool = False) -> None:
+        """The region has run. Its parameters leave the device, unless backward asks for them first of all.
+
+        Raises:
+            TransformError: it has changed one of them in a way that would be lost.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
         with self._engine.lock:
             group = homes[0].group if homes else ()
             stay = torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self.ahead.first == group
+            lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
             self._leave(homes, stay=stay)
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
         self._engine.collect()
+        for home in lost:
+            raise TransformError(
+                f"the region of offload(what='params') changes a parameter, {list(home.layout.size)}, through .data "
+                "or another view that autograd does not know, and that is lost; make the change under torch.no_grad()"
+            )
 
     def _leave(self, homes: Sequence[Home], *, stay: bool) -> None:
         for home in homes:
@@ -245,6 +266,18 @@ class Homes:
             parameter.copy_(home.layout.of(base))
         torch._C._autograd._unsafe_set_version_counter((parameter,), (before + changes,))
         home.loaded = (before + changes, version(base))
+
+    def _was_changed_unseen(self, home: Home) -> bool:
+        """Whether the region has changed a parameter where no version counter sees it. Asked on its first run only."""
+        parameter, base = home.parameter(), home.entry.base
+        if home.was_compared or parameter is None or base is None or simulating() is not None:
+            return False
+        home.was_compared = True
+        if version(base) != home.loaded[1]:  # a change that is seen comes home
+            return False
+        with torch.no_grad():
+            there, here = home.layout.of(base).cpu(), parameter.detach()
+            return not (torch.equal(there, here) or bool(((there == here) | (there.isnan() & here.isnan())).all()))
 
     # ------------------------------------------------------------------------------------------------ loading ahead
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memscale.runtime._arena import PAGE_BYTES
-from memscale.runtime._disk import DiskSlab, Extent
+from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import TierUse
@@ -102,7 +102,10 @@ class HostBackend:
         if self._disk_bytes < PAGE_BYTES:
             return None
         if self._slab is None:
-            self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+            try:
+                self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+            except DiskTierFull:
+                return None
         extent = self._slab.reserve(nbytes)
         return None if extent is None else DiskBuffer(extent)
 

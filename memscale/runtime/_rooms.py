@@ -33,9 +33,15 @@ class Rooms:
     """The rooms of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._owner = weakref.ref(engine)  # weakly, as `Homes` does
         # Storages end at any moment, also while the engine's lock is held: what they leave is collected later.
         self.over: deque[Room] = deque()
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._owner()
+        assert engine is not None, "its engine has them"
+        return engine
 
     def take(self, nbytes: int, tier: str) -> tuple[Room, torch.Tensor] | None:
         """Bytes on `tier` or the next below, and a uint8 CPU tensor over them; `None` where no tier has room."""
@@ -55,7 +61,8 @@ class Rooms:
 
     def _end(self, room: Room) -> None:
         self.over.append(room)
-        self._engine.collect()
+        if (engine := self._owner()) is not None:
+            engine.collect()
 
     def collect(self) -> None:
         """Give back the rooms that are over. The engine's lock is held."""

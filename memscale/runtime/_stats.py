@@ -23,8 +23,8 @@ class Stats:
         high_water_bytes: the most bytes that each tier held at once.
         reserved_bytes: bytes that each tier has taken from the system.
         fragmentation: the share of the free ones among them that is not in one piece, for each tier.
-        held_bytes: bytes of storages that were not moved because something else kept them on the device anyway.
-        resident_bytes: bytes kept on the device although they could have moved: the forward's tail, which backward
+        held_bytes: in all, bytes of storages that were not moved because something else kept them on the device.
+        resident_bytes: in all, bytes kept on the device that could have moved: the forward's tail, which backward
             asks for at once, and what no tier had room for.
         exposed_seconds: how long the caller was held up by copies.
     """

@@ -8,6 +8,7 @@ for it and hands it to the parameter. What autograd saves of it is a handle, whi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -201,13 +202,13 @@ def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torc
         mine = [home for home in homes if home.entry.engine is engine]
         with unseen():
             tensors = engine.homes.enter(mine)
-        stack.callback(_leave, mine)
+        stack.push(functools.partial(_leave, mine))
         yield from zip(mine, tensors, strict=True)
 
 
-def _leave(homes: Sequence[Home]) -> None:
+def _leave(homes: Sequence[Home], kind: Any, *_: Any) -> None:
     with unseen():
-        homes[0].entry.engine.homes.leave(homes)
+        homes[0].entry.engine.homes.leave(homes, failed=kind is not None)
 
 
 class _Receive(torch.autograd.Function):
