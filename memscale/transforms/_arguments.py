@@ -49,7 +49,7 @@ def sort_of(kind: type) -> Sort:
     if kind in (list, dict, set):
         return Sort.CONTAINER
     if issubclass(kind, tuple):
-        return Sort.TUPLE
+        return Sort.VALUE if kind is torch.Size else Sort.TUPLE
     if kind in (types.FunctionType, types.MethodType, functools.partial) or hasattr(kind, "__memscale_parts__"):
         return Sort.SCOPE
     if issubclass(kind, (nn.Module, torch.Generator)):
@@ -118,6 +118,16 @@ class _State(NamedTuple):
     attributes: dict[str, Any]
     items: Any  # a list, a dictionary, or None for what is no container
 
+    def same(self, other: _State) -> bool:
+        """Whether both hold the very same things."""
+        ours, theirs = [*self.attributes.items()], [*other.attributes.items()]
+        ours += self.items.items() if isinstance(self.items, dict) else enumerate(self.items or ())
+        theirs += other.items.items() if isinstance(other.items, dict) else enumerate(other.items or ())
+        return len(ours) == len(theirs) and all(
+            key == other_key and value is other_value
+            for (key, value), (other_key, other_value) in zip(ours, theirs, strict=True)
+        )
+
 
 class _Node:
     """A container or an object: what it held, and where it is as long as that is known."""
@@ -153,19 +163,23 @@ class Remembered:
     Args:
         root: a tree of arguments.
         scope: what the region depends on besides; modules and functions among the arguments are added to it, and
-            what it covers is left to it.
+            what it covers is left to it. `None` leaves all of them alone.
         hold: keep objects and containers alive until `let_go`, and put what they held into those very containers.
+
+    Attributes:
+        tensors: every tensor that was reached, once each.
+        order: the positions among these, in the order in which they were met, as often as they were met.
 
     Raises:
         TransformError: `root` leads to too many objects to look at in every call.
     """
 
-    __slots__ = ("_nodes", "_owners", "_root", "tensors")
+    __slots__ = ("_nodes", "_owners", "_root", "order", "tensors")
 
-    def __init__(self, root: Any, scope: Scope, *, hold: bool = False) -> None:
+    def __init__(self, root: Any, scope: Scope | None, *, hold: bool = False) -> None:
         walk = _Walk(scope)
         self._root = walk.from_root(root)
-        self.tensors, self._owners, self._nodes = walk.tensors, walk.owners, walk.nodes
+        self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
         if not hold:
             self.let_go()
 
@@ -219,11 +233,12 @@ class Remembered:
 class _Walk:
     """Finds what a tree of arguments leads to, and makes the marks that stand for it."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope | None) -> None:
         self._scope = scope
-        self._found: dict[int, _Slot | _Node] = {}
+        self._found: dict[int, Any] = {}
         self._pending: list[tuple[_Node, Any, str | None]] = []
         self.tensors: list[torch.Tensor] = []
+        self.order: list[int] = []
         self.owners: list[str | None] = []
         self.nodes: list[_Node] = []
 
@@ -233,29 +248,31 @@ class _Walk:
             node.state = _mapped(_read(thing), functools.partial(self._mark, owner=owner))
             if owner is not None and len(self.nodes) > _MOST_OBJECTS:
                 raise TransformError(
-                    f"checkpoint: an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} "
-                    "objects, whose state would have to be remembered in every call; give the region only those parts "
-                    "that it needs"
+                    f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, whose "
+                    "state would have to be remembered in every call; give the region only those parts that it needs"
                 )
         return mark
 
     def _mark(self, value: Any, owner: str | None) -> Any:
         """What stands for `value`; itself, if nothing in it can change. `owner` is the class that it was found in."""
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._found:
-                self._found[id(value)] = _Slot(len(self.tensors))
+            slot = self._found.get(id(value))
+            if slot is None:
+                slot = self._found[id(value)] = _Slot(len(self.tensors))
                 self.tensors.append(value)
                 self.owners.append(owner)
-            return self._found[id(value)]
+            self.order.append(slot.index)
+            return slot
         sort = sort_of(type(value))
-        if sort is Sort.VALUE or self._scope.covers(value):
+        if sort is Sort.VALUE or (self._scope is not None and self._scope.covers(value)):
             return value
         if sort is Sort.TUPLE:
             items = [self._mark(item, owner) for item in value]
             unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
             return value if unchanged else _Items(type(value), items)
         if sort is Sort.SCOPE:
-            self._scope.include(value)
+            if self._scope is not None:
+                self._scope.include(value)
             return value
         if owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER:
             return value

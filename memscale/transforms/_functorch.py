@@ -100,10 +100,12 @@ class _Call:
         self.out_leaves: list[Any] = []
         self.mutated: list[int] = []
         self.assigned: list[tuple[Place, Any]] = []
+        self.returned_inputs: dict[int, int] = {}  # autograd does not take an input, as it is, for an output
         # What the arguments lead to after the run, and where each tensor in it comes from: an input, or an output.
         self.left: Remembered | None = None
         self.sources: list[tuple[bool, int]] = []
-        self.output_count = 0
+        self.made: list[int] = []
+        self.left_count = 0
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
         """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it left."""
@@ -130,32 +132,46 @@ class _Call:
                 f"checkpoint inside torch.func: the region changes an input of shape {list(inputs[other[0]].shape)}"
                 f"{self._owner(other[0])} in place, which cannot be repeated there; clone it inside the region first"
             )
+        inside = {id(tensor): index for index, tensor in enumerate(working)}
         if first:
             self.out_spec = out_spec
             self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
-            self.tensor_outputs = [i for i, leaf in enumerate(out_leaves) if isinstance(leaf, torch.Tensor)]
+            self.returned_inputs = {i: inside[id(leaf)] for i, leaf in enumerate(out_leaves) if id(leaf) in inside}
+            self.tensor_outputs = [
+                i
+                for i, leaf in enumerate(out_leaves)
+                if isinstance(leaf, torch.Tensor) and i not in self.returned_inputs
+            ]
             self.mutated = mutated
             self.assigned = [(place, key) for place, key, _ in assigned]
-        outputs = [leaf for leaf in out_leaves if isinstance(leaf, torch.Tensor)]
+        outputs: list[torch.Tensor] = [out_leaves[i] for i in self.tensor_outputs]
         outputs += [working[index] for index in mutated]
         outputs += [tensor for _, _, tensor in assigned]
-        known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
-        known.update({id(tensor): (False, index) for index, tensor in enumerate(working)})
-        for tensor in left.tensors:
-            if id(tensor) not in known:
-                known[id(tensor)] = (True, len(outputs))
-                outputs.append(tensor)
         if first:
-            self.left = left
-            self.sources = [known[id(tensor)] for tensor in left.tensors]
-            self.output_count = len(outputs)
-        elif len(outputs) != self.output_count:
+            self._find_sources(left, inside, outputs)
+        elif len(left.order) != self.left_count:
             raise CorrectnessError(
-                f"the recompute differs from the run: the region left {len(outputs)} tensors in what it returned and "
-                f"what it was given, where the run had left {self.output_count}. A checkpointed region must do the "
-                "same at every run with the same inputs"
+                f"the recompute differs from the run: the region left {len(left.order)} tensors in what it was given "
+                f"and in objects that it returned, where the run had left {self.left_count}. A checkpointed region "
+                "must do the same at every run with the same inputs"
             )
-        return tuple(outputs)
+        return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
+
+    def _find_sources(self, left: Remembered, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
+        """Say where each tensor that the region left comes from, and which of them are outputs of their own.
+
+        These are named by the order in which they are met. A rerun sees other identities: `x.to(x.device)` is `x` in
+        the run, and inside torch.func a tensor of its own.
+        """
+        known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
+        known.update({key: (False, index) for key, index in inside.items()})
+        self.made = []
+        for occurrence, index in enumerate(left.order):
+            if (key := id(left.tensors[index])) not in known:
+                known[key] = (True, len(outputs) + len(self.made))
+                self.made.append(occurrence)
+        self.left, self.left_count = left, len(left.order)
+        self.sources = [known[id(tensor)] for tensor in left.tensors]
 
     def _owner(self, index: int) -> str:
         """Which object among the arguments holds input `index`, as a part of a sentence."""
@@ -169,6 +185,8 @@ class _Call:
         leaves = list(self.out_leaves)
         for index in self.tensor_outputs:
             leaves[index] = next(remaining)
+        for index, position in self.returned_inputs.items():
+            leaves[index] = self.targets[position]
         with torch.no_grad():
             for index in self.mutated:
                 self.targets[index].copy_(next(remaining))
