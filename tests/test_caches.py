@@ -1,4 +1,4 @@
-"""Hugging Face models with their cache of keys and values on, as it is by default: each block is given it and grows it."""
+"""Hugging Face models with their cache of keys and values on, as by default: each block is given it and grows it."""
 
 import gc
 

@@ -44,7 +44,7 @@ class Sort(enum.Enum):
 
 
 @functools.lru_cache(maxsize=4096)
-def sort_of(kind: type) -> Sort:
+def sort_of(kind: Any) -> Sort:
     """How instances of `kind`, which is no tensor, are remembered."""
     if kind in (list, dict, set):
         return Sort.CONTAINER
@@ -65,7 +65,8 @@ def arguments(args: Any, kwargs: Any, scope: Scope) -> Flat | Remembered:
     """The arguments of a call, in the cheapest form that can bring them back."""
     leaves, spec = _tree.flatten((args, kwargs))
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) and sort_of(type(leaf)) is not Sort.VALUE:
+        kind: Any = type(leaf)
+        if not isinstance(leaf, torch.Tensor) and sort_of(kind) is not Sort.VALUE:
             return Remembered((args, kwargs), scope)
     return Flat(leaves, spec)
 
@@ -102,7 +103,7 @@ class Flat:
 class _Slot(NamedTuple):
     """Stands for a tensor."""
 
-    index: int
+    position: int
 
 
 class _Items(NamedTuple):
@@ -120,13 +121,7 @@ class _State(NamedTuple):
 
     def same(self, other: _State) -> bool:
         """Whether both hold the very same things."""
-        ours, theirs = [*self.attributes.items()], [*other.attributes.items()]
-        ours += self.items.items() if isinstance(self.items, dict) else enumerate(self.items or ())
-        theirs += other.items.items() if isinstance(other.items, dict) else enumerate(other.items or ())
-        return len(ours) == len(theirs) and all(
-            key == other_key and value is other_value
-            for (key, value), (other_key, other_value) in zip(ours, theirs, strict=True)
-        )
+        return _parts(self) == _parts(other)
 
 
 class _Node:
@@ -135,7 +130,7 @@ class _Node:
     __slots__ = ("_strong", "_weak", "kind", "position", "state")
 
     def __init__(self, thing: Any, position: int) -> None:
-        self.kind = type(thing)
+        self.kind: Any = type(thing)
         self.position = position
         self.state = _State({}, None)
         self._strong: Any = thing
@@ -216,16 +211,11 @@ class Remembered:
         return [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
 
     def _put(self, values: list[Any], before: list[tuple[Any, _State]]) -> Any:
-        things = []
-        for node in self._nodes:
-            thing = node.find()
-            if thing is None:
-                thing = node.make()
-            else:
+        found = [node.find() for node in self._nodes]
+        things = [node.make() if thing is None else thing for node, thing in zip(self._nodes, found, strict=True)]
+        for node, thing, old in zip(self._nodes, things, found, strict=True):
+            if old is not None:
                 before.append((thing, _read(thing)))
-            things.append(thing)
-
-        for node, thing in zip(self._nodes, things, strict=True):
             _write(thing, _mapped(node.state, functools.partial(_present, values=values, things=things)))
         return _present(self._root, values, things)
 
@@ -248,8 +238,8 @@ class _Walk:
             node.state = _mapped(_read(thing), functools.partial(self._mark, owner=owner))
             if owner is not None and len(self.nodes) > _MOST_OBJECTS:
                 raise TransformError(
-                    f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, whose "
-                    "state would have to be remembered in every call; give the region only those parts that it needs"
+                    f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, and "
+                    "their state would have to be remembered in every call; give the region only what it needs"
                 )
         return mark
 
@@ -261,15 +251,16 @@ class _Walk:
                 slot = self._found[id(value)] = _Slot(len(self.tensors))
                 self.tensors.append(value)
                 self.owners.append(owner)
-            self.order.append(slot.index)
+            self.order.append(slot.position)
             return slot
-        sort = sort_of(type(value))
+        kind: Any = type(value)
+        sort = sort_of(kind)
         if sort is Sort.VALUE or (self._scope is not None and self._scope.covers(value)):
             return value
         if sort is Sort.TUPLE:
             items = [self._mark(item, owner) for item in value]
             unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
-            return value if unchanged else _Items(type(value), items)
+            return value if unchanged else _Items(kind, items)
         if sort is Sort.SCOPE:
             if self._scope is not None:
                 self._scope.include(value)
@@ -279,7 +270,7 @@ class _Walk:
         if id(value) not in self._found:
             node = self._found[id(value)] = _Node(value, len(self.nodes))
             self.nodes.append(node)
-            self._pending.append((node, value, type(value).__name__ if sort is Sort.OBJECT else owner))
+            self._pending.append((node, value, kind.__name__ if sort is Sort.OBJECT else owner))
         return self._found[id(value)]
 
 
@@ -287,7 +278,7 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
     """What the mark `value` stands for."""
     kind = type(value)
     if kind is _Slot:
-        return values[value.index]
+        return values[value.position]
     if kind is _Node:
         return things[value.position]
     if kind is _Items:
@@ -296,7 +287,7 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
 
 
 def _read(thing: Any) -> _State:
-    kind = type(thing)
+    kind: Any = type(thing)
     attributes = dict(thing.__dict__) if kind.__dictoffset__ else {}
     for name, member in _slots(kind):
         try:
@@ -312,12 +303,14 @@ def _read(thing: Any) -> _State:
 
 
 def _write(thing: Any, state: _State) -> None:
-    kind = type(thing)
+    if state.same(_read(thing)):  # a frozen configuration, say, that other threads are reading
+        return
+    kind: Any = type(thing)
     if state.items is not None:
         # The methods of Python's own class: a subclass may forbid these, or do more.
-        own = next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base))
+        own: Any = next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base))
         own.clear(thing)
-        (own.extend if own in (list, deque) else own.update)(thing, state.items)  # type: ignore[attr-defined]
+        (own.extend if own in (list, deque) else own.update)(thing, state.items)
     attributes = dict(state.attributes)
     for name, member in _slots(kind):
         if name in attributes:
@@ -327,6 +320,12 @@ def _write(thing: Any, state: _State) -> None:
     if kind.__dictoffset__:
         thing.__dict__.clear()
         thing.__dict__.update(attributes)
+
+
+def _parts(state: _State) -> list[tuple[Any, int]]:
+    items = state.items
+    keyed = [*state.attributes.items(), *(items.items() if isinstance(items, dict) else enumerate(items or ()))]
+    return [(key, id(value)) for key, value in keyed]
 
 
 def _mapped(state: _State, change: Any) -> _State:
@@ -339,7 +338,7 @@ def _mapped(state: _State, change: Any) -> _State:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
     """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
     return tuple(
         (name, member)
@@ -351,6 +350,6 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _can_be_made(kind: type) -> bool:
+def _can_be_made(kind: Any) -> bool:
     """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
     return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")

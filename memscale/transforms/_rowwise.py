@@ -76,7 +76,7 @@ def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None
     for (thing, then), (_, now) in zip(before, given.contents(), strict=True):
         if not then.same(now):
             raise TransformError(
-                f"{what}: the region changes one of its arguments, a {type(thing).__name__}, and every piece would change "
-                "it again; use checkpoint() for this region, or do without (use_cache=False, if it is the cache of a "
+                f"{what}: the region changes one of its arguments, a {type(thing).__name__}, and every piece would do "
+                "so again; use checkpoint() for this region, or do without (use_cache=False, if it is the cache of a "
                 "Hugging Face model)"
             )
