@@ -106,7 +106,8 @@ def tile(
     Raises:
         ConfigError: arguments out of range, or not exactly one of `chunks` and `size`.
         TransformError: at the call, when nothing can be cut, when an output is neither concatenated nor reduced, or
-            when the region does what pieces would change (BatchNorm statistics over the rows).
+            when the region does what pieces would change (BatchNorm statistics over the rows) or repeat (filling a
+            cache that it is given).
 
     Cost: saves all but one piece of the region's residuals and temporaries; pays its forward again, in smaller
     kernels.
