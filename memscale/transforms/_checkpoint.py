@@ -91,9 +91,10 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
     >>> sum(r.nbytes for r in ms.saved_residuals(ms.checkpoint()(f), x, w) if r.source == "intermediate")
     0
 
-    The recompute sees the parameters, buffers, train/eval flags, Python attributes, random state and autocast that
-    the forward saw, so BatchNorm statistics and counters move once, dropout repeats its mask, and `eval()` before
-    backward changes nothing. It works in plain autograd, under `torch.func` and under `torch.compile`.
+    The recompute sees the parameters, buffers, train/eval flags, Python attributes (those of objects that `f` is given,
+    too), random state and autocast that the forward saw, so BatchNorm statistics and counters move once, dropout
+    repeats its mask, and `eval()` before backward changes nothing. It works in plain autograd, under `torch.func` and
+    under `torch.compile`.
 
     Args:
         policy: which intermediate values to keep all the same, one of `memscale.policies`; `None` is
@@ -105,7 +106,8 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
         CorrectnessError: in backward, when what the region depends on was changed in place, or when the recompute
             differs from the run; in forward, when the region changes something that cannot be brought back.
         RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
-        TransformError: when the policy moves a value under `torch.compile`.
+        TransformError: when the policy moves a value under `torch.compile`, when a region under `torch.func` changes a
+            tensor that it is given in place, or when an argument leads to more than 4,096 objects.
 
     Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
 

@@ -5,6 +5,9 @@ Such a function only knows its explicit inputs, so everything that the region ca
 `functional_call` put in, closure variables, buffers) is found, passed in, and put in its place while the region runs.
 A captured tensor that cannot be found would lose its gradient without a sound; it is an error instead.
 
+A tensor that the region leaves behind (in a list or object that it was given, in an object that it returns, on a
+module) is one more output, and is put where the region left it: whoever uses it later gets its gradient.
+
 Regions inside a region are transparent here, and the whole region is recomputed: early stopping and selective
 policies need hooks.
 """
@@ -21,7 +24,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from memscale import _tree
-from memscale._errors import TransformError
+from memscale._errors import CorrectnessError, TransformError
+from memscale.transforms._arguments import Remembered
 from memscale.transforms._environment import Environment
 from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Place, Scope, holds, read, write
@@ -58,8 +62,8 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
-        self.leaves, self.spec = _tree.flatten((args, kwargs))
         self.scope = Scope(fn)
+        self.call = Remembered((args, kwargs), self.scope, hold=True)
         self.environment: Environment | None = None
         # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.
         self.inputs: list[torch.Tensor] = []
@@ -71,9 +75,7 @@ class _Call:
                 self.inputs.append(tensor)
             return positions[id(tensor)]
 
-        self.arguments = {
-            index: position_of(leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)
-        }
+        self.arguments = [position_of(tensor) for tensor in self.call.tensors]
         self.captures = [(place, key, position_of(tensor)) for place, key, tensor in self.scope.tensors]
         buffers = [module._buffers for module in self.scope.modules]
         self.buffers = {
@@ -98,18 +100,28 @@ class _Call:
         self.out_leaves: list[Any] = []
         self.mutated: list[int] = []
         self.assigned: list[tuple[Place, Any]] = []
+        self.returned_inputs: dict[int, int] = {}  # autograd does not take an input, as it is, for an output
+        # What the arguments lead to after the run, and where each tensor in it comes from: an input, or an output.
+        self.left: Remembered | None = None
+        self.sources: list[tuple[bool, int]] = []
+        self.made: list[int] = []
+        self.left_count = 0
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
-        """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it stored."""
+        """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it left."""
         working = [tensor.clone() if index in self.buffers else tensor for index, tensor in enumerate(inputs)]
         before = [version(tensor) for tensor in working]
-        leaves = list(self.leaves)
-        for index, position in self.arguments.items():
-            leaves[index] = working[position]
-        args, kwargs = _tree.unflatten(self.spec, leaves)
-        with self._substituted(working, keep_changes=first) as put, _Guard(inputs if first else None):
+        values = [working[position] for position in self.arguments]
+        with (
+            self._substituted(working, keep_changes=first) as put,
+            self.call.again(values) as (args, kwargs),
+            _Guard(inputs if first else None),
+        ):
             result = self.fn(*args, **kwargs)
             assigned = self._assigned(put)
+            out_leaves, out_spec = _tree.flatten(result)
+            others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]
+            left = Remembered((args, kwargs, others), Scope(self.fn), hold=True)
         mutated = [
             index
             for index, tensor in enumerate(working)
@@ -117,25 +129,64 @@ class _Call:
         ]
         if other := [index for index in mutated if index not in self.buffers]:
             raise TransformError(
-                f"checkpoint inside torch.func: the region changes an input of shape {list(inputs[other[0]].shape)} in "
-                "place, which cannot be repeated there; clone it inside the region first"
+                f"checkpoint inside torch.func: the region changes an input of shape {list(inputs[other[0]].shape)}"
+                f"{self._owner(other[0])} in place, which cannot be repeated there; clone it inside the region first"
             )
-        out_leaves, out_spec = _tree.flatten(result)
+        inside = {id(tensor): index for index, tensor in enumerate(working)}
         if first:
             self.out_spec = out_spec
             self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
-            self.tensor_outputs = [i for i, leaf in enumerate(out_leaves) if isinstance(leaf, torch.Tensor)]
+            self.returned_inputs = {i: inside[id(leaf)] for i, leaf in enumerate(out_leaves) if id(leaf) in inside}
+            self.tensor_outputs = [
+                i
+                for i, leaf in enumerate(out_leaves)
+                if isinstance(leaf, torch.Tensor) and i not in self.returned_inputs
+            ]
             self.mutated = mutated
             self.assigned = [(place, key) for place, key, _ in assigned]
-        outputs = [leaf for leaf in out_leaves if isinstance(leaf, torch.Tensor)]
-        return (*outputs, *(working[index] for index in mutated), *(tensor for _, _, tensor in assigned))
+        outputs: list[torch.Tensor] = [out_leaves[i] for i in self.tensor_outputs]
+        outputs += [working[index] for index in mutated]
+        outputs += [tensor for _, _, tensor in assigned]
+        if first:
+            self._find_sources(left, inside, outputs)
+        elif len(left.order) != self.left_count:
+            raise CorrectnessError(
+                f"the recompute differs from the run: the region left {len(left.order)} tensors in what it was given "
+                f"and in objects that it returned, where the run had left {self.left_count}. A checkpointed region "
+                "must do the same at every run with the same inputs"
+            )
+        return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
+
+    def _find_sources(self, left: Remembered, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
+        """Say where each tensor that the region left comes from, and which of them are outputs of their own.
+
+        These are named by the order in which they are met. A rerun sees other identities: `x.to(x.device)` is `x` in
+        the run, and inside torch.func a tensor of its own.
+        """
+        known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
+        known.update({key: (False, index) for key, index in inside.items()})
+        self.made = []
+        for occurrence, index in enumerate(left.order):
+            if (key := id(left.tensors[index])) not in known:
+                known[key] = (True, len(outputs) + len(self.made))
+                self.made.append(occurrence)
+        self.left, self.left_count = left, len(left.order)
+        self.sources = [known[id(tensor)] for tensor in left.tensors]
+
+    def _owner(self, index: int) -> str:
+        """Which object among the arguments holds input `index`, as a part of a sentence."""
+        owner = self.call.owner(self.arguments.index(index)) if index in self.arguments else None
+        return "" if owner is None else f" (held by a {owner})"
 
     def finish(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Write back what the region changed, and put its outputs together."""
+        assert self.left is not None
         remaining = iter(outputs)
         leaves = list(self.out_leaves)
         for index in self.tensor_outputs:
             leaves[index] = next(remaining)
+        for index, position in self.returned_inputs.items():
+            leaves[index] = self.targets[position]
         with torch.no_grad():
             for index in self.mutated:
                 self.targets[index].copy_(next(remaining))
@@ -143,6 +194,10 @@ class _Call:
             content = read(place)
             content[key] = next(remaining)
             write(place, content)
+        self.left.put([outputs[index] if is_output else self.targets[index] for is_output, index in self.sources])
+        # What the region left has a graph by now, which holds this record: holding that would keep both for ever.
+        self.left, self.out_leaves = None, []
+        self.call.let_go()
         return _tree.unflatten(self.out_spec, leaves)
 
     @contextmanager

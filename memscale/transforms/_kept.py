@@ -52,8 +52,10 @@ class Kept:
         if self._unpack is None:
             self._versions = versions
 
-    def tensor(self, index: int, what: str) -> torch.Tensor:
+    def tensor(self, index: int, what: str, refused: dict[int, str] | None = None) -> torch.Tensor:
         """The tensor at `index`; `what` names it in the error.
+
+        If it was changed, and `refused` is given, the error's message goes there, under the storage.
 
         Raises:
             CorrectnessError: it was changed in place since it was sealed.
@@ -62,11 +64,14 @@ class Kept:
         if self._unpack is not None:
             return self._unpack(held)
         if self._versions and not held.is_inference() and held._version != self._versions[index]:
-            raise CorrectnessError(
+            message = (
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{what}, {str(held.dtype).removeprefix('torch.')}{list(held.shape)}, is at version {held._version}, "
                 f"expected version {self._versions[index]}. Change a clone of it, or call backward first"
             )
+            if refused is None:
+                raise CorrectnessError(message)
+            refused[held.untyped_storage()._cdata] = message
         return held  # type: ignore[no-any-return]
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from memscale import _tree
 from memscale._errors import CorrectnessError
 from memscale.runtime import Runtime
+from memscale.transforms._arguments import arguments
 from memscale.transforms._kept import Kept, version
 from memscale.transforms._policies import NothingSaveable, Policy
 from memscale.transforms._scope import Scope
@@ -82,14 +82,12 @@ class _Stop(BaseException):
     """Ends a recompute. Not an `Exception`, for a region's own ``except Exception`` must not swallow it."""
 
 
-_TENSOR = object()  # marks a tensor's position among the leaves of a call's arguments
-
-
 class _Frame:
     """One run of a region: its inputs, its snapshot, and the placeholders that autograd holds for it."""
 
     __slots__ = (
         "_argument_versions",
+        "_call",
         "_fn",
         "_inputs",
         "_memory",
@@ -99,8 +97,6 @@ class _Frame:
         "_seen",
         "_settled",
         "_snapshot",
-        "_spec",
-        "_template",
         "recorder",
     )
 
@@ -113,11 +109,10 @@ class _Frame:
         args: Any,
         kwargs: Any,
     ) -> None:
-        leaves, self._spec = _tree.flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._fn: Callable[..., Any] | None = fn
         scope = Scope(fn)
+        self._call = arguments(args, kwargs, scope)
+        tensors = self._call.take_tensors()  # `Kept` decides what holds them
         self._memory = memory
         self._mode = (scope.flags(), len(scope.places), len(tensors))
         self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
@@ -172,13 +167,18 @@ class _Frame:
         if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
             live = [placeholder if placeholder is wanted else None for placeholder in live]
         self._snapshot.fresh.clear()
-        args, kwargs = self._arguments()
+        refused: dict[int, str] = {}
+        values = self._values(refused)
         found = _Recomputed(self._seen, live, self._snapshot.fresh)
         last = in_backward and self._settled and not _keeps_graph()
-        with self._snapshot.reinstate(last=last), torch.enable_grad():
+        with (
+            self._snapshot.reinstate(last=last, refused=refused),
+            self._call.again(values) as (args, kwargs),
+            torch.enable_grad(),
+        ):
             _autograd._push_saved_tensors_default_hooks(found.pack, _as_it_is)
             try:
-                with self._replayer(args, kwargs) or nullcontext():
+                with self._replayer(values) or nullcontext():
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass
@@ -194,22 +194,22 @@ class _Frame:
             self._fn = self._inputs = self._snapshot = self.recorder = None
         return value
 
-    def _replayer(self, args: Any, kwargs: Any) -> Replayer | None:
+    def _replayer(self, values: list[torch.Tensor]) -> Replayer | None:
         if self.recorder is None or not self._settled:
             return None
-        return Replayer(self.recorder, _tree.tensors((args, kwargs)))
+        return Replayer(self.recorder, values)
 
-    def _arguments(self) -> tuple[Any, Any]:
-        """The call's arguments as the region received them, cut off from the graph they came from."""
+    def _values(self, refused: dict[int, str]) -> list[torch.Tensor]:
+        """The tensors that the region received, cut off from the graph they came from.
+
+        One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
+        next layer may have written into a cache that all of them are given.
+        """
         assert self._snapshot is not None
         assert self._inputs is not None
         fresh: dict[int, torch.Tensor] = {}
-        leaves = list(self._template)
-        index = 0
-        for position, leaf in enumerate(leaves):
-            if leaf is not _TENSOR:
-                continue
-            requires_grad = self._requires_grad[index]
+        values = []
+        for index, requires_grad in enumerate(self._requires_grad):
             if index in self._snapshot.replaced:
                 # The region changes it in place: that needs a tensor of its own, and no leaf.
                 held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
@@ -218,15 +218,19 @@ class _Frame:
                         fresh[id(held)] = held.detach().requires_grad_(requires_grad).clone()
                     self._snapshot.fresh.append(fresh[id(held)])
             else:
-                held = self._inputs.tensor(index, f"tensor argument {index} of a checkpointed region")
+                owner = self._call.owner(index)
+                where = "" if owner is None else f" (held by a {owner})"
+                held = self._inputs.tensor(
+                    index,
+                    f"tensor argument {index}{where} of a checkpointed region",
+                    None if owner is None else refused,
+                )
                 if self._inputs.through_hooks:
                     self._snapshot.fresh.append(held)
                 if id(held) not in fresh:
                     fresh[id(held)] = held.detach().requires_grad_(requires_grad)
-            leaves[position] = fresh[id(held)]
-            index += 1
-        args, kwargs = _tree.unflatten(self._spec, leaves)
-        return args, kwargs
+            values.append(fresh[id(held)])
+        return values
 
     def _forget_values(self) -> None:
         for reference in self._placeholders:

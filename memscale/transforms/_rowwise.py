@@ -7,12 +7,15 @@ mean over the rows) cannot be seen here; `memscale.verify` compares numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale._errors import TransformError
+from memscale.transforms._arguments import Remembered
 from memscale.transforms._scope import Scope, read
 from memscale.transforms._unseen import is_hidden
 
@@ -65,3 +68,18 @@ def refuse_stored_tensors(scope: Scope, what: str) -> None:
                     f"{what}: the region stores a tensor of shape {list(value.shape)} under {key!r}, and of several "
                     "pieces only the last would remain; return it from the region instead, or use checkpoint()"
                 )
+
+
+@contextmanager
+def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
+    """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to."""
+    given = Remembered((args, kwargs), None, hold=True)
+    before = given.contents()
+    yield
+    for (thing, then), (_, now) in zip(before, given.contents(), strict=True):
+        if not then.same(now):
+            raise TransformError(
+                f"{what}: the region changes one of its arguments, a {type(thing).__name__}, and every piece would do "
+                "so again; use checkpoint() for this region, or do without (use_cache=False, if it is the cache of a "
+                "Hugging Face model)"
+            )

@@ -8,7 +8,8 @@ written back, which is all that a snapshot needs.
 Found: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
 functions), closures, defaults, partials, bound methods, random generators, globals named in the code (that of a
 module's forward too), and functions of the same file.
-Not found: state behind other objects, such as a configuration object or an open file.
+Not found: state behind other objects, such as a configuration object or an open file. Objects that the region is given
+are those of `_arguments`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import nn
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
-_LARGEST_CONTAINER = 1024
+LARGEST_CONTAINER = 1024
 _CONTAINERS = (list, dict, set, deque)
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
 _STATEFUL = {*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
@@ -156,6 +157,14 @@ class Scope:
         self._seen: set[int] = set()
         self._visit(fn, None)
 
+    def covers(self, thing: Any) -> bool:
+        """Whether `thing` is a module, function or container that was reached."""
+        return id(thing) in self._seen
+
+    def include(self, thing: Any) -> None:
+        """Add what `thing`, a module or function among the arguments, depends on."""
+        self._visit(thing, _NOWHERE)
+
     def flags(self) -> tuple[bool, ...]:
         """Which of the modules are in training mode."""
         return tuple([module.training for module in self.modules])
@@ -253,7 +262,7 @@ class Scope:
             self._visit(mapping[name], home)
 
     def _visit_container(self, container: Any, home: dict[str, Any] | None) -> None:
-        if id(container) in self._seen or len(container) > _LARGEST_CONTAINER:
+        if id(container) in self._seen or len(container) > LARGEST_CONTAINER:
             return
         self._seen.add(id(container))
         content = self._add(container)

@@ -173,16 +173,17 @@ class Snapshot:
                     )
 
     @contextmanager
-    def reinstate(self, *, last: bool) -> Iterator[None]:
+    def reinstate(self, *, last: bool, refused: dict[int, str]) -> Iterator[None]:
         """Run the body as if no time had passed since the snapshot; afterwards everything is as it was before.
 
         `last` says that there will be no other rerun, so that the old values themselves may be changed by this one.
+        `refused` are the storages of changed arguments, each with what to say if the rerun uses it.
 
         Raises:
             CorrectnessError: a tensor that the region depends on was changed in place since.
         """
         scope = self._scope
-        changed = self._changed_since()
+        changed = {**self._changed_since(), **refused}
         renewed = self._clones if last else _copies(self._clones)
         self.fresh.extend(renewed.values())
         touched = {position for position, _ in renewed}

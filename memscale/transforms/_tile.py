@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from memscale.transforms._deferred import Deferred, defer, materialize
 from memscale.transforms._linear import is_projection
 from memscale.transforms._pieces import Sink, Source
 from memscale.transforms._policies import everything_saveable, nothing_saveable
-from memscale.transforms._rowwise import RowwiseWatch, refuse_stored_tensors
+from memscale.transforms._rowwise import RowwiseWatch, refuse_changed_arguments, refuse_stored_tensors
 from memscale.transforms._scope import Scope, put_back
 
 
@@ -105,7 +106,8 @@ def tile(
     Raises:
         ConfigError: arguments out of range, or not exactly one of `chunks` and `size`.
         TransformError: at the call, when nothing can be cut, when an output is neither concatenated nor reduced, or
-            when the region does what pieces would change (BatchNorm statistics over the rows).
+            when the region does what pieces would change (BatchNorm statistics over the rows) or repeat (filling a
+            cache that it is given).
 
     Cost: saves all but one piece of the region's residuals and temporaries; pays its forward again, in smaller
     kernels.
@@ -160,7 +162,10 @@ class Tiled:
             for index, source in sources.items():
                 leaves[index] = source.take(start, length)
             piece_args, piece_kwargs = _tree.unflatten(cut.spec, leaves)
-            joined.add(run(*piece_args, **piece_kwargs), start, length)
+            watched = start == 0 and not torch.compiler.is_compiling()
+            with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watched else nullcontext():
+                result = run(*piece_args, **piece_kwargs)
+            joined.add(result, start, length)
         return joined.result()
 
     def _guarded(self) -> Callable[..., Any]:
