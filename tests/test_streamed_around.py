@@ -13,6 +13,7 @@ from layers import (
     LAYER,
     LAYERS,
     PARAMS,
+    WIDTH,
     at_home,
     gradients,
     layers,
@@ -167,3 +168,26 @@ def test_threads_share_a_model():
                 assert bits(torch.autograd.grad(loss_of(fit), parameters)) == expected
 
         in_threads(3, work)
+
+
+class UsesFunc(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x * torch.func.grad(lambda scale: (self.linear(x) * scale).sum())(torch.ones(()))
+
+
+def test_a_region_that_uses_a_transform_of_torch_func_is_refused_by_name():
+    fit = ms.transform(UsesFunc(), {"": PARAMS}, runtime=runtime_of())
+    with pytest.raises(ms.TransformError, match=r"offload\(what='params'\) uses a transform of torch\.func"):
+        fit(rows())
+
+
+def test_a_region_that_is_the_whole_model_is_at_home_when_a_profile_begins():
+    found = []
+    for path in ("0", ""):
+        fit = ms.transform(nn.Sequential(nn.Linear(WIDTH, WIDTH)), {path: PARAMS}, runtime=runtime_of())
+        found.append(ms.profile(fit, rows(), loss=lambda out, _: out.sum(), hardware="h100").first_step_peak_bytes)
+    assert found[0] == found[1]

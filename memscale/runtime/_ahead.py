@@ -12,7 +12,7 @@ from memscale.runtime._protocol import Event
 Key = TypeVar("Key", bound=Hashable)
 
 # A process that never lets go of its last graph must not remember the order of all the graphs it ever had.
-_MOST_HINTS = 1 << 16
+MOST_HINTS = 1 << 16
 _SMOOTHING = 1 / 8  # the weight of the newest measurement in an average
 _MOST_UNREAD = 64  # measurements whose events are not done yet
 
@@ -73,7 +73,7 @@ class Ahead(Generic[Key]):
         if self._last is None:
             self.first = key
         else:
-            if len(self._next) >= _MOST_HINTS:
+            if len(self._next) >= MOST_HINTS:
                 self._next.clear()
             self._next[self._last] = key
             if at is not None and self._last_at is not None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._errors import TransformError
 from memscale._simulating import simulating
-from memscale.runtime._ahead import Ahead
+from memscale.runtime._ahead import MOST_HINTS, Ahead
 from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, is_unshared, version
 from memscale.runtime._protocol import Event
 from memscale.runtime._rooms import shaped
@@ -295,6 +295,8 @@ class Homes:
     def _begin(self, group: Group) -> None:
         """A region runs, possibly the first of a forward."""
         if self._last is not None and self._last != group:
+            if len(self._before) >= MOST_HINTS:
+                self._before.clear()
             self._before[group] = self._last
         self._last = group
         if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:

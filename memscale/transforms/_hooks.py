@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from memscale._errors import TransformError
 from memscale.runtime import Handle, Home, Runtime, changed_error, check_tier, default_runtime, version
 from memscale.transforms._unseen import unseen
 
+_autograd = torch._C._autograd
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 # Hooks that drop what they are given and run the region again. Inside these there is nothing to keep anywhere.
 _RECOMPUTING = ("memscale.transforms._recompute", "torch.utils.checkpoint")
@@ -23,10 +25,35 @@ def hooks_here(
     runtime: Runtime | None, tier: str, min_bytes: int | None, kind: type[Hooks] | None = None
 ) -> Hooks | None:
     """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer = _autograd._top_saved_tensors_default_hooks(False)
     if outer is not None and getattr(outer[1], "__module__", None) in _RECOMPUTING:
         return None
     return (kind or Hooks)(runtime or default_runtime(), tier, min_bytes, outer)
+
+
+@contextmanager
+def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
+    """Run a region, of the transform `how`, under `hooks`, or under those around it.
+
+    Raises:
+        TransformError: the region uses a transform of `torch.func`, which refuses hooks.
+    """
+    if hooks is None:
+        yield
+        return
+    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) and not isinstance(error, TransformError):
+            raise TransformError(
+                f"the region of {how!r} uses a transform of torch.func, which refuses the saved-tensor hooks that "
+                "offloading needs; leave offload() out of this region"
+            ) from error
+        raise
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+        hooks.leave()
 
 
 class Hooks:

@@ -13,11 +13,9 @@ from memscale._transform import Transform
 from memscale._value import factory
 from memscale.runtime import Runtime, check_tier
 from memscale.transforms import _functorch
-from memscale.transforms._hooks import hooks_here
+from memscale.transforms._hooks import hooks_here, saving_by
 from memscale.transforms._streamed import Streamed
 from memscale.transforms._uncompiled import uncompiled
-
-_autograd = torch._C._autograd
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -129,22 +127,8 @@ def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
             f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
             "needs and would keep everything on the device; use checkpoint() there, or plain autograd"
         )
-    hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes)
-    if hooks is None:
+    with saving_by(hooks_here(self.runtime, self.how.tier, self.how.min_bytes), self.how):
         return self.fn(*args, **kwargs)
-    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-    try:
-        return self.fn(*args, **kwargs)
-    except RuntimeError as error:
-        if "saved tensor hooks" in str(error) and not isinstance(error, TransformError):
-            raise TransformError(
-                f"the region of {self.how!r} uses a transform of torch.func, which refuses the saved-tensor hooks that "
-                "offloading needs; leave offload() out of this region"
-            ) from error
-        raise
-    finally:
-        _autograd._pop_saved_tensors_default_hooks()
-        hooks.leave()
 
 
 factory("offload", offload)

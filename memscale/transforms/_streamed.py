@@ -21,12 +21,11 @@ from memscale import _tree
 from memscale._errors import CorrectnessError
 from memscale.runtime import Home, Runtime, changed_error, default_runtime, home_of, is_movable, version
 from memscale.transforms import _functorch
-from memscale.transforms._hooks import StreamedHooks, hooks_here
+from memscale.transforms._hooks import StreamedHooks, hooks_here, saving_by
 from memscale.transforms._scope import Attributes, Scope, read, write
 from memscale.transforms._uncompiled import uncompiled
 from memscale.transforms._unseen import unseen
 
-_autograd = torch._C._autograd
 _HOME = "_memscale_home"  # on a tensor that stands for a parameter: where that lives, and the version it had
 
 
@@ -105,7 +104,8 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         stand_ins = stack.enter_context(_on_device(homes))
         # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
         if homes and torch.is_grad_enabled() and not _functorch.active() and not _functorch.inside_region():
-            stack.enter_context(_saved_by(hooks_here(self.runtime, self.how.tier, None, StreamedHooks)))
+            hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
+            stack.enter_context(saving_by(hooks, self.how))
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_replaced(scope, stand_ins))
         return self.fn(*args, **kwargs)
@@ -114,7 +114,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
 def streamed_in(fn: Any) -> Streamed | None:
     """The outermost `Streamed` among the transformed functions that `fn` is made of."""
     while fn is not None and not isinstance(fn, Streamed):
-        fn = getattr(fn, "fn", None)
+        fn = getattr(fn, "fn", None) or getattr(fn, "instance_forward", None)  # the latter under a root or a patch
     return fn
 
 
@@ -242,18 +242,6 @@ class _Stream(torch.autograd.Function):
             home = ctx.home_on_device
             gradient = home.entry.engine.gradients.send(home.parameter(), home.entry.tier, gradient)
         return gradient, None, None
-
-
-@contextmanager
-def _saved_by(hooks: Any) -> Iterator[None]:
-    if hooks is None:  # the region around this one runs again, and keeps nothing
-        yield
-        return
-    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-    try:
-        yield
-    finally:
-        _autograd._pop_saved_tensors_default_hooks()
 
 
 @contextmanager
