@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)
 	$(PYTHON) -m memscale.cli demo $(ARGS)
 
+# A test that hangs ends the run, and says where; the slowest one takes a minute on one core.
 test: $(READY)
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

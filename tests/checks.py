@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,10 @@ Pattern = Callable[[nn.Module, Kind], Iterator[tuple[str, Any]]]
 
 
 def bits(value: Any) -> Any:
-    """`value` with each tensor as its type, shape and bytes, so that `==` is bit for bit (NaN and -0.0 too)."""
+    """`value` with each tensor as its type, shape and a digest, so that `==` is bit for bit (NaN and -0.0 too).
+
+    Not the bytes themselves: where they differ, pytest on a CI machine (`CI` is set) looks for hours for how.
+    """
     leaves, spec = _tree.flatten(value)
     return [_leaf_bits(leaf) for leaf in leaves], str(spec)
 
@@ -32,7 +36,8 @@ def _leaf_bits(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     whole = leaf.detach().contiguous().reshape(-1)
-    return str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad, whole.view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(whole.view(torch.uint8).numpy(), digest_size=16).hexdigest()
+    return str(leaf.dtype), tuple(leaf.shape), leaf.requires_grad, digest
 
 
 def generators() -> Any:

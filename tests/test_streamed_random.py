@@ -56,7 +56,7 @@ MUTANTS = {
     "a load is not waited for": [("arrived", "self.copies.wait(arrival)", "pass")],
     "a change by the region is lost": [(_homes.Homes, "_leave", "self._bring_changes(home, entry.base)", "pass")],
     "rooms are not given back": [
-        (_rooms.Rooms, "collect", "self._engine.backend.free(room.buffer, after=reading + copied)", "pass")
+        (_rooms.Rooms, "close", "engine.backend.free(room.buffer, after=reading + copied)", "pass")
     ],
 }
 
@@ -123,7 +123,7 @@ EFFECTS = {
     ),
     "the memory of a home is given back at once": (
         test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
-        [(_rooms.Rooms, "collect", "after=reading + copied", "after=copied")],
+        [(_rooms.Rooms, "close", "after=reading + copied", "after=copied")],
     ),
 }
 

@@ -28,6 +28,7 @@ from memscale.runtime._copies import Copies
 from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
 from memscale.runtime._gradients import Gradients
 from memscale.runtime._homes import Homes
+from memscale.runtime._leftovers import Leftovers
 from memscale.runtime._protocol import Backend
 from memscale.runtime._refusals import refuse_where_impossible
 from memscale.runtime._rooms import Rooms
@@ -55,7 +56,7 @@ class Engine:
         self._process = os.getpid()
         self._counters = Counters()
         self.copies = Copies(backend, self._counters, timeline)
-        self._dropped: deque[Entry] = deque()
+        self.leftovers = Leftovers(self.lock)
         self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
         self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
         self._tail: deque[Entry] = deque()
@@ -93,7 +94,7 @@ class Engine:
             handle = Handle(entry, len(entry.records) - 1)
             self._look()
             self.copies.pump()
-        self.collect()
+        self.leftovers.collect()
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
@@ -105,14 +106,14 @@ class Engine:
         with self.lock:
             tensor = self._fetch(handle)
             self.copies.pump()
-        self.collect()
+        self.leftovers.collect()
         return tensor
 
     def look_again(self) -> None:
         """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
         with self.lock:
             self._look()
-        self.collect()
+        self.leftovers.collect()
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait until it has arrived."""
@@ -121,11 +122,11 @@ class Engine:
             while self._leaving:
                 self._retire(self._leaving.popleft())
             self._come_home()
-        self.collect()
+        self.leftovers.collect()
 
     def stats(self) -> Stats:
         """What the engine has done, and what it holds now."""
-        self.collect()
+        self.leftovers.collect()
         with self.lock:
             return self._counters.frozen(self.backend.usage())
 
@@ -337,7 +338,7 @@ class Engine:
             for entry in list(self._back):
                 self.let_go(entry)
             self._come_home()
-        self.collect()
+        self.leftovers.collect()
 
     def _come_home(self) -> None:
         self.gradients.end_backward()
@@ -349,22 +350,7 @@ class Engine:
         """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
         if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
             return
-        self._dropped.append(entry)
-        self.collect()
-
-    def collect(self) -> None:
-        """Close the entries whose last handle has gone, and give back the homes of parameters that are no more."""
-        while self._dropped or self.rooms.over:
-            # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
-            # that interrupted the holder.
-            if not self.lock.acquire(blocking=False):
-                return
-            try:
-                while self._dropped:
-                    self._close(self._dropped.popleft())
-                self.rooms.collect()
-            finally:
-                self.lock.release()
+        self.leftovers.leave(entry, self._close)
 
     def _close(self, entry: Entry) -> None:
         if entry.live():

@@ -164,6 +164,10 @@ class Entry:
         """The records whose handles are alive."""
         return [record for record in self.records if record is not None]
 
+    def is_moving(self) -> bool:
+        """Whether a copy of its bytes is under way."""
+        return any(copy is not None and copy.is_under_way() for copy in (self.arrival, self.departure))
+
     def is_last_keeper(self) -> bool:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""
         # Held while counting: a handle may be dropped in between, and its storage with it.

@@ -68,7 +68,7 @@ class Gradients:
             self._leaving.append(leaving)
             while len(self._leaving) > engine.depth:
                 self._retire(self._leaving.popleft())
-        engine.collect()
+        engine.leftovers.collect()
         sent = shaped(target, parameter)
         if torch.is_anomaly_check_nan_enabled():  # autograd looks at what each node returns
             self.received(sent)

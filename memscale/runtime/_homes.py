@@ -211,7 +211,7 @@ class Homes:
             self._leave(homes, stay=stay)
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
-        self._engine.collect()
+        self._engine.leftovers.collect()
         for home in lost:
             raise TransformError(
                 f"the region of offload(what='params') changes a parameter, {list(home.layout.size)}, through .data "

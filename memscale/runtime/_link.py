@@ -30,6 +30,10 @@ class Copy:
         assert self.event is not None
         return self.event
 
+    def is_under_way(self) -> bool:
+        """Whether it has started and is not done."""
+        return self.event is not None and not self.event.done()
+
     def give_up(self) -> bool:
         """Forget it, since nobody needs it any more; `False` where it has started and must be waited for."""
         self.start = None

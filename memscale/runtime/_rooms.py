@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,14 +27,16 @@ class Room:
         self.copies: list[Copy] = []  # what may be under way when nothing refers to it any more
         self.home: Home | None = None  # of the parameter whose bytes these are
 
+    def is_moving(self) -> bool:
+        """See `Moving`. Copies of a gradient are no matter: its memory is reused only after them."""
+        return self.home is not None and self.home.entry.is_moving()
+
 
 class Rooms:
     """The rooms of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._owner = weakref.ref(engine)  # weakly, as `Homes` does
-        # Storages end at any moment, also while the engine's lock is held: what they leave is collected later.
-        self.over: deque[Room] = deque()
 
     @property
     def _engine(self) -> Engine:
@@ -60,18 +61,17 @@ class Rooms:
         return room, contents
 
     def _end(self, room: Room) -> None:
-        self.over.append(room)
         if (engine := self._owner()) is not None:
-            engine.collect()
+            engine.leftovers.leave(room, self.close)
 
-    def collect(self) -> None:
-        """Give back the rooms that are over. The engine's lock is held."""
-        while self.over:
-            room = self.over.popleft()
-            reading = [] if room.home is None else self._engine.homes.end(room.home)
-            copied = [copy.event for copy in room.copies if not copy.give_up() and copy.event is not None]
-            self._engine.count_live(room.buffer.tier, -room.buffer.nbytes)
-            self._engine.backend.free(room.buffer, after=reading + copied)
+    def close(self, room: Room) -> None:
+        """Give back a room that is over. The engine's lock is held."""
+        if (engine := self._owner()) is None:  # it is being collected, and with it all its memory
+            return
+        reading = [] if room.home is None else engine.homes.end(room.home)
+        copied = [copy.event for copy in room.copies if not copy.give_up() and copy.event is not None]
+        engine.count_live(room.buffer.tier, -room.buffer.nbytes)
+        engine.backend.free(room.buffer, after=reading + copied)
 
 
 def shaped(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

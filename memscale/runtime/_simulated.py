@@ -8,10 +8,10 @@ back, are poison: a NaN in any floating-point type.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale._errors import CorrectnessError
 from memscale.runtime._mapping import Bytes
@@ -279,8 +279,8 @@ class SimulatedBackend:
 
     def let_time_pass(self) -> None:
         """Run some of what is queued, or nothing."""
-        while self._jobs and self._choose(3) == 0:
-            self._run_some()
+        while self._jobs and self._choose(3) == 0 and self._run_some():
+            pass
 
     def _run_some(self) -> bool:
         lanes: set[str] = set()
@@ -305,11 +305,13 @@ class _Memory:
     """Some bytes of a tensor, without keeping its memory alive: a queued copy on a device does not either."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(tensor.untyped_storage())
+        # Python's reference, not PyTorch's `StorageWeakRef`, whose own finalizer may have run when that of a handle,
+        # in the same garbage, lets queued copies run.
+        self._storage = weakref.ref(tensor.untyped_storage())
         self._start, self._stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
 
     def _bytes(self) -> torch.Tensor | None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = self._storage()
         if storage is None:
             return None
         return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._stop - self._start,), (1,))

@@ -1,0 +1,67 @@
+"""What finalizers leave behind for an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Moving(Protocol):
+    """What holds bytes, perhaps while they are copied."""
+
+    def is_moving(self) -> bool:
+        """Whether a copy of the bytes is under way. Never blocks."""
+
+
+class Leftovers:
+    """Things that are over, each with what has to be done about it while `lock` is held.
+
+    Finalizers run at any moment: in any thread, where the garbage collector happens to start, and inside whatever that
+    thread does there. One that waited, for the lock or for a copy, could wait for its own thread. So it closes what it
+    can at once, and leaves the rest to the engine's next call.
+
+    >>> class Bytes:
+    ...     moving = True
+    ...     def is_moving(self): return self.moving
+    >>> leftovers, closed, some, more = Leftovers(threading.Lock()), [], Bytes(), Bytes()
+    >>> more.moving = False
+    >>> leftovers.leave(some, closed.append)
+    >>> leftovers.leave(more, closed.append)
+    >>> closed == [more]
+    True
+    >>> leftovers.collect()
+    >>> closed == [more, some]
+    True
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._items: deque[tuple[Moving, Callable[[Any], None]]] = deque()
+
+    def leave(self, item: Moving, close: Callable[[Any], None]) -> None:
+        """To be called by a finalizer: `close(item)` now if that is possible at once, or later."""
+        self._items.append((item, close))
+        self.collect(wait=False)
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Close all that is left; where `wait` is false, only what is not moving."""
+        while self._items:
+            # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
+            # that interrupted the holder.
+            if not self._lock.acquire(blocking=False):
+                return
+            moving = []
+            try:
+                while self._items:
+                    item, close = self._items.popleft()
+                    if wait or not item.is_moving():
+                        close(item)
+                    else:
+                        moving.append((item, close))
+            finally:
+                self._items.extend(moving)
+                self._lock.release()
+            if moving:
+                return
