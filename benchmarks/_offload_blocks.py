@@ -87,11 +87,11 @@ def measure_blocks(
     config = ms.AsyncOffloadConfig(pool_bytes=layers * input_bytes + 256 * MIB, min_bytes=min(MIB, input_bytes))
     runtime = Runtime(config, disk_directory=directory)
     ids = torch.randint(VOCABULARY, (1, tokens), device=device)
-    gradient = torch.randn(1, tokens, shape.width, device=device, dtype=shape.dtype)
+    weights = torch.randn(1, tokens, shape.width, device=device, dtype=shape.dtype)
 
     def step_of(forward: Callable[[], torch.Tensor]) -> Step:
         def step() -> None:
-            forward().backward(gradient)
+            (forward() * weights).sum().backward()
             # The gradients stay allocated, or the peak would come at the end of backward, when all inputs are gone.
             stack.zero_grad(set_to_none=False)
 

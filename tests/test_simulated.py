@@ -64,7 +64,7 @@ MUTANTS = {
     "a load is not waited for": (_hazards.USED_EARLY, [("arrived", "self.copies.wait(arrival)", "pass")]),
     "memory is freed without waiting": (
         _hazards.SOURCE_FREED,
-        [("_retire", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED)],
+        [("_retire_first", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED)],
     ),
     "a copy out does not wait for the operators before": (
         _hazards.READ_EARLY,
@@ -85,7 +85,7 @@ MUTANTS = {
     "a load does not wait for its copy out": (
         _hazards.READ_BEFORE_WRITE,
         [
-            ("_retire", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED),
+            ("_retire_first", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED),
             ("load", "after.append(entry.departure.need())", "pass"),
         ],
     ),

@@ -60,7 +60,8 @@ class Engine:
         self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
         self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
         self._tail: deque[Entry] = deque()
-        self._leaving: deque[Entry] = deque()
+        self._leaving: deque[tuple[int, Entry]] = deque()  # each with how many regions had run by then
+        self._regions = 0
         self._back: dict[Entry, None] = {}  # loaded ones that still have their bytes on the device
         self._moved: dict[int, Entry] = {}
         self._count = 0
@@ -112,7 +113,11 @@ class Engine:
     def look_again(self) -> None:
         """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
         with self.lock:
+            self._regions += 1
             self._look()
+            # At the end of a forward nothing follows that would push these out; its peak is yet to come.
+            while self._leaving and self._regions - self._leaving[0][0] >= self._ahead.depth():
+                self._retire_first()
         self.leftovers.collect()
 
     def settle(self) -> None:
@@ -120,7 +125,7 @@ class Engine:
         with self.lock:
             self._look(len(self._waiting))
             while self._leaving:
-                self._retire(self._leaving.popleft())
+                self._retire_first()
             self._come_home()
         self.leftovers.collect()
 
@@ -180,9 +185,9 @@ class Engine:
         for record in records:
             record.leave(start)
         self._copy_out(entry)
-        self._leaving.append(entry)
+        self._leaving.append((self._regions, entry))
         while len(self._leaving) > self._ahead.depth():
-            self._retire(self._leaving.popleft())
+            self._retire_first()
 
     def _copy_out(self, entry: Entry) -> None:
         assert entry.base is not None
@@ -191,8 +196,9 @@ class Engine:
         entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0)
         self.count_live(entry.buffer.tier, entry.nbytes)
 
-    def _retire(self, entry: Entry) -> None:
-        """Free the device's memory of an entry whose bytes are out."""
+    def _retire_first(self) -> None:
+        """Free the device's memory of the entry that has been on its way out for longest, once its bytes are out."""
+        _, entry = self._leaving.popleft()
         if entry.state is not State.LEAVING:
             return
         assert entry.departure is not None
