@@ -350,15 +350,15 @@ def test_the_tail_of_the_forward_stays_from_the_second_step_on():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_leaves_is_gone_once_as_many_regions_ran_as_copies_may_be_under_way(depth):
+def test_what_leaves_is_gone_once_more_regions_ran_than_copies_may_be_under_way(depth):
     """Also at the end of a forward, where nothing else leaves: what comes then, a loss, needs the memory."""
     engine = Engine(SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}), depth=depth)
     handles = stashed(engine, lambda: torch.ones(1024))  # a region ends at the end of this
     gone = []
-    for _ in range(depth):
+    for _ in range(depth + 1):
         engine.look_again()
         gone.append(handles[0].entry.state is State.AWAY)
-    assert gone == [*[False] * (depth - 1), True]
+    assert gone == [*[False] * depth, True]
 
 
 # ------------------------------------------------------------------------------------------- other backends, reports

@@ -116,7 +116,7 @@ class Engine:
             self._regions += 1
             self._look()
             # At the end of a forward nothing follows that would push these out; its peak is yet to come.
-            while self._leaving and self._regions - self._leaving[0][0] >= self._ahead.depth():
+            while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
                 self._retire_first()
         self.leftovers.collect()
 
