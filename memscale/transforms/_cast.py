@@ -35,6 +35,7 @@ from memscale.transforms._precision import (
     promoted,
 )
 from memscale.transforms._scope import Scope
+from memscale.transforms._transformed import Transformed
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,8 +56,8 @@ class Cast(Transform):
         return region
 
 
-class Casted:
-    """A function in mixed precision. Copies and pickles with the function it holds.
+class Casted(Transformed):
+    """A function in mixed precision.
 
     Attributes:
         roots: the modules that `fn` was found to reach when it was made, by which a compiler traces it.
@@ -66,8 +67,7 @@ class Casted:
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
-        self.fn = fn
-        self.how = how
+        super().__init__(fn, how)
         self.roots: list[nn.Module] = []
         self.traceable = False
         self.rebindable = False
@@ -102,21 +102,11 @@ class Casted:
         eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
         return eager(self, args, kwargs)
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn  # `inspect.signature` and friends see the function underneath
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
     def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Casted:
-        region = Casted(remap(self.fn), self.how)
+        region = super().__memscale_remap__(remap)
         region.roots = [remap(root) for root in self.roots]
         region.traceable, region.rebindable, region.settled = self.traceable, self.rebindable, self.settled
         return region
-
-    def __repr__(self) -> str:
-        return f"{self.how!r}({self.fn!r})"
 
 
 def cast(

@@ -14,7 +14,6 @@ from torch.utils import checkpoint as torch_checkpoint
 from memscale._errors import TransformError
 from memscale._transform import Transform
 from memscale._value import factory
-from memscale.runtime import Runtime
 from memscale.transforms import _functorch, _recompute
 from memscale.transforms._policies import (
     EverythingSaveable,
@@ -27,6 +26,7 @@ from memscale.transforms._policies import (
     check_policy,
     nothing_saveable,
 )
+from memscale.transforms._transformed import Transformed
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,16 +39,16 @@ class Checkpoint(Transform):
     policy: Policy = nothing_saveable
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return Checkpointed(fn, self.policy)
+        return Checkpointed(fn, self)
 
 
-class Checkpointed:
-    """A checkpointed function. Copies and pickles with the function it holds."""
+class Checkpointed(Transformed):
+    """A checkpointed function."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy, runtime: Runtime | None = None) -> None:
-        self.fn = fn
-        self.policy = policy
-        self.runtime = runtime  # where what the policy moves goes
+    how: Checkpoint
+
+    def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
+        super().__init__(fn, how)
         self.memory = _recompute.Memory()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,24 +57,11 @@ class Checkpointed:
         # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
             if torch.compiler.is_compiling():
-                return _traced(self.fn, self.policy, args, kwargs)
+                return _traced(self.fn, self.how.policy, args, kwargs)
         finally:
             pass
         eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
         return eager(self, args, kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn  # `inspect.signature` and friends see the function underneath
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Checkpointed:
-        return Checkpointed(remap(self.fn), self.policy, self.runtime)
-
-    def __repr__(self) -> str:
-        return f"{Checkpoint(self.policy)!r}({self.fn!r})"
 
 
 def checkpoint(*, policy: Policy | None = None) -> Transform:
@@ -121,11 +108,12 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
 
 
 def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
-    if not torch.is_grad_enabled() or isinstance(self.policy, EverythingSaveable) or _functorch.inside_region():
+    policy = self.how.policy
+    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or _functorch.inside_region():
         return self.fn(*args, **kwargs)
     if _functorch.active():
         return _functorch.run(self.fn, args, kwargs)
-    return _recompute.run(self.fn, self.policy, self.memory, self.runtime, args, kwargs)
+    return _recompute.run(self.fn, policy, self.memory, self.runtime, args, kwargs)
 
 
 @functools.cache

@@ -11,10 +11,11 @@ import torch
 from memscale._errors import ConfigError, TransformError
 from memscale._transform import Transform
 from memscale._value import factory
-from memscale.runtime import Runtime, check_tier
+from memscale.runtime import check_tier
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import hooks_here, saving_by
 from memscale.transforms._streamed import Streamed
+from memscale.transforms._transformed import Transformed
 from memscale.transforms._uncompiled import uncompiled
 
 
@@ -33,30 +34,14 @@ class Offload(Transform):
         return Streamed(fn, self) if self.what == "params" else Offloaded(fn, self)
 
 
-class Offloaded:
-    """A function whose residuals are kept on another tier. Copies and pickles with the function it holds."""
+class Offloaded(Transformed):
+    """A function whose residuals are kept on another tier."""
 
-    def __init__(self, fn: Callable[..., Any], how: Offload, runtime: Runtime | None = None) -> None:
-        self.fn = fn
-        self.how = how
-        self.runtime = runtime
+    how: Offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         why = "offload() decides tensor by tensor, while the region runs, what to move"
         return uncompiled(_eager, why, self, args, kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Offloaded:
-        return Offloaded(remap(self.fn), self.how, self.runtime)
-
-    def __repr__(self) -> str:
-        return f"{self.how!r}({self.fn!r})"
 
 
 def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | None = None) -> Transform:

@@ -19,27 +19,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale import _tree
 from memscale._errors import CorrectnessError
-from memscale.runtime import Home, Runtime, changed_error, default_runtime, home_of, is_movable, version
+from memscale.runtime import Home, changed_error, default_runtime, home_of, is_movable, version
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import StreamedHooks, hooks_here, saving_by
 from memscale.transforms._scope import Attributes, Scope, read, write
+from memscale.transforms._transformed import Transformed
 from memscale.transforms._uncompiled import uncompiled
 from memscale.transforms._unseen import unseen
 
 _HOME = "_memscale_home"  # on a tensor that stands for a parameter: where that lives, and the version it had
 
 
-class Streamed:
-    """A function whose parameters live on another tier. Copies and pickles with the function it holds.
+class Streamed(Transformed):
+    """A function whose parameters live on another tier.
 
     Attributes:
         resident: parameters that stay where they are, since others outside of every such region use them too.
     """
 
-    def __init__(self, fn: Callable[..., Any], how: Any, runtime: Runtime | None = None) -> None:
-        self.fn = fn
-        self.how = how
-        self.runtime = runtime
+    def __init__(self, fn: Callable[..., Any], how: Any) -> None:
+        super().__init__(fn, how)
         self.resident: tuple[nn.Parameter, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,20 +76,10 @@ class Streamed:
         }
         return homes, list(strays.values())
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
     def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Streamed:
-        copy = Streamed(remap(self.fn), self.how, self.runtime)
-        copy.resident = self.resident
-        return copy
-
-    def __repr__(self) -> str:
-        return f"{self.how!r}({self.fn!r})"
+        other = super().__memscale_remap__(remap)
+        other.resident = self.resident
+        return other
 
 
 def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:

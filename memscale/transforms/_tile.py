@@ -15,13 +15,14 @@ from memscale._errors import ConfigError, TransformError
 from memscale._transform import Transform
 from memscale._value import factory
 from memscale.transforms import _functorch
-from memscale.transforms._checkpoint import Checkpointed
+from memscale.transforms._checkpoint import Checkpoint, Checkpointed
 from memscale.transforms._deferred import Deferred, defer, materialize
 from memscale.transforms._linear import is_projection
 from memscale.transforms._pieces import Sink, Source
 from memscale.transforms._policies import everything_saveable, nothing_saveable
 from memscale.transforms._rowwise import RowwiseWatch, refuse_changed_arguments, refuse_stored_tensors
 from memscale.transforms._scope import Scope, put_back
+from memscale.transforms._transformed import Transformed
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -136,13 +137,14 @@ def _dims(name: str, value: Any, *, inside: bool = False) -> Any:
     raise ConfigError(f"tile({name}=...) must be an int, None or a tuple of these, got {value!r}")
 
 
-class Tiled:
-    """A tiled function. Copies and pickles with the function it holds."""
+class Tiled(Transformed):
+    """A tiled function."""
+
+    how: Tile
 
     def __init__(self, fn: Callable[..., Any], how: Tile) -> None:
-        self.fn = fn
-        self.how = how
-        self.body = Checkpointed(fn, nothing_saveable if how.recompute else everything_saveable)
+        super().__init__(fn, how)
+        self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
         self._projects: dict[tuple[bool, ...], bool] = {}  # by the train/eval flags, for dropout is no projection
         self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags in which a piece has been watched
 
@@ -197,19 +199,6 @@ class Tiled:
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)
         return self._projects[flags]
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Tiled:
-        return Tiled(remap(self.fn), self.how)
-
-    def __repr__(self) -> str:
-        return f"{self.how!r}({self.fn!r})"
 
 
 class _Cut:
