@@ -1,6 +1,6 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
-from memscale.runtime._entry import Handle, changed_error, version
+from memscale.runtime._entry import Handle, changed_error, kept_tensor, version
 from memscale.runtime._homes import Home, home_of, is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
@@ -17,5 +17,6 @@ __all__ = [
     "default_runtime",
     "home_of",
     "is_movable",
+    "kept_tensor",
     "version",
 ]

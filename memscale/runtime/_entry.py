@@ -98,10 +98,10 @@ class Record:
         """Raise `CorrectnessError` if the tensor was changed in place after it was stashed."""
         alias = self.alias
         if alias is not None and (now := version(alias)) != self.version:
-            raise changed_error(alias.dtype, alias.size(), now, self.version)
+            raise changed_error(kept_tensor(alias.dtype, alias.size()), now, self.version)
         if self.changed is not None:
             assert self.layout is not None
-            raise changed_error(self.layout.dtype, self.layout.size, self.changed, self.version)
+            raise changed_error(kept_tensor(self.layout.dtype, self.layout.size), self.changed, self.version)
 
 
 class Handle:
@@ -189,12 +189,16 @@ def version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def changed_error(dtype: torch.dtype, size: torch.Size, now: int, expected: int) -> CorrectnessError:
+def kept_tensor(dtype: torch.dtype, size: torch.Size) -> str:
+    """What an error calls a tensor that was saved."""
+    return f"a tensor kept by offload(), {str(dtype).removeprefix('torch.')}{list(size)},"
+
+
+def changed_error(what: str, now: int, expected: int) -> CorrectnessError:
     """The error that autograd raises for a saved tensor that was changed."""
     return CorrectnessError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor kept "
-        f"by offload(), {str(dtype).removeprefix('torch.')}{list(size)}, is at version {now}, expected version "
-        f"{expected}. Change a clone of it, or call backward first"
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {now}, expected version {expected}. Change a clone of it, or call backward first"
     )
 
 

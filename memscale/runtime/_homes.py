@@ -36,13 +36,25 @@ _at_home: dict[int, Home] = {}
 class Home:
     """Where a parameter lives."""
 
-    __slots__ = ("__weakref__", "address", "entry", "group", "layout", "loaded", "number", "parameter", "was_compared")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "entry",
+        "group",
+        "layout",
+        "loaded",
+        "number",
+        "parameter",
+        "title",
+        "was_compared",
+    )
 
     def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
         self.entry = entry
         self.layout = layout
+        self.title = ""  # what its region calls it, once that has looked
         self.address = parameter.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
         self.was_compared = False
@@ -58,6 +70,11 @@ class Home:
         """The version counter of the parameter."""
         parameter = self.parameter()
         return -1 if parameter is None else version(parameter)
+
+    def __str__(self) -> str:
+        """What an error calls the parameter."""
+        layout = self.layout
+        return f"{self.title or 'a parameter'}, {str(layout.dtype).removeprefix('torch.')}{list(layout.size)},"
 
     def forget_changes(self) -> None:
         """Leave the parameter as it was before a region changed it on the device."""
@@ -81,7 +98,7 @@ class HomeRecord(Record):
         """See `Record.check`."""
         assert self.layout is not None
         if self._home.parameter() is not None and (now := self._home.version()) != self.version:
-            raise changed_error(self.layout.dtype, self.layout.size, now, self.version)
+            raise changed_error(str(self._home), now, self.version)
 
 
 def home_of(parameter: torch.Tensor) -> Home | None:
@@ -214,7 +231,7 @@ class Homes:
         self._engine.leftovers.collect()
         for home in lost:
             raise TransformError(
-                f"the region of offload(what='params') changes a parameter, {list(home.layout.size)}, through .data "
+                f"the region of offload(what='params') changes {home} through .data "
                 "or another view that autograd does not know, and that is lost; make the change under torch.no_grad()"
             )
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale._errors import TransformError
-from memscale.runtime import Handle, Home, Runtime, changed_error, check_tier, default_runtime, version
+from memscale.runtime import Handle, Home, Runtime, changed_error, check_tier, default_runtime, kept_tensor, version
 from memscale.transforms._unseen import unseen
 
 _autograd = torch._C._autograd
@@ -85,7 +85,7 @@ class Hooks:
         if type(packed) is tuple:
             tensor, expected = packed
             if version(tensor) != expected:
-                raise changed_error(tensor.dtype, tensor.size(), version(tensor), expected)
+                raise changed_error(kept_tensor(tensor.dtype, tensor.size()), version(tensor), expected)
             return tensor  # type: ignore[no-any-return]
         if type(packed) is Handle:
             with unseen():
@@ -202,7 +202,7 @@ class _Parts:
     def unpack(self, hooks: Hooks) -> torch.Tensor:
         whole = self._whole()
         if whole is not None and version(whole) != self._version:
-            raise changed_error(whole.dtype, whole.size(), version(whole), self._version)
+            raise changed_error(kept_tensor(whole.dtype, whole.size()), version(whole), self._version)
         parts = {**self._kept, **{name: hooks.unpack(packed) for name, packed in self._packed.items()}}
         with torch.no_grad():
             return self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)  # type: ignore[no-any-return]

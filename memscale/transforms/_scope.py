@@ -157,6 +157,20 @@ class Scope:
         self._seen: set[int] = set()
         self._visit(fn, None)
 
+    def describe(self, position: int, key: Any) -> str:
+        """What an error calls the tensor with that key in that place."""
+        place = self.places[position]
+        for root in self.modules:
+            for path, module in root.named_modules():
+                full = f"{path}.{key}" if path else str(key)
+                if place is module._parameters:
+                    return f"parameter '{full}' of {type(root).__name__}"
+                if place is module._buffers:
+                    return f"buffer '{full}' of {type(root).__name__}"
+                if getattr(place, "mapping", None) is module.__dict__:
+                    return f"attribute '{full}' of {type(root).__name__}"
+        return f"captured tensor '{key}'" if isinstance(key, str) else "a captured tensor"
+
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that was reached."""
         return id(thing) in self._seen

@@ -145,7 +145,7 @@ class Snapshot:
             (lost if clone is None else changed).append((position, key))
         if lost:
             raise CorrectnessError(
-                f"the region changed {self._describe(lost[0])} in place while it ran, so a recompute would start "
+                f"the region changed {self._scope.describe(*lost[0])} in place while it ran, so a recompute would start "
                 "from the changed value; make the change outside the region, or replace the tensor "
                 "instead of changing it"
             )
@@ -229,26 +229,13 @@ class Snapshot:
         return {
             tensor.untyped_storage()._cdata: (
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._describe((position, key))}, {_shape(tensor)}, is at version {version(tensor)}, but the "
+                f"{self._scope.describe(position, key)}, {_shape(tensor)}, is at version {version(tensor)}, but the "
                 f"checkpointed region ran with version {expected} and would be recomputed with other numbers. "
                 "Call backward before changing it (an optimizer step changes parameters)"
             )
             for (position, key, tensor), expected in zip(self._scope.tensors, self._versions, strict=True)
             if version(tensor) != expected and (position, key) not in self._clones
         }
-
-    def _describe(self, key: Key) -> str:
-        place, name = self._scope.places[key[0]], key[1]
-        for root in self._scope.modules:
-            for path, module in root.named_modules():
-                full = f"{path}.{name}" if path else str(name)
-                if place is module._parameters:
-                    return f"parameter '{full}' of {type(root).__name__}"
-                if place is module._buffers:
-                    return f"buffer '{full}' of {type(root).__name__}"
-                if getattr(place, "mapping", None) is module.__dict__:
-                    return f"attribute '{full}' of {type(root).__name__}"
-        return f"captured tensor '{name}'" if isinstance(name, str) else "a captured tensor"
 
 
 class _RefuseChanged(TorchDispatchMode):

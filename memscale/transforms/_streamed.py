@@ -68,6 +68,10 @@ class Streamed(Transformed):
             own = {}  # a recompute there has made them arguments
         homes = [home for home in self.place(list(own.values()), device) if home.device == device]
         found = {id(home.parameter()) for home in homes}
+        if untitled := {id(home.parameter()): home for home in homes if not home.title}:
+            for position, key, tensor in scope.tensors:
+                if id(tensor) in untitled:
+                    untitled[id(tensor)].title = scope.describe(position, key)
         members = {id(module._parameters) for module in scope.modules}
         strays = {
             id(tensor): tensor
@@ -139,7 +143,7 @@ def on_device_again(notes: Sequence[AtHome]) -> Iterator[dict[Home, torch.Tensor
     """
     for note in notes:
         if (now := note.home.version()) not in (-1, note.version):
-            raise changed_error(note.home.layout.dtype, note.home.layout.size, now, note.version)
+            raise changed_error(str(note.home), now, note.version)
     with ExitStack() as stack:
         arrived = dict(_enter(stack, list({note.home: None for note in notes})))
         for note in notes:
@@ -175,11 +179,10 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
             changed = [(home, tensor) for home, tensor, node in trained if tensor.grad_fn is not node]
             for home, _ in changed:
                 home.forget_changes()
-        for _, tensor in changed:
+        for home, _ in changed:
             raise CorrectnessError(
-                "a leaf Variable that requires grad is being used in an in-place operation: a parameter that the "
-                f"region of offload(what='params') changes, {str(tensor.dtype).removeprefix('torch.')}"
-                f"{list(tensor.size())}; change it under torch.no_grad(), or change a clone"
+                f"a leaf Variable that requires grad is being used in an in-place operation: {home} which the region "
+                "of offload(what='params') changes; do so under torch.no_grad(), or change a clone"
             )
         stand_ins.clear()
         trained.clear()
