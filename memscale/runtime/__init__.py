@@ -1,7 +1,7 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
 from memscale.runtime._entry import Handle, changed_error, kept_tensor, version
-from memscale.runtime._homes import Home, home_of, is_movable
+from memscale.runtime._home import Home, home_of, is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._tiers import check_tier

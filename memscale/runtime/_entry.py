@@ -15,7 +15,7 @@ from memscale.runtime._protocol import Buffer
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
-    from memscale.runtime._homes import Home
+    from memscale.runtime._home import Home
 
 # What moves starts at a multiple of this in its storage, as it does when it comes back: kernels choose their path, and
 # with it the order of sums, by alignment. It is also what makes any dtype's view of the bytes possible.

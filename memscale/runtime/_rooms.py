@@ -14,7 +14,7 @@ from memscale.runtime._protocol import Buffer
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
-    from memscale.runtime._homes import Home
+    from memscale.runtime._home import Home
 
 
 class Room:

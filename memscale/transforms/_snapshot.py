@@ -145,8 +145,8 @@ class Snapshot:
             (lost if clone is None else changed).append((position, key))
         if lost:
             raise CorrectnessError(
-                f"the region changed {self._scope.describe(*lost[0])} in place while it ran, so a recompute would start "
-                "from the changed value; make the change outside the region, or replace the tensor "
+                f"the region changed {self._scope.describe(*lost[0])} in place while it ran, so a recompute would "
+                "start from the changed value; make the change outside the region, or replace the tensor "
                 "instead of changing it"
             )
         return changed

@@ -1,0 +1,132 @@
+"""A parameter that lives on another tier, and what autograd saves of it.
+
+A parameter at *home* is an ordinary CPU tensor, the same `nn.Parameter` object as before over memory of another tier.
+An optimizer, a `state_dict` or a printout work on it as on any other. Its bytes on the device are those of an `Entry`
+that is always away and may be loaded any number of times; its gradient goes where it lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale._simulating import simulating
+from memscale.runtime._entry import Entry, Layout, Record, changed_error, is_unshared, version
+
+# What a region asks for at once: the numbers of its homes.
+Group = tuple[int, ...]
+_numbers = itertools.count()
+# By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
+_at_home: dict[int, Home] = {}
+
+
+class Home:
+    """Where a parameter lives."""
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "entry",
+        "group",
+        "layout",
+        "loaded",
+        "number",
+        "parameter",
+        "title",
+        "was_compared",
+    )
+
+    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
+        self.number = next(_numbers)
+        self.parameter = weakref.ref(parameter)
+        self.entry = entry
+        self.layout = layout
+        self.title = ""  # what its region calls it, once that has looked
+        self.address = parameter.untyped_storage().data_ptr()
+        self.group: Group = (self.number,)
+        self.was_compared = False
+        self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it comes to."""
+        assert self.entry.like is not None
+        return self.entry.like.device
+
+    def version(self) -> int:
+        """The version counter of the parameter."""
+        parameter = self.parameter()
+        return -1 if parameter is None else version(parameter)
+
+    def __str__(self) -> str:
+        """What an error calls the parameter."""
+        layout = self.layout
+        return f"{self.title or 'a parameter'}, {str(layout.dtype).removeprefix('torch.')}{list(layout.size)},"
+
+    def forget_changes(self) -> None:
+        """Leave the parameter as it was before a region changed it on the device."""
+        assert self.entry.base is not None
+        self.loaded = (self.loaded[0], version(self.entry.base))
+
+
+class HomeRecord(Record):
+    """A parameter, or a view of one, that autograd saved while it was on the device."""
+
+    __slots__ = ("_contents", "_home")
+
+    def __init__(self, home: Home, contents: torch.Tensor, layout: Layout, version: int) -> None:
+        super().__init__(contents, version)
+        self.alias = None
+        self.layout = layout
+        self._home = home
+        self._contents = contents  # autograd would keep the parameter's memory too, should it get another one
+
+    def check(self) -> None:
+        """See `Record.check`."""
+        assert self.layout is not None
+        if self._home.parameter() is not None and (now := self._home.version()) != self.version:
+            raise changed_error(str(self._home), now, self.version)
+
+
+def home_of(parameter: torch.Tensor) -> Home | None:
+    """Where `parameter` lives, if it is not where it was made."""
+    storage = parameter.untyped_storage()
+    home = registry().get(storage._cdata)
+    if home is None or home.parameter() is not parameter:
+        return None
+    # `share_memory_()` gives a storage other memory, and leaves it the same object.
+    return home if storage.data_ptr() == home.address else None
+
+
+def registry() -> dict[int, Home]:
+    """All homes, by the storage of the parameter; a simulation has its own."""
+    step = simulating()
+    return _at_home if step is None else step.homes
+
+
+def is_movable(parameter: torch.Tensor) -> bool:
+    """Whether moving `parameter` frees its memory, and disturbs nobody."""
+    if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
+        return False
+    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
+        return False
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
+        return False
+    if parameter.is_cpu and storage.is_shared():  # with other processes
+        return False
+    step = simulating()
+    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
