@@ -159,12 +159,12 @@ def _set_forward(module: nn.Module, how: Transform) -> None:
 
 def _keep_shared_parameters(model: nn.Module) -> None:
     """Make regions that stream their parameters leave those alone which modules outside of all of them use too."""
-    regions = {
-        id(module): (module, streamed)
+    regions = [
+        (module, streamed)
         for module in model.modules()
-        if (streamed := streamed_in(module.__dict__.get("forward"))) is not None
-    }
-    inside = {id(part) for module, _ in regions.values() for part in module.modules()}
+        if (streamed := list(streamed_in(module.__dict__.get("forward"))))
+    ]
+    inside = {id(part) for module, _ in regions for part in module.modules()}
     outside = {
         id(parameter)
         for module in model.modules()
@@ -172,9 +172,11 @@ def _keep_shared_parameters(model: nn.Module) -> None:
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    for module, streamed in regions.values():
-        streamed.resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
-        module.__dict__["_apply"] = Moving(module, streamed)
+    for module, streamed in regions:
+        resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
+        for region in streamed:
+            region.resident = resident
+        module.__dict__["_apply"] = Moving(module, streamed[0])  # where several do, the outermost has the word
 
 
 class Moving:

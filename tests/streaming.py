@@ -19,7 +19,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Runtime, _home, home_of
 from memscale.runtime._hazards import Checked, CheckedEngine
 from memscale.runtime._simulated import SimulatedBackend
 
@@ -369,6 +369,7 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
     assert (engine._moved, engine._by_storage, engine._back) == ({}, {}, {})
-    assert (engine.homes._reading, engine.homes._loaded, engine.gradients._arriving) == ({}, {}, {})
+    assert (engine.homes._reading, engine.gradients._arriving) == ({}, {})
+    assert engine not in {home.engine for home in _home._on_device.values()}
     assert isinstance(engine.backend, Checked)
     return engine.backend.finish(), sum(stats.in_bytes.values())

@@ -137,6 +137,72 @@ def test_loading_ahead_hides_what_the_link_has_time_for():
     assert exposed == {0: pytest.approx(6.0), 1: pytest.approx(1.0), 3: pytest.approx(1.0)}
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_all_of_the_next_region_is_on_its_way_while_this_one_runs(grad):
+    """A region asks for nothing while it runs, so that nobody could start the rest."""
+    backend = Punctual(0.1)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=1), backend=backend)
+    model = nn.Sequential(*[nn.Sequential(*layers()) for _ in range(3)])
+    fit = ms.transform(model, {"*": compose(checkpoint(), PARAMS)}, runtime=runtime)
+    for region in fit:
+        region.register_forward_hook(lambda *_: backend.compute(2.0))
+    engine = runtime.engine(torch.empty(0))
+    with torch.set_grad_enabled(grad):
+        fit(rows())
+        before = engine.stats().exposed_seconds
+        fit(rows())
+    assert engine.stats().exposed_seconds - before == pytest.approx(2 * LAYERS * 0.1), "for the first region"
+
+
+def check_gradients_leave_while_the_next_region_computes(depth, exposed):
+    backend = Punctual(1.0)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=depth), backend=backend)
+    fit = ms.transform(nn.Sequential(*[Scaled() for _ in range(6)]), {"*": PARAMS}, runtime=runtime)
+    for layer in fit:
+        layer.register_forward_hook(lambda _, args, out: out.register_hook(lambda _: backend.compute(1.0)) and None)
+    engine = runtime.engine(torch.empty(0))
+    for _ in range(2):
+        loss = fit(rows()).sum()
+        before = engine.stats().exposed_seconds
+        loss.backward()
+        fit.zero_grad()
+    assert engine.stats().exposed_seconds - before == pytest.approx(exposed)
+
+
+class Scaled(nn.Module):
+    """Backward does not need the weight: what is waited for is its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.weight * 2.0
+
+
+@pytest.mark.parametrize(("depth", "exposed"), [(0, 6.0), (2, 1.0)])
+def test_gradients_leave_while_the_next_region_computes(depth, exposed):
+    check_gradients_leave_while_the_next_region_computes(depth, exposed)
+
+
+def check_the_cpu_waits_for_each_gradient():
+    """What a hook, or an optimizer, reads must be there, which the compute stream's own wait does not promise."""
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 22})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
+    fit = ms.transform(layers(), {"*": PARAMS}, runtime=runtime)
+    waits, seen, synchronize = [], [], backend.synchronize
+    for parameter in fit.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(waits)))
+    loss = fit(rows()).sum()
+    backend.synchronize = lambda event: (waits.append(event), synchronize(event))
+    loss.backward()
+    assert seen == list(range(1, 2 * LAYERS + 1))
+
+
+def test_the_cpu_waits_for_each_gradient():
+    check_the_cpu_waits_for_each_gradient()
+
+
 def check_depth_follows_the_measured_times():
     """No further ahead than it helps: with copies of a tenth of a layer's computation, the next layer only."""
     peaks = {}

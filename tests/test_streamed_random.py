@@ -8,6 +8,7 @@ import random
 import pytest
 import test_streamed
 import test_streamed_parameters
+import test_streamed_surprises
 from layers import PARAMS
 from streaming import device, run_case
 from test_simulated import mutate
@@ -44,9 +45,6 @@ def test_random_models_on_random_devices(chunk):
 
 
 MUTANTS = {
-    "a gradient is not waited for": [
-        (_gradients.Gradients, "received", "self._engine.backend.synchronize(arriving.copy.need())", "pass")
-    ],
     "a gradient is not waited for where no tier has room for the next": [
         (_gradients.Gradients, "_retire", "gradient.target.copy_(gradient.source)", "pass")
     ],
@@ -99,9 +97,21 @@ EFFECTS = {
         test_streamed_parameters.check_a_change_between_two_regions,
         [(_homes.Homes, "_ask", "(anew or home.loaded[0] != now)", "anew")],
     ),
+    "a gradient is not waited for": (
+        test_streamed.check_the_cpu_waits_for_each_gradient,
+        [(_gradients.Gradients, "received", "self._engine.backend.synchronize(arriving.copy.need())", "pass")],
+    ),
+    "a gradient is waited for at once": (
+        functools.partial(test_streamed.check_gradients_leave_while_the_next_region_computes, 2, 1.0),
+        [(_gradients.Gradients, "send", "torch.is_anomaly_enabled() and ", "")],
+    ),
+    "a gradient that others have is not copied": (
+        test_streamed_surprises.check_a_gradient_that_others_have_too_may_be_changed_in_place,
+        [(_gradients.Gradients, "send", "elif not _is_alone(gradient):", "elif False:")],
+    ),
     "the link takes all that it is asked for": (
         test_streamed.check_what_is_needed_at_once_overtakes_what_is_loaded_ahead,
-        [(_link.Link, "pump", "and len(self._under_way) < self._window", "")],
+        [(_link.Link, "pump", "len(self._under_way) >= self._window", "False")],
     ),
     "the link ignores deadlines": (
         test_streamed.check_the_earliest_deadline_goes_first,

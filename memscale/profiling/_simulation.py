@@ -116,8 +116,7 @@ class Simulation:
     def _send_home(self) -> None:
         """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
         for module in self.reach.modules:
-            streamed = streamed_in(module.__dict__.get("forward"))
-            if streamed is not None:
+            for streamed in streamed_in(module.__dict__.get("forward")):
                 streamed.place(list(module.parameters()), torch.device("cpu"))
         self._forget_former_contents()
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.

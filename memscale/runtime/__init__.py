@@ -1,7 +1,7 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
 from memscale.runtime._entry import Handle, changed_error, kept_tensor, version
-from memscale.runtime._home import Home, home_of, is_movable
+from memscale.runtime._home import Home, home_of, home_on_device, is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._tiers import check_tier
@@ -16,6 +16,7 @@ __all__ = [
     "check_tier",
     "default_runtime",
     "home_of",
+    "home_on_device",
     "is_movable",
     "kept_tensor",
     "version",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -47,8 +47,9 @@ class Copies:
         after: Sequence[Event],
         seconds: float,
         started: Callable[[Event], None],
+        group: Hashable | None = None,
     ) -> Copy:
-        """Copy to a uint8 tensor of the device, which is expected to be needed in `seconds`.
+        """Copy to a uint8 tensor of the device, which is expected to be needed in `seconds`, with others of `group`.
 
         `after` says when the device's memory is free for it, and when the buffer's bytes are there.
         """
@@ -61,7 +62,7 @@ class Copies:
                 self.timeline.copied("in", buffer.tier, target.nbytes, event)
             return event
 
-        return self._in.ask(start, deadline=self._backend.clock() + seconds)
+        return self._in.ask(start, deadline=self._backend.clock() + seconds, group=group)
 
     def pump(self) -> None:
         """Start what may start by now."""

@@ -27,6 +27,7 @@ from memscale.runtime._ahead import Ahead
 from memscale.runtime._copies import Copies
 from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
 from memscale.runtime._gradients import Gradients
+from memscale.runtime._home import home_on_device
 from memscale.runtime._homes import Homes
 from memscale.runtime._leftovers import Leftovers
 from memscale.runtime._protocol import Backend
@@ -73,6 +74,18 @@ class Engine:
         self.homes = Homes(self)
         self.gradients = Gradients(self)
 
+    def __enter__(self) -> None:
+        """Work on what the engine knows: only one thread does at a time."""
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """Start what may start by now, and close what ended meanwhile."""
+        try:
+            self.copies.pump()
+        finally:
+            self.lock.release()
+        self.leftovers.collect()
+
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
 
@@ -82,10 +95,9 @@ class Engine:
         """
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        with self.lock:
-            handle = self.homes.handle_on(tensor)
-            if handle is not None:
-                return handle
+        if (home := home_on_device(tensor)) is not None:
+            return home.save(tensor)
+        with self:
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
             if entry is None:
@@ -94,8 +106,6 @@ class Engine:
             entry.records.append(record)
             handle = Handle(entry, len(entry.records) - 1)
             self._look()
-            self.copies.pump()
-        self.leftovers.collect()
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
@@ -104,30 +114,25 @@ class Engine:
         Raises:
             CorrectnessError: it was changed in place after it was stashed.
         """
-        with self.lock:
-            tensor = self._fetch(handle)
-            self.copies.pump()
-        self.leftovers.collect()
-        return tensor
+        with self:
+            return self._fetch(handle)
 
     def look_again(self) -> None:
         """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
-        with self.lock:
+        with self:
             self._regions += 1
             self._look()
             # At the end of a forward nothing follows that would push these out; its peak is yet to come.
             while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
                 self._retire_first()
-        self.leftovers.collect()
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait until it has arrived."""
-        with self.lock:
+        with self:
             self._look(len(self._waiting))
             while self._leaving:
                 self._retire_first()
             self._come_home()
-        self.leftovers.collect()
 
     def stats(self) -> Stats:
         """What the engine has done, and what it holds now."""
@@ -290,14 +295,19 @@ class Engine:
         assert entry.like is not None
         refuse_where_impossible(self._process, entry.like)
         room = entry.nbytes + -entry.nbytes % ALIGNMENT
-        entry.base = self.backend.empty(room, entry.like)
+        with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
+            entry.base = self.backend.empty(room, entry.like)
         # Memory and order are those of now; when the copy itself starts, the link decides.
         after = [self.backend.record("compute")]
         if entry.departure is not None:
             after.append(entry.departure.need())
         target = entry.base[: entry.nbytes]
-        started = self._ahead.copied if entry.home is None else self.homes.loading(entry.home)
-        entry.arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started)
+        home = entry.home
+        started = self._ahead.copied if home is None else self.homes.loading(home)
+        group = None if home is None else home.group
+        entry.arrival = self.copies.ask_in(
+            entry.buffer, target, after=after, seconds=seconds, started=started, group=group
+        )
         entry.state = State.BACK
         self._back[entry] = None
 
@@ -339,12 +349,11 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
-        with self.lock:
+        with self:
             self._task = -1
             for entry in list(self._back):
                 self.let_go(entry)
             self._come_home()
-        self.leftovers.collect()
 
     def _come_home(self) -> None:
         self.gradients.end_backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import deque
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memscale.runtime._entry import is_unshared
 from memscale.runtime._link import Copy
 from memscale.runtime._rooms import shaped
 
@@ -53,7 +55,9 @@ class Gradients:
                 parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
             )
             gradient = ordered.copy_(gradient)
-        with engine.lock:
+        elif not _is_alone(gradient):
+            gradient = gradient.clone()  # others may change theirs in place while ours is on its way
+        with engine:
             engine.follow_backward()
             found = engine.rooms.take(gradient.nbytes, tier)
             if found is None:
@@ -68,9 +72,9 @@ class Gradients:
             self._leaving.append(leaving)
             while len(self._leaving) > engine.depth:
                 self._retire(self._leaving.popleft())
-        engine.leftovers.collect()
         sent = shaped(target, parameter)
-        if torch.is_anomaly_check_nan_enabled():  # autograd looks at what each node returns
+        # Autograd looks at what each node returns.
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             self.received(sent)
         return sent
 
@@ -78,7 +82,7 @@ class Gradients:
         """Wait until the values of what `send` returned are there; any other tensor has its values."""
         if not _has_memory(gradient):
             return
-        with self._engine.lock:
+        with self._engine:
             arriving = self._arriving.pop(gradient.untyped_storage()._cdata, None)
             if arriving is None:
                 return
@@ -106,6 +110,17 @@ class Gradients:
         if event.error() is not None:
             gradient.target.copy_(gradient.source)
         gradient.source = None
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether nobody else has `gradient`, or a view of its memory: not the caller, nor another edge of the graph."""
+    return gradient._use_count() == _uses_by_python() and is_unshared(gradient)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _uses_by_python() -> int:
+    """What PyTorch counts for a tensor that only Python refers to."""
+    return int(torch.empty(0)._use_count())  # type: ignore[attr-defined]
 
 
 def _has_memory(gradient: torch.Tensor) -> bool:

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._simulating import simulating
-from memscale.runtime._entry import Entry, Layout, Record, changed_error, is_unshared, version
+from memscale.runtime._entry import Entry, Handle, Layout, Record, changed_error, is_unshared, version
+
+if TYPE_CHECKING:
+    from memscale.runtime._engine import Engine
 
 # What a region asks for at once: the numbers of its homes.
 Group = tuple[int, ...]
 _numbers = itertools.count()
 # By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
 _at_home: dict[int, Home] = {}
+_on_device: dict[int, Home] = {}  # while a region runs: by the storage of its copy there
 
 
 class Home:
@@ -66,6 +71,55 @@ class Home:
         layout = self.layout
         return f"{self.title or 'a parameter'}, {str(layout.dtype).removeprefix('torch.')}{list(layout.size)},"
 
+    @property
+    def engine(self) -> Engine:
+        """What moves it."""
+        return self.entry.engine
+
+    def save(self, tensor: torch.Tensor) -> Handle:
+        """A handle on `tensor`, which is the parameter on the device, or a view of that."""
+        layout = Layout(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        with self.engine:
+            return self._new_handle(layout)
+
+    def save_whole(self) -> Handle:
+        """A handle on the parameter, which is on the device."""
+        with self.engine:
+            return self._new_handle(self.layout)
+
+    def _new_handle(self, layout: Layout) -> Handle:
+        entry, parameter = self.entry, self.parameter()
+        assert entry.base is not None
+        assert parameter is not None
+        changes = version(entry.base) - self.loaded[1]  # which come home when the region leaves
+        entry.records.append(HomeRecord(self, parameter.detach(), layout, version(parameter) + changes))
+        return Handle(entry, len(entry.records) - 1)
+
+    def send(self, gradient: torch.Tensor) -> torch.Tensor:
+        """See `Gradients.send`."""
+        return self.engine.gradients.send(self.parameter(), self.entry.tier, gradient)
+
+    def received(self, gradient: torch.Tensor) -> None:
+        """See `Gradients.received`."""
+        self.engine.gradients.received(gradient)
+
+    def arrive(self) -> None:
+        """A region has it on the device from now on."""
+        assert self.entry.base is not None
+        _on_device[self.entry.base.untyped_storage()._cdata] = self
+
+    def depart(self) -> None:
+        """No region has it on the device any more."""
+        assert self.entry.base is not None
+        _on_device.pop(self.entry.base.untyped_storage()._cdata, None)
+
     def forget_changes(self) -> None:
         """Leave the parameter as it was before a region changed it on the device."""
         assert self.entry.base is not None
@@ -99,6 +153,12 @@ def home_of(parameter: torch.Tensor) -> Home | None:
         return None
     # `share_memory_()` gives a storage other memory, and leaves it the same object.
     return home if storage.data_ptr() == home.address else None
+
+
+def home_on_device(tensor: torch.Tensor) -> Home | None:
+    """Where the parameter lives that a running region has on the device as `tensor`, or as what that is a view of."""
+    home = _on_device.get(tensor.untyped_storage()._cdata)
+    return None if home is None or home.parameter() is None else home
 
 
 def registry() -> dict[int, Home]:

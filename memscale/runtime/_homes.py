@@ -12,8 +12,8 @@ import torch
 from memscale._errors import TransformError
 from memscale._simulating import simulating
 from memscale.runtime._ahead import MOST_HINTS, Ahead
-from memscale.runtime._entry import Entry, Handle, Layout, State, version
-from memscale.runtime._home import Group, Home, HomeRecord, home_of, is_movable, registry
+from memscale.runtime._entry import Entry, Layout, State, version
+from memscale.runtime._home import Group, Home, home_of, is_movable, registry
 from memscale.runtime._protocol import Event
 from memscale.runtime._rooms import shaped
 
@@ -33,7 +33,6 @@ class Homes:
         self._last: Group | None = None
         self._sequence = 0
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
-        self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
         self._reading: dict[Home, Event] = {}
         self._awaited: set[Home] = set()  # on their way for a region that is expected to run soon in this forward
 
@@ -52,7 +51,8 @@ class Homes:
         its memory, which moving it would not free, and where no tier has room.
         """
         engine = self._engine
-        with engine.lock:
+        # The parameter is used after the inference mode that it may be placed in, and would be no parameter then.
+        with engine, torch.inference_mode(False), torch.no_grad():
             if (home := home_of(parameter)) is not None:  # since the caller looked: another thread was first
                 return home
             if not is_movable(parameter):
@@ -64,10 +64,9 @@ class Homes:
             room, contents = found
             data = shaped(contents, parameter)
             gradient, parameter.grad = parameter.grad, None
-            with torch.no_grad():
-                data.copy_(parameter)
-                parameter.data = data
-                parameter.grad = None if gradient is None else gradient.to(data.device)
+            data.copy_(parameter)
+            parameter.data = data
+            parameter.grad = None if gradient is None else gradient.to(data.device)
             entry = Entry(engine, data.untyped_storage()._cdata, tier, parameter.nbytes)
             entry.state, entry.buffer, entry.like = State.AWAY, room.buffer, like.new_empty(0, dtype=torch.uint8)
             layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
@@ -92,28 +91,31 @@ class Homes:
     def enter(self, homes: Sequence[Home]) -> list[torch.Tensor]:
         """The parameters on the device, for a region that runs now, until `leave`."""
         engine, group = self._engine, tuple([home.number for home in homes])
-        with engine.lock:
+        with engine:
             in_backward = engine.follow_backward()  # a region that runs again
             if not in_backward:
                 self._begin(group)
-            for home in homes:
-                home.group = group
-                # What an earlier forward left on the device may be out of date in ways that no version counter sees.
-                self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
-                self._awaited.discard(home)
-                home.entry.uses += 1
-            if in_backward:
-                self._note_backward(group)
-            else:
-                self._load_forward()
+            used: list[Home] = []
             try:
+                for home in homes:
+                    home.group = group
+                    # What an earlier forward left on the device may be out of date in ways that no version counter
+                    # sees.
+                    self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
+                    self._awaited.discard(home)
+                    home.entry.uses += 1
+                    used.append(home)
+                if in_backward:
+                    self._note_backward(group)
+                else:
+                    self._load_forward()
                 # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
                 tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
-            except BaseException:
-                self._leave(homes, stay=False)
+            except BaseException:  # a use that nobody ends would keep what is on the device for good, and stale
+                self._leave(used, stay=False)
                 raise
-            for home, tensor in zip(homes, tensors, strict=True):
-                self._loaded[tensor.untyped_storage()._cdata] = home
+            for home in homes:
+                home.arrive()
         return tensors
 
     def lag(self, sequence: int) -> int:
@@ -131,14 +133,13 @@ class Homes:
             TransformError: it has changed one of them in a way that would be lost.
         """
         in_backward = torch._C._current_graph_task_id() != -1
-        with self._engine.lock:
+        with self._engine:
             group = homes[0].group if homes else ()
             stay = torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self.ahead.first == group
             lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
             self._leave(homes, stay=stay)
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
-        self._engine.leftovers.collect()
         for home in lost:
             raise TransformError(
                 f"the region of offload(what='params') changes {home} through .data "
@@ -147,41 +148,15 @@ class Homes:
 
     def _leave(self, homes: Sequence[Home], *, stay: bool) -> None:
         for home in homes:
+            home.entry.uses -= 1
+        for home in homes:
             entry = home.entry
-            entry.uses -= 1
             if entry.uses == 0:
                 if entry.base is not None:
-                    self._loaded.pop(entry.base.untyped_storage()._cdata, None)
+                    home.depart()
                     self._bring_changes(home, entry.base)
                 if not stay:
                     self._engine.let_go(entry)
-
-    def handle_on(self, tensor: torch.Tensor) -> Handle | None:
-        """A handle on `tensor` if it is a parameter on the device, or a view of one. The engine's lock is held."""
-        home = self._loaded.get(tensor.untyped_storage()._cdata)
-        if home is None or home.parameter() is None:
-            return None
-        layout = Layout(
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return self._new_handle(home, layout)
-
-    def handle(self, home: Home) -> Handle:
-        """A handle on a parameter that is on the device. The engine's lock is held."""
-        return self._new_handle(home, home.layout)
-
-    def _new_handle(self, home: Home, layout: Layout) -> Handle:
-        entry, parameter = home.entry, home.parameter()
-        assert entry.base is not None
-        assert parameter is not None
-        changes = version(entry.base) - home.loaded[1]  # which come home when the region leaves
-        entry.records.append(HomeRecord(home, parameter.detach(), layout, version(parameter) + changes))
-        return Handle(entry, len(entry.records) - 1)
 
     def _bring_changes(self, home: Home, base: torch.Tensor) -> None:
         """A region may change its parameters in place, as an embedding with `max_norm` does."""

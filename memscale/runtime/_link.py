@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from memscale.runtime._protocol import Event
 
@@ -16,10 +16,11 @@ _WINDOW = 2
 class Copy:
     """A copy that was asked for; it has an event once its stream was given it."""
 
-    __slots__ = ("_link", "event", "start")
+    __slots__ = ("_link", "event", "group", "start")
 
-    def __init__(self, link: Link, start: Callable[[], Event]) -> None:
+    def __init__(self, link: Link, start: Callable[[], Event], group: Hashable | None) -> None:
         self._link = link
+        self.group = group
         self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
         self.event: Event | None = None
 
@@ -64,15 +65,18 @@ class Link:
         self._waiting: list[tuple[float, int, Copy]] = []
         self._under_way: deque[Event] = deque()
         self._count = 0
+        self._last: Hashable | None = None  # the group of the copy that started last
 
-    def ask(self, start: Callable[[], Event], *, deadline: float) -> Copy:
+    def ask(self, start: Callable[[], Event], *, deadline: float, group: Hashable | None = None) -> Copy:
         """A copy that `start` gives to the stream, at the latest when it is needed.
 
         Args:
             start: queues the copy and returns its event.
             deadline: when it is expected to be needed, in seconds of the backend's clock.
+            group: what is needed with it at once. A group that has begun is given to the stream as a whole, since
+                nobody may call before all of it is needed: a region may run without asking for anything.
         """
-        copy = Copy(self, start)
+        copy = Copy(self, start, group)
         heapq.heappush(self._waiting, (deadline, self._count, copy))
         self._count += 1
         self.pump()
@@ -82,8 +86,11 @@ class Link:
         """Start what may start. Called whenever the engine is."""
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
-        while self._waiting and len(self._under_way) < self._window:
-            _, _, copy = heapq.heappop(self._waiting)
+        while self._waiting:
+            copy = self._waiting[0][2]
+            if len(self._under_way) >= self._window and (copy.group is None or copy.group != self._last):
+                return
+            heapq.heappop(self._waiting)
             if copy.start is not None:
                 self.start(copy)
 
@@ -92,4 +99,5 @@ class Link:
         start, copy.start = copy.start, None
         assert start is not None, "a copy that was given up is not needed"
         copy.event = start()
+        self._last = copy.group
         self._under_way.append(copy.event)

@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale._errors import TransformError
-from memscale.runtime import Handle, Home, Runtime, changed_error, check_tier, default_runtime, kept_tensor, version
+from memscale.runtime import (
+    Handle,
+    Home,
+    Runtime,
+    changed_error,
+    check_tier,
+    default_runtime,
+    home_on_device,
+    kept_tensor,
+    version,
+)
 from memscale.transforms._unseen import unseen
 
 _autograd = torch._C._autograd
@@ -121,14 +131,11 @@ class StreamedHooks(Hooks):
     def pack(self, tensor: torch.Tensor) -> Any:
         """See `Hooks.pack`."""
         if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-            engine = self._runtime.engine(tensor)
-            with unseen(), engine.lock:
-                handle = engine.homes.handle_on(tensor)
-            if handle is not None:
-                return handle
+            if (home := home_on_device(tensor)) is not None:
+                with unseen():
+                    return home.save(tensor)
             if (home := _cast_of(tensor)) is not None:
-                with home.entry.engine.lock:
-                    return _Cast(home.entry.engine.homes.handle(home), tensor)
+                return _Cast(home.save_whole(), tensor)
         return self._keep(tensor)
 
 

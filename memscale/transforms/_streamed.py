@@ -104,11 +104,12 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
 
 
-def streamed_in(fn: Any) -> Streamed | None:
-    """The outermost `Streamed` among the transformed functions that `fn` is made of."""
-    while fn is not None and not isinstance(fn, Streamed):
+def streamed_in(fn: Any) -> Iterator[Streamed]:
+    """Every `Streamed` among the transformed functions that `fn` is made of, outermost first."""
+    while fn is not None:
+        if isinstance(fn, Streamed):
+            yield fn
         fn = getattr(fn, "fn", None) or getattr(fn, "instance_forward", None)  # the latter under a root or a patch
-    return fn
 
 
 def stands_for_home(tensor: torch.Tensor) -> bool:
@@ -165,7 +166,7 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
                 if sequence is None:
-                    sequence = home.entry.engine.homes.lag(received.grad_fn._sequence_nr())
+                    sequence = home.engine.homes.lag(received.grad_fn._sequence_nr())
                 received.grad_fn._set_sequence_nr(sequence)
                 tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
                 trained.append((home, tensor, tensor.grad_fn))
@@ -190,8 +191,8 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
 
 def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
     """The homes with their tensors on the device, which leave it when `stack` ends."""
-    for engine in {id(home.entry.engine): home.entry.engine for home in homes}.values():
-        mine = [home for home in homes if home.entry.engine is engine]
+    for engine in {id(home.engine): home.engine for home in homes}.values():
+        mine = [home for home in homes if home.engine is engine]
         with unseen():
             tensors = engine.homes.enter(mine)
         stack.push(functools.partial(_leave, mine))
@@ -200,7 +201,7 @@ def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torc
 
 def _leave(homes: Sequence[Home], kind: Any, *_: Any) -> None:
     with unseen():
-        homes[0].entry.engine.homes.leave(homes, failed=kind is not None)
+        homes[0].engine.homes.leave(homes, failed=kind is not None)
 
 
 class _Receive(torch.autograd.Function):
@@ -215,7 +216,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            ctx.home.entry.engine.gradients.received(gradient)
+            ctx.home.received(gradient)
         return gradient, None
 
 
@@ -231,8 +232,7 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            home = ctx.home_on_device
-            gradient = home.entry.engine.gradients.send(home.parameter(), home.entry.tier, gradient)
+            gradient = ctx.home_on_device.send(gradient)
         return gradient, None, None
 
 
