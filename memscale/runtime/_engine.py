@@ -127,8 +127,9 @@ class Engine:
                 self._retire_first()
 
     def settle(self) -> None:
-        """Move all that nobody else keeps by now, and wait until it has arrived."""
+        """Move all that nobody else keeps by now, and wait until it has arrived. What was loaded ahead goes."""
         with self:
+            self.homes.forget_awaited()
             self._look(len(self._waiting))
             while self._leaving:
                 self._retire_first()
@@ -266,7 +267,7 @@ class Engine:
         if record.alias is None and entry.base is None:
             self.load(entry)
         if in_backward and entry.home is not None:
-            self.homes.load_ahead(entry.home)
+            self.homes.asked_in_backward(entry.home.group)
         elif in_backward and entry.ordinal is not None:
             self._load_ahead(entry.ordinal)
         if record.alias is not None:

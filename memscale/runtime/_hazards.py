@@ -362,12 +362,16 @@ class CheckedEngine(Engine):
 
     backend: Checked
 
+    def __exit__(self, *raised: object) -> None:
+        """See `Engine.__exit__`."""
+        super().__exit__(*raised)
+        if raised[0] is None:
+            self.backend.raise_hazards()
+
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """See `Engine.stash`."""
         self.backend.produced(tensor)
-        handle = super().stash(tensor, tier=tier)
-        self.backend.raise_hazards()
-        return handle
+        return super().stash(tensor, tier=tier)
 
     def arrived(self, entry: Entry) -> torch.Tensor:
         """See `Engine.arrived`, which is called with the lock held: another thread may let go of it right after."""

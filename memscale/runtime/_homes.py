@@ -28,7 +28,7 @@ class Homes:
         # Weakly: what a dropped runtime holds, a file among it, must not wait for the garbage collector.
         self._owner = weakref.ref(engine)
         self._before: dict[Group, Group] = {}  # the order of the forward, backwards
-        self.ahead: Ahead[Group] = Ahead(engine.depth, guess=self._before.get)
+        self._backward: Ahead[Group] = Ahead(engine.depth, guess=self._before.get)
         self._forward: Ahead[Group] = Ahead(engine.depth, repeats=False)
         self._last: Group | None = None
         self._sequence = 0
@@ -106,7 +106,7 @@ class Homes:
                     home.entry.uses += 1
                     used.append(home)
                 if in_backward:
-                    self._note_backward(group)
+                    self.asked_in_backward(group)
                 else:
                     self._load_forward()
                 # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
@@ -135,7 +135,9 @@ class Homes:
         in_backward = torch._C._current_graph_task_id() != -1
         with self._engine:
             group = homes[0].group if homes else ()
-            stay = torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self.ahead.first == group
+            stay = (
+                torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self._backward.first == group
+            )
             lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
             self._leave(homes, stay=stay)
             # The caller may change a parameter from here on, also in ways that no version counter sees.
@@ -190,10 +192,6 @@ class Homes:
         if entry.state is State.AWAY:
             self._engine.load(entry, seconds=seconds)
 
-    def load_ahead(self, home: Home) -> None:
-        """Backward asks for `home`, and soon for the rest of its group, and for the groups that come after."""
-        self._note_backward(home.group)
-
     def _begin(self, group: Group) -> None:
         """A region runs, possibly the first of a forward."""
         if self._last is not None and self._last != group:
@@ -202,9 +200,9 @@ class Homes:
             self._before[group] = self._last
         self._last = group
         if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:
-            self._forget_awaited()
+            self.forget_awaited()
 
-    def _forget_awaited(self) -> None:
+    def forget_awaited(self) -> None:
         """A forward is over: what it asked for and did not use may be changed before anybody asks for it again."""
         for home in self._awaited:
             self._engine.let_go(home.entry)
@@ -215,10 +213,11 @@ class Homes:
         for later, seconds in self._forward.upcoming():
             self._ask_all(later, seconds, saved=False)
 
-    def _note_backward(self, group: Group) -> None:
-        if self.ahead.asked(group, at=self._engine.backend.record("compute")):
+    def asked_in_backward(self, group: Group) -> None:
+        """Backward asks for one of `group`, and soon for the rest of it, and for the groups that come after."""
+        if self._backward.asked(group, at=self._engine.backend.record("compute")):
             self._ask_all(group, 0.0, saved=True)
-        for later, seconds in self.ahead.upcoming():
+        for later, seconds in self._backward.upcoming():
             self._ask_all(later, seconds, saved=True)
 
     def _ask_all(self, group: Group, seconds: float, *, saved: bool) -> None:
@@ -241,13 +240,13 @@ class Homes:
 
     def _copied(self, home: Home, event: Event) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        (self.ahead if in_backward else self._forward).copied(event)
+        (self._backward if in_backward else self._forward).copied(event)
         self._reading[home] = event
 
     def begin_backward(self) -> None:
         """The forward is over. The engine's lock is held."""
-        self.ahead.begin()
-        self._forget_awaited()
+        self._backward.begin()
+        self.forget_awaited()
 
     def end_backward(self) -> None:
         """The CPU may change any parameter from here on. The engine's lock is held."""
