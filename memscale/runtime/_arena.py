@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from memscale._errors import ConfigError
+from memscale.runtime._protocol import Event
 from memscale.runtime._spans import FreeSpans
 from memscale.runtime._tiers import TierUse
 
@@ -30,14 +30,6 @@ _HUGE_PAGE_BYTES = 2 * 1024**2
 # A plan is renewed only where it saves more than this: memory that is pinned anew costs seconds.
 _TOLERATED_WASTE = 0.03
 _serials = itertools.count()
-
-
-class Event(Protocol):
-    """Something on a stream that a block waits for before it is used again."""
-
-    def done(self) -> bool:
-        """Whether everything before the event has happened; never blocks."""
-        ...
 
 
 class Block:

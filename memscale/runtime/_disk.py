@@ -26,6 +26,8 @@ from memscale.runtime._tiers import TierUse
 __all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
 
 T = TypeVar("T")
+
+UNLIMITED_BYTES = 1 << 62  # the disk ends first
 _FIRST_BYTES = 64 * 1024**2
 
 

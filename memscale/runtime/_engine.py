@@ -212,7 +212,7 @@ class Engine:
         while (error := event.error()) is not None:
             if not self._try_below(entry):
                 self._keep(entry, error)
-                entry.state, entry.departure = State.BACK, None
+                entry.state, entry.departure = State.KEPT, None
                 return
             self.copies.wait(event := entry.departure.need())
         if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
@@ -324,7 +324,7 @@ class Engine:
 
     def let_go(self, entry: Entry) -> None:
         """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
-        if entry.state is not State.BACK or entry.buffer is None or entry.uses:
+        if entry.state is not State.BACK or entry.uses:
             return
         if entry.arrival is not None:
             self.copies.no_longer(entry.arrival)

@@ -29,6 +29,7 @@ class State(enum.Enum):
     LEAVING = "on the device and on their way out"
     AWAY = "on a tier"
     BACK = "on a tier and on the device again, or on their way there"
+    KEPT = "on the device, in memory of ours, since they could not be copied to any tier"
 
 
 class Layout(NamedTuple):

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from memscale.runtime._arena import PAGE_BYTES
-from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
+from memscale.runtime._disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
 from memscale.runtime._tiers import TierUse
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 _TRIM_BYTES = 32 << 20
-_MOST_BYTES = 1 << 62  # the disk ends first
 
 
 class _Now:
@@ -91,7 +90,7 @@ class HostBackend:
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None, threads: int = 2
     ) -> None:
-        self._disk_bytes = _MOST_BYTES if disk_bytes is None else disk_bytes
+        self._disk_bytes = UNLIMITED_BYTES if disk_bytes is None else disk_bytes
         self._directory = directory
         self._threads = threads
         self._slab: DiskSlab | None = None

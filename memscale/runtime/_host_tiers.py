@@ -13,13 +13,12 @@ import torch
 from memscale._errors import RuntimeUnavailable
 from memscale.runtime._arena import PAGE_BYTES, Arena, Block, page_aligned_memory
 from memscale.runtime._budget import HostBudget
-from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
+from memscale.runtime._disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Event
 from memscale.runtime._tiers import TIERS, TierUse, at_or_below
 
 _SLAB_BYTES = 256 * 1024**2
-_UNLIMITED_BYTES = 1 << 62  # the budget and the disk end first
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,10 +66,10 @@ class HostTiers:
                 self._new_pinned, cap_bytes=pinned_bytes, slab_bytes=_SLAB_BYTES, release_slab=self._end_pinned
             ),
             "pageable": Arena(
-                self._new_pageable, cap_bytes=_UNLIMITED_BYTES, slab_bytes=_SLAB_BYTES, release_slab=self._end_pageable
+                self._new_pageable, cap_bytes=UNLIMITED_BYTES, slab_bytes=_SLAB_BYTES, release_slab=self._end_pageable
             ),
         }
-        self._disk_bytes = _UNLIMITED_BYTES if disk_bytes is None else disk_bytes
+        self._disk_bytes = UNLIMITED_BYTES if disk_bytes is None else disk_bytes
         self._disk_directory = disk_directory
         self._disk: DiskSlab | None = None
         self._lock = threading.Lock()
