@@ -20,10 +20,11 @@ from schedules import Program, results
 from memscale._errors import RuntimeUnavailable, TransformError
 from memscale.runtime import _cuda, _host_tiers
 from memscale.runtime._budget import HostBudget
+from memscale.runtime._courier import Errand
 from memscale.runtime._cuda import CudaBackend, CudaEvent
 from memscale.runtime._disk import DiskTierFull, FileIO
 from memscale.runtime._hazards import Checked, CheckedEngine
-from memscale.runtime._host import HostBackend, Transfer
+from memscale.runtime._host import HostBackend
 
 MIB = 1024**2
 PIECE = 8192
@@ -277,12 +278,25 @@ def test_copies_of_a_lane_keep_their_order(cupy, tmp_path, monkeypatch):
     other = backend.copy(pinned, noise(100), "in", after=[])  # the other lane is free
     assert isinstance(other, CudaEvent)
     behind = backend.copy(pinned, noise(100), "in", after=[second])  # which has no event in any stream
-    assert isinstance(behind, Transfer)
+    assert isinstance(behind, Errand)
     gate.set()
     backend.wait(mark)
     assert [event.done() for event in (first, second, mark)] == [True, True, True]
     backend.wait(behind)
     assert isinstance(backend.copy(noise(100), pinned, "out", after=[first]), CudaEvent)
+
+
+def test_the_time_in_a_queue_is_no_time_of_a_copy(cupy, tmp_path):
+    """Or depth, which is how many requests pass during one copy, would grow with what is queued."""
+    backend, gate = backend_on(tmp_path), threading.Event()
+    before = backend._lanes["out"].submit(lambda: gate.wait(30))
+    event = backend.copy(noise(100), backend.allocate(100, "pageable"), "out", after=[])
+    asked_at = backend.clock()
+    assert event.span() is None
+    gate.set()
+    backend.wait(event)
+    (began, ended), (copy_began, copy_ended) = before.span(), event.span()
+    assert began < asked_at < ended <= copy_began < copy_ended
 
 
 _host_tiers_disk = _host_tiers.DiskSlab

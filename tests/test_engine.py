@@ -3,7 +3,6 @@
 import json
 import threading
 import types
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
 from memscale.runtime import Runtime
+from memscale.runtime._courier import Errand
 from memscale.runtime._engine import Engine
 from memscale.runtime._entry import State
 from memscale.runtime._hazards import Checked, CheckedEngine
@@ -258,7 +258,7 @@ def test_a_read_that_fails_is_raised_and_may_be_tried_again(engine):
     read = slab.read
 
     def broken(extent, into):
-        failed = Future()
+        failed = Errand()
         failed.set_exception(OSError(5, "Input/output error"))
         return failed
 

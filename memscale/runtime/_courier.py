@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+class Errand(Future[T]):
+    """Work that a courier was given, and the `Event` behind it."""
+
+    _began_seconds: float | None = None
+    _ended_seconds: float | None = None
+
+    def span(self) -> tuple[float, float] | None:
+        """When it ran, by `time.perf_counter`; the time in the queue, which says nothing about a copy, is none of it."""
+        if self._began_seconds is None or self._ended_seconds is None:
+            return None
+        return self._began_seconds, self._ended_seconds
+
+    def error(self) -> BaseException | None:
+        """See `Event.error`."""
+        return self.exception() if self.done() else None
+
+    def wait(self) -> None:
+        """Let the calling thread come after it, however it ended."""
+        self.exception()
 
 
 class Courier:
@@ -25,24 +47,27 @@ class Courier:
         # Dropped without `close`, the threads end by themselves once nothing is left to do.
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"memscale-{name}")
 
-    def submit(self, run: Callable[[], T]) -> Future[T]:
+    def submit(self, run: Callable[[], T]) -> Errand[T]:
         """Queue ``run``; one thread runs what it is given in order. What was queued will run: no future is cancelled.
 
         Raises:
             RuntimeError: the courier was closed, or the interpreter ends.
         """
-        future: Future[T] = Future()
+        future: Errand[T] = Errand()
         future.set_running_or_notify_cancel()
         job = [(future, run)]
         del run
 
         def work() -> None:
             future, run = job.pop()
+            future._began_seconds = time.perf_counter()
             try:
                 result = run()
             except BaseException as error:
+                future._ended_seconds = time.perf_counter()
                 future.set_exception(error)
             else:
+                future._ended_seconds = time.perf_counter()
                 del run
                 future.set_result(result)
             finally:

@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ import torch
 from memscale._errors import RuntimeUnavailable, TransformError
 from memscale.runtime._arena import page_aligned_memory
 from memscale.runtime._budget import HostBudget
-from memscale.runtime._courier import Courier
+from memscale.runtime._courier import Courier, Errand
 from memscale.runtime._disk import Extent
-from memscale.runtime._host import Transfer
 from memscale.runtime._host_tiers import HostBuffer, HostTiers
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
@@ -78,13 +76,13 @@ class _Lane:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.staging: list[torch.Tensor] = []
         self._courier = Courier(1, name)
-        self._last: Future[None] | None = None
+        self._last: Errand[None] | None = None
 
     def is_idle(self) -> bool:
         """Whether the thread has nothing to do, so that what goes to the stream directly overtakes nothing."""
         return self._last is None or self._last.done()
 
-    def submit(self, run: Callable[[], None]) -> Future[None]:
+    def submit(self, run: Callable[[], None]) -> Errand[None]:
         self._last = self._courier.submit(run)
         return self._last
 
@@ -172,7 +170,7 @@ class CudaBackend:
         else:
             lane = self._lanes[stream]
             if not lane.is_idle():
-                return Transfer(lane.submit(lambda: None), self.clock())
+                return lane.submit(lambda: None)
             pointer = lane.stream.ptr
         with self._on_device():
             event = self._recorded(pointer)
@@ -193,7 +191,7 @@ class CudaBackend:
         room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
         is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
         if buffer.tier != "pinned" or not lane.is_idle() or not is_ordered:
-            return Transfer(lane.submit(lambda: self._carry(lane, tensor, room, after, out=out)), self.clock())
+            return lane.submit(lambda: self._carry(lane, tensor, room, after, out=out))
         assert not isinstance(room, Extent)
         with self._on_device():
             self._order(lane, after)
@@ -204,7 +202,7 @@ class CudaBackend:
         if isinstance(event, CudaEvent):
             self._runtime.streamWaitEvent(self._compute_pointer(), event.end.ptr)
         else:
-            assert isinstance(event, Transfer)
+            assert isinstance(event, Errand)
             event.wait()
 
     def synchronize(self, event: Event) -> None:
@@ -212,7 +210,7 @@ class CudaBackend:
         if isinstance(event, CudaEvent):
             event.end.synchronize()
         else:
-            assert isinstance(event, Transfer)
+            assert isinstance(event, Errand)
             event.wait()
 
     def clock(self) -> float:
@@ -253,7 +251,7 @@ class CudaBackend:
             if isinstance(event, CudaEvent):
                 self._runtime.streamWaitEvent(lane.stream.ptr, event.end.ptr)
             else:
-                assert isinstance(event, Transfer)
+                assert isinstance(event, Errand)
                 event.wait()
 
     def _move(self, lane: _Lane, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
@@ -281,7 +279,7 @@ class CudaBackend:
 
     def _carry_to_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
         """Piece by piece, one on the link while the one before it is written."""
-        writes: list[Future[Extent]] = []
+        writes: list[Errand[Extent]] = []
         try:
             for piece, at in self._pieces(lane, tensor):
                 if len(writes) > 1:

@@ -9,7 +9,6 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from memscale._errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime._arena import PAGE_BYTES
-from memscale.runtime._courier import Courier
+from memscale.runtime._courier import Courier, Errand
 from memscale.runtime._mapping import Bytes, Mapping
 from memscale.runtime._slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
 from memscale.runtime._spans import FreeSpans
@@ -187,7 +186,7 @@ class DiskSlab:
             extent._mapping = weakref.ref(mapping)
         return mapping.bytes()[: extent.nbytes]
 
-    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Future[Extent]:
+    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Errand[Extent]:
         """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
 
         The future raises DiskTierFull or DiskTierError where the disk fails; the bytes are then in ``source`` only.
@@ -229,7 +228,7 @@ class DiskSlab:
 
         return self._start(run, place, source, at, "write(source)")
 
-    def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Future[None]:
+    def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Errand[None]:
         """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
 
         The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written or
@@ -297,7 +296,7 @@ class DiskSlab:
             raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab")
         return self._file
 
-    def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str) -> Future[T]:
+    def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str) -> Errand[T]:
         """Queue ``run``, and keep the extent's room from being reused before it has ended."""
         file = self._open_file()
         if at < 0 or at % PAGE_BYTES or at + data.nbytes > extent.nbytes:

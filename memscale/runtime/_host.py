@@ -8,12 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from memscale.runtime._arena import PAGE_BYTES
+from memscale.runtime._courier import Errand
 from memscale.runtime._disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
@@ -37,31 +37,6 @@ class _Now:
 
     def error(self) -> None:
         return None
-
-
-class Transfer:
-    """The event behind a read or a write of the disk."""
-
-    def __init__(self, future: Future[Any], clock: float) -> None:
-        self._future = future
-        self._start = clock
-        self._stop: float | None = None
-        future.add_done_callback(self._ended)
-
-    def _ended(self, future: Future[Any]) -> None:
-        self._stop = time.perf_counter()
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def span(self) -> tuple[float, float] | None:
-        return None if self._stop is None else (self._start, self._stop)
-
-    def error(self) -> BaseException | None:
-        return self._future.exception() if self._future.done() else None
-
-    def wait(self) -> None:
-        self._future.exception()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,22 +119,21 @@ class HostBackend:
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
-    ) -> Transfer:
+    ) -> Errand[Any]:
         """See `Backend.copy`."""
         for event in after:
             self.wait(event)
         assert self._slab is not None
-        start = self.clock()
         if isinstance(source, torch.Tensor):
             assert isinstance(target, DiskBuffer)
-            return Transfer(self._slab.write(source, target.extent), start)
+            return self._slab.write(source, target.extent)
         assert isinstance(source, DiskBuffer)
         assert isinstance(target, torch.Tensor)
-        return Transfer(self._slab.read(source.extent, target), start)
+        return self._slab.read(source.extent, target)
 
     def wait(self, event: Event) -> None:
         """See `Backend.wait`."""
-        if isinstance(event, Transfer):
+        if isinstance(event, Errand):
             event.wait()
 
     def synchronize(self, event: Event) -> None:
