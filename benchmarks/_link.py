@@ -78,7 +78,7 @@ class Ours(Copies):
     def queue(self, way: Stream, index: int) -> None:
         tensor, buffer = self.tensors[way][index], self.buffers[way][index]
         assert buffer is not None
-        after = [self.backend.record("compute")]
+        after = [self.backend.record()]
         source, target = (tensor, buffer) if way == "out" else (buffer, tensor)
         self.events.append(self.backend.copy(source, target, way, after=after))
 

@@ -2,6 +2,7 @@
 
 That is the least that CUDA promises. Work of PyTorch itself happens at once, on streams that are only numbers; making
 one of those wait is what lets a copy happen, and so is waiting on the host. A copy that nothing waits for never comes.
+Number 0 is the default stream of whichever device is current.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FakeCupy(types.ModuleType):
         self.available = True
         self.pin_limit_bytes = 1 << 62
         self.compute_stream = 7
-        self.capturing = False
+        self.capturing = None  # the device that does
         self.log = []
         self.queues = {}
         self.registered = {}
@@ -43,6 +44,7 @@ class FakeCupy(types.ModuleType):
         self.current = threading.local()
         self.numbers = itertools.count(1000)
         self.points = {}
+        self.devices = {}  # of streams and events
         fake = self
 
         class Device:
@@ -51,7 +53,7 @@ class FakeCupy(types.ModuleType):
                 self.index = index
 
             def __enter__(self):
-                self.before = getattr(fake.current, "device", 0)
+                self.before = fake.device()
                 fake.current.device = self.index
 
             def __exit__(self, *_):
@@ -62,7 +64,7 @@ class FakeCupy(types.ModuleType):
                 assert fake.available, "a CuPy stream without a device prints from its destructor"
                 assert non_blocking, "a blocking stream waits for the default stream, where PyTorch computes"
                 self.ptr = next(fake.numbers)
-                self.device = getattr(fake.current, "device", 0)
+                self.device = fake.devices[self.ptr] = fake.device()
                 with fake.lock:
                     fake.queues[self.ptr] = []
 
@@ -74,7 +76,7 @@ class FakeCupy(types.ModuleType):
         class Event:
             def __init__(self, *, block=False, disable_timing=False):
                 self.ptr = next(fake.numbers)
-                self.device = getattr(fake.current, "device", 0)
+                self.device = fake.devices[self.ptr] = fake.device()
                 fake.points[self.ptr] = None
 
             @property
@@ -108,10 +110,17 @@ class FakeCupy(types.ModuleType):
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(
-            torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=self.compute_stream)
-        )
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.device() == self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.compute_stream)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.compute_stream, raising=False)
+        monkeypatch.setattr(torch.Tensor, "record_stream", self.record_stream)
+
+    def device(self):
+        """The one that is current in this thread."""
+        return getattr(self.current, "device", 0)
+
+    def record_stream(self, tensor, stream):
+        self.log.append(("record_stream", tensor.data_ptr(), stream))
 
     # ------------------------------------------------------------------------------------- cupy.cuda.runtime
 
@@ -147,10 +156,12 @@ class FakeCupy(types.ModuleType):
     def eventRecord(self, event, stream):
         with self.lock:
             point = self.points[event] = Point()
+            on = self.device() if stream == 0 else self.devices.get(stream, self.devices[event])
+            assert on == self.devices[event], "an event of one device is recorded on a stream of another"
             if stream in self.queues:
                 self.queues[stream].append(("record", point))
             else:
-                self.log.append(("record", stream))
+                self.log.append(("record", self.named(stream)))
                 point.seconds = time.perf_counter()
 
     def streamWaitEvent(self, stream, event):
@@ -159,8 +170,11 @@ class FakeCupy(types.ModuleType):
             if stream in self.queues:
                 self.queues[stream].append(("wait", point))
             else:
-                self.log.append(("wait", stream))
+                self.log.append(("wait", self.named(stream)))
                 self.force(point)
+
+    def named(self, stream):
+        return stream or f"the default of {self.device()}"
 
     # ---------------------------------------------------------------------------------------------- the device
 

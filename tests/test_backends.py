@@ -88,7 +88,7 @@ def mapped(backend, nbytes, tier):
 def load(backend, buffer, device):
     """What a copy in brings to the device, and its event."""
     target = backend.empty(buffer.nbytes, torch.empty(0, dtype=torch.uint8, device=device))
-    event = backend.copy(buffer, target, "in", after=[backend.record("compute")])
+    event = backend.copy(buffer, target, "in", after=[backend.record()])
     backend.wait(event)
     return target.cpu(), event
 
@@ -111,7 +111,7 @@ def test_bytes_that_the_cpu_wrote_come_in_and_those_that_go_out_are_the_cpus_to_
         assert np.array_equal(array, written.numpy()), "a copy in leaves what it read"
 
         source = noise(nbytes, device)
-        left = backend.copy(source, buffer, "out", after=[backend.record("compute")])
+        left = backend.copy(source, buffer, "out", after=[backend.record()])
         backend.synchronize(left)
         assert left.done()
         assert left.error() is None
@@ -130,7 +130,7 @@ def test_an_optimizer_on_the_host_step_after_step(backend):
         for _ in range(4):
             on_device, loaded = load(backend, buffer, device)
             on_device = (on_device * 3 + 1).to(device)
-            left = backend.copy(on_device, out_buffer, "out", after=[backend.record("compute")])
+            left = backend.copy(on_device, out_buffer, "out", after=[backend.record()])
             for event in (loaded, left):
                 backend.synchronize(event)
             parameter.sub_(gradient)
@@ -148,7 +148,7 @@ def test_copies_of_several_buffers_at_a_time_do_not_mix(backend):
         written = [tensor.copy_(noise(nbytes)).clone() for nbytes, _, tensor in held]
         like = torch.empty(0, dtype=torch.uint8, device=device)
         targets = [backend.empty(nbytes, like) for nbytes in sizes]
-        after = [backend.record("compute")]
+        after = [backend.record()]
         loads = [
             backend.copy(buffer, target, "in", after=after)
             for (_, buffer, _), target in zip(held, targets, strict=True)
@@ -161,7 +161,7 @@ def test_copies_of_several_buffers_at_a_time_do_not_mix(backend):
         for event in loads:
             backend.synchronize(event)
         sources = [noise(nbytes, device) for nbytes in sizes]
-        after = [backend.record("compute")]
+        after = [backend.record()]
         leaves = [
             backend.copy(source, buffer, "out", after=after)
             for (_, buffer, _), source in zip(held, sources, strict=True)
@@ -180,27 +180,21 @@ def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make)
     buffer, tensor = mapped(backend, 5000, "pinned")
     tensor.fill_(1)
     source = torch.full((5000,), 7, dtype=torch.uint8)
-    event = backend.copy(source, buffer, "out", after=[backend.record("compute")])
+    event = backend.copy(source, buffer, "out", after=[backend.record()])
     assert tensor.unique().tolist() == [1]
     assert not event.done()
     backend.synchronize(event)
     assert tensor.unique().tolist() == [7]
 
 
-def test_synchronize_takes_a_mark_of_any_stream(backend):
-    backend, device = backend
-    source = noise(1000, device)
-    for tier in backend.tiers:
-        buffer, tensor = mapped(backend, 1000, tier)
-        tensor.fill_(0)
-        backend.copy(source, buffer, "out", after=[backend.record("compute")])
-        for stream in ("compute", "in", "out"):
-            mark = backend.record(stream)
-            backend.synchronize(mark)
-            assert mark.done()
-        # A disk's threads are no stream: there a mark is only of what the caller did.
-        if tier != "disk":
-            assert torch.equal(tensor, source.cpu())
+def test_a_mark_of_a_compute_stream_can_be_waited_for_in_every_way(backend):
+    backend, _ = backend
+    for mark in (backend.record(), backend.record(backend.compute_stream())):
+        backend.wait(mark)
+        backend.wait(mark, backend.compute_stream())
+        backend.synchronize(mark)
+        assert mark.done()
+        assert mark.error() is None
 
 
 # ------------------------------------------------------------------------------------------ how long it is there
@@ -235,7 +229,7 @@ def test_a_place_that_was_given_back_serves_again(backend):
             tensor.fill_(9)  # the last that is done with it before the copy out of another goes to the same place
             del tensor
             buffer, source = backend.allocate(3 * MIB, tier), noise(3 * MIB, device)
-            left = backend.copy(source, buffer, "out", after=[backend.record("compute")])
+            left = backend.copy(source, buffer, "out", after=[backend.record()])
             backend.wait(left)
             found, event = load(backend, buffer, device)
             assert torch.equal(found, source.cpu())
@@ -344,7 +338,7 @@ def test_pinned_memory_that_is_mapped_is_copied_by_the_device_alone(cupy, tmp_pa
     array = backend.map(buffer)
     array[:] = 3
     target, source = torch.zeros(1000, dtype=torch.uint8), torch.full((1000,), 4, dtype=torch.uint8)
-    back = backend.copy(buffer, target, "in", after=[backend.record("compute")])
+    back = backend.copy(buffer, target, "in", after=[backend.record()])
     out = backend.copy(source, buffer, "out", after=[back])
     assert isinstance(back, CudaEvent)
     assert isinstance(out, CudaEvent)
@@ -374,7 +368,7 @@ def test_a_trace_has_no_memory_and_nothing_to_wait_for():
     buffer = backend.allocate(100, "auto")
     with pytest.raises(AssertionError, match="100 bytes on disk are only counted in a trace and have no memory to map"):
         backend.map(buffer)
-    assert backend.synchronize(backend.record("out")) is None
+    assert backend.synchronize(backend.record()) is None
 
 
 def test_a_thread_that_waits_for_what_can_never_happen_is_a_deadlock():
@@ -409,7 +403,7 @@ def on_device(checked, nbytes=4096):
 
 
 def copied(checked, buffer, tensor, way):
-    after = [checked.record("compute")]
+    after = [checked.record()]
     source, target = (tensor, buffer) if way == "out" else (buffer, tensor)
     return checked.copy(source, target, way, after=after)
 
@@ -421,7 +415,9 @@ def kinds(checked):
 @pytest.mark.parametrize(
     ("way", "write", "is_hazard"), [("out", False, True), ("out", True, True), ("in", True, True), ("in", False, False)]
 )
-@pytest.mark.parametrize("how", ["nothing", "wait", "wait and mark", "synchronize", "done", "synchronize a later mark"])
+@pytest.mark.parametrize(
+    "how", ["nothing", "wait", "wait and mark", "synchronize", "done", "wait and synchronize a mark"]
+)
 def test_memory_that_is_touched_under_a_copy(way, write, is_hazard, how):
     """Found on any schedule, also where the copy happens to be done; only what the thread knows makes it right."""
     checked, buffer = checked_buffer()
@@ -433,14 +429,14 @@ def test_memory_that_is_touched_under_a_copy(way, write, is_hazard, how):
         checked.wait(event)
         assert event.inner.finished is not None, "nothing went wrong this time"
     if how == "wait and mark":
-        checked.record("compute")
+        checked.record()
     elif how == "synchronize":
         checked.synchronize(event)
     elif how == "done":
         checked.inner.wait(event.inner)
         assert event.done()
-    elif how == "synchronize a later mark":
-        checked.synchronize(checked.record(way))
+    elif how == "wait and synchronize a mark":
+        checked.synchronize(checked.record())
     checked.touched(buffer, write=write)
     is_known = "synchronize" in how or how == "done"
     assert kinds(checked) == ([_hazards.TOUCHED_EARLY] if is_hazard and not is_known else [])

@@ -76,7 +76,7 @@ def test_time_passes_also_where_nothing_can_happen():
     backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
     buffer = backend.allocate(NBYTES, "pinned")
     source = torch.ones(NBYTES, dtype=torch.uint8)
-    never = backend.record("compute")
+    never = backend.record()
     never.finished = None
     copy = backend.copy(source, buffer, "out", after=[never])
     backend.let_time_pass()

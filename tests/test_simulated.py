@@ -61,10 +61,13 @@ def mutate(monkeypatch, edits):
 NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
 NOT_WAITED = "event = entry.departure.need()\n    while"
 MUTANTS = {
-    "a load is not waited for": (_hazards.USED_EARLY, [("arrived", "self.copies.wait(arrival)", "pass")]),
+    "a load is not waited for": (
+        _hazards.USED_EARLY,
+        [("arrived", "self.copies.arrive(entry.arrival, entry.base)", "entry.arrival.need()")],
+    ),
     "memory is freed without waiting": (
         _hazards.SOURCE_FREED,
-        [("_retire_first", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED)],
+        [("_retire_first", "event = self.copies.release(entry.departure)\n    while", NOT_WAITED)],
     ),
     "a copy out does not wait for the operators before": (
         _hazards.READ_EARLY,
@@ -76,7 +79,7 @@ MUTANTS = {
     ),
     "a load does not wait for the operators before": (
         _hazards.RELOAD_OVERWRITTEN,
-        [("load", 'after = [self.backend.record("compute")]', "after = []")],
+        [("load", "after = [self.backend.record()]", "after = []")],
     ),
     "a dropped load is not waited for": (
         _hazards.RELOAD_FREED,
@@ -85,7 +88,7 @@ MUTANTS = {
     "a load does not wait for its copy out": (
         _hazards.READ_BEFORE_WRITE,
         [
-            ("_retire_first", "self.copies.wait(event := entry.departure.need())\n    while", NOT_WAITED),
+            ("_retire_first", "event = self.copies.release(entry.departure)\n    while", NOT_WAITED),
             ("load", "after.append(entry.departure.need())", "pass"),
         ],
     ),
@@ -153,7 +156,8 @@ def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
 
 
 def test_a_hazard_names_both_call_sites(monkeypatch):
-    mutate(monkeypatch, MUTANTS["a load is not waited for"][1])
+    not_let_go = ("let_go", "self.copies.no_longer(entry.arrival)", "pass")  # which waits, too
+    mutate(monkeypatch, [*MUTANTS["a load is not waited for"][1], not_let_go])
     engine = engine_on({"pinned": 4096}, depth=0)
     handle = engine.stash(torch.ones(8, 8))
     engine.look_again()
@@ -171,7 +175,7 @@ def test_bytes_that_have_not_arrived_are_poison():
     backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
     source = torch.arange(8, dtype=torch.uint8)
     buffer = backend.allocate(8, "auto")
-    out = backend.copy(source, buffer, "out", after=[backend.record("compute")])
+    out = backend.copy(source, buffer, "out", after=[backend.record()])
     target = backend.empty(8, source)
     back = backend.copy(buffer, target, "in", after=[out])
     assert target.tolist() == [255] * 8

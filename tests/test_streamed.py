@@ -234,8 +234,8 @@ def loads(seconds):
 
 
 def check_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
-    _, engine, copies, _targets = loads([60.0] * 7)
-    engine.copies.wait(copies[-1].need())
+    _, engine, copies, targets = loads([60.0] * 7)
+    engine.copies.arrive(copies[-1], targets[-1])
     assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
 
 
@@ -244,11 +244,11 @@ def test_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
 
 
 def check_the_earliest_deadline_goes_first():
-    backend, engine, copies, _targets = loads([60.0] * 6 + [3.0])
+    backend, engine, copies, targets = loads([60.0] * 6 + [3.0])
     for _ in range(3):
         backend.compute(1.0)
         engine.copies.pump()
-    engine.copies.wait(copies[-1].need())
+    engine.copies.arrive(copies[-1], targets[-1])
     assert engine.stats().exposed_seconds == pytest.approx(0.0)
 
 

@@ -49,9 +49,9 @@ MUTANTS = {
         (_gradients.Gradients, "_retire", "gradient.target.copy_(gradient.source)", "pass")
     ],
     "a gradient's memory is freed before it is out": [
-        (_gradients.Gradients, "_retire", "self._engine.copies.wait(event)", "pass")
+        (_gradients.Gradients, "_retire", "copies.release(gradient.copy)", "gradient.copy.need()")
     ],
-    "a load is not waited for": [("arrived", "self.copies.wait(arrival)", "pass")],
+    "a load is not waited for": [("arrived", "self.copies.arrive(entry.arrival, entry.base)", "entry.arrival.need()")],
     "a change by the region is lost": [(_homes.Homes, "_leave", "self._bring_changes(home, entry.base)", "pass")],
     "rooms are not given back": [
         (_rooms.Rooms, "close", "engine.backend.free(room.buffer, after=reading + copied)", "pass")
@@ -99,7 +99,7 @@ EFFECTS = {
     ),
     "a gradient is not waited for": (
         test_streamed.check_the_cpu_waits_for_each_gradient,
-        [(_gradients.Gradients, "received", "self._engine.backend.synchronize(arriving.copy.need())", "pass")],
+        [(_gradients.Gradients, "received", "self._engine.copies.synchronize(arriving.copy.need())", "pass")],
     ),
     "a gradient is waited for at once": (
         functools.partial(test_streamed.check_gradients_leave_while_the_next_region_computes, 2, 1.0),

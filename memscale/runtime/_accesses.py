@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from memscale.runtime._protocol import Event, Stream
+from memscale.runtime._protocol import Event
 
 Clock = dict[str, int]
 
@@ -24,7 +24,7 @@ class Access:
     kind: Literal["read", "write"]
     start: int
     stop: int
-    stream: Stream
+    stream: str
     time: int
     site: str
     event: Event | None = None

@@ -26,9 +26,15 @@ class Copies:
         self._counters = counters
         self._out, self._in = Link(), Link()
 
-    def ask_out(self, source: torch.Tensor, buffer: Buffer, *, seconds: float) -> Copy:
-        """Copy a uint8 tensor of the device, as the operators before have left it, within `seconds` if possible."""
-        after = (self._backend.record("compute"),)
+    def ask_out(
+        self, source: torch.Tensor, buffer: Buffer, *, seconds: float, owners: Sequence[int] | None = None
+    ) -> Copy:
+        """Copy a uint8 tensor of the device, as the operators before have left it, within `seconds` if possible.
+
+        `owners` are the compute streams that it was made and used on; `None` is the caller's.
+        """
+        owners = (self._backend.compute_stream(),) if owners is None else owners
+        after = [self._backend.record(stream) for stream in owners]
 
         def start() -> Event:
             event = self._backend.copy(source, buffer, "out", after=after)
@@ -37,7 +43,7 @@ class Copies:
                 self.timeline.copied("out", buffer.tier, source.nbytes, event)
             return event
 
-        return self._out.ask(start, deadline=self._backend.clock() + seconds)
+        return self._out.ask(start, deadline=self._backend.clock() + seconds, owners=owners)
 
     def ask_in(
         self,
@@ -51,7 +57,8 @@ class Copies:
     ) -> Copy:
         """Copy to a uint8 tensor of the device, which is expected to be needed in `seconds`, with others of `group`.
 
-        `after` says when the device's memory is free for it, and when the buffer's bytes are there.
+        `after` says when the device's memory, which is the caller's stream's, is free for it, and when the buffer's
+        bytes are there.
         """
 
         def start() -> Event:
@@ -62,23 +69,57 @@ class Copies:
                 self.timeline.copied("in", buffer.tier, target.nbytes, event)
             return event
 
-        return self._in.ask(start, deadline=self._backend.clock() + seconds, group=group)
+        owners = (self._backend.compute_stream(),)
+        return self._in.ask(start, deadline=self._backend.clock() + seconds, owners=owners, group=group)
 
     def pump(self) -> None:
         """Start what may start by now."""
         self._out.pump()
         self._in.pump()
 
-    def wait(self, event: Event) -> None:
-        """Let the compute stream come after `event`."""
-        start = self._backend.clock()
-        self._backend.wait(event)
-        stop = self._backend.clock()
-        self._counters.exposed_seconds += stop - start
-        if self.timeline is not None and stop > start:
-            self.timeline.waited(start, stop)
+    def arrive(self, copy: Copy, memory: torch.Tensor) -> Event:
+        """Let the caller's compute stream, whichever that is this time, come after a copy to `memory`, and use it."""
+        stream = self._backend.compute_stream()
+        if stream not in copy.owners and stream not in copy.behind:
+            self._backend.lend(memory)
+        return self._follow(copy, stream)
+
+    def release(self, copy: Copy) -> Event:
+        """Let the owners of the device's memory of a copy come after it, as they must before that memory is freed.
+
+        Not the caller's stream: it may be another one, and its thread one in which a finalizer happens to run.
+        """
+        for stream in copy.owners:
+            self._follow(copy, stream)
+        return copy.need()
+
+    def follow_owners(self, copy: Copy) -> None:
+        """Let the caller's compute stream come after what the owners of the device's memory of a copy were given."""
+        for stream in copy.owners:
+            self._backend.wait(self._backend.record(stream))
 
     def no_longer(self, copy: Copy) -> None:
         """To be called before the device's memory of a copy goes to someone else."""
         if not copy.give_up():
-            self.wait(copy.need())
+            self.release(copy)
+
+    def synchronize(self, event: Event) -> None:
+        """Let the calling thread come after `event`. The engine's lock need not be held."""
+        start = self._backend.clock()
+        self._backend.synchronize(event)
+        self._count(start)
+
+    def _follow(self, copy: Copy, stream: int) -> Event:
+        event = copy.need()
+        if stream not in copy.behind:
+            start = self._backend.clock()
+            self._backend.wait(event, stream)
+            self._count(start)
+            copy.behind.add(stream)
+        return event
+
+    def _count(self, start: float) -> None:
+        stop = self._backend.clock()
+        self._counters.exposed_seconds += stop - start
+        if self.timeline is not None and stop > start:
+            self.timeline.waited(start, stop)

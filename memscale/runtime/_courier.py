@@ -17,7 +17,7 @@ class Errand(Future[T]):
     _ended_seconds: float | None = None
 
     def span(self) -> tuple[float, float] | None:
-        """When it ran, by `time.perf_counter`; the time in the queue, which says nothing about a copy, is none of it."""
+        """When it ran, by `time.perf_counter`: without the time in the queue, which says nothing about a copy."""
         if self._began_seconds is None or self._ended_seconds is None:
             return None
         return self._began_seconds, self._ended_seconds

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memscale._errors import RuntimeUnavailable, TransformError
+from memscale._errors import RuntimeUnavailable
 from memscale.runtime._arena import page_aligned_memory
 from memscale.runtime._budget import HostBudget
 from memscale.runtime._courier import Courier, Errand
@@ -19,6 +19,7 @@ from memscale.runtime._disk import Extent
 from memscale.runtime._host_tiers import HostBuffer, HostTiers
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._refusals import refuse_in_capture, refuse_in_fork
 from memscale.runtime._tiers import TIERS, TierUse
 
 _STAGING_BYTES = 8 * 1024**2
@@ -157,23 +158,30 @@ class CudaBackend:
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
+        self._refuse_where_impossible()
         return like.new_empty(nbytes, dtype=torch.uint8)
 
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`. PyTorch's allocator needs no help here."""
 
-    def record(self, stream: Stream) -> Event:
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`. PyTorch's allocator then waits for that stream, too, as late as the tensor is freed."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`: its pointer, which is 0 for the default stream of *any* device.
+
+        Asked for at each use: it is another one inside `torch.cuda.stream`, and in the threads of backward. PyTorch
+        keeps its streams for good, and autograd comes back to one that a graph has used; so may we.
+        """
+        # `torch.cuda.current_stream` makes an object of several layers to say the same.
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def record(self, stream: int | None = None) -> CudaEvent:
         """See `Backend.record`."""
         self._refuse_where_impossible()
-        if stream == "compute":
-            pointer = self._compute_pointer()
-        else:
-            lane = self._lanes[stream]
-            if not lane.is_idle():
-                return lane.submit(lambda: None)
-            pointer = lane.stream.ptr
         with self._on_device():
-            event = self._recorded(pointer)
+            event = self._recorded(self.compute_stream() if stream is None else stream)
         return CudaEvent(self, event, event)
 
     def copy(
@@ -197,10 +205,11 @@ class CudaBackend:
             self._order(lane, after)
             return self._move(lane, tensor.data_ptr(), room, out=out)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
         if isinstance(event, CudaEvent):
-            self._runtime.streamWaitEvent(self._compute_pointer(), event.end.ptr)
+            with self._on_device():
+                self._runtime.streamWaitEvent(self.compute_stream() if stream is None else stream, event.end.ptr)
         else:
             assert isinstance(event, Errand)
             event.wait()
@@ -226,20 +235,12 @@ class CudaBackend:
         """See `Backend.usage`."""
         return self._tiers.usage()
 
-    def torch_stream(self, stream: Stream) -> torch.cuda.Stream:
-        """A copy stream as PyTorch's, to order work of one's own with the copies."""
-        return torch.cuda.ExternalStream(self._lanes[stream].stream.ptr, device=self.device)
-
     # ------------------------------------------------------------------------------------------------- copies
 
     def _on_device(self) -> Any:
-        # Events belong to the device that is current when they are made, and each thread has its own current one.
+        # Of the device that is current are new events, stream 0 and PyTorch's current stream where no device is named;
+        # and each thread has its own current one.
         return self._cupy.cuda.Device(self.device.index)
-
-    def _compute_pointer(self) -> int:
-        # Asked for at each use: it is another one inside `torch.cuda.stream`, and in the threads of backward.
-        pointer: int = torch.cuda.current_stream(self.device).cuda_stream
-        return pointer
 
     def _recorded(self, pointer: int) -> Any:
         event = self._cupy.cuda.Event(block=True)
@@ -334,16 +335,9 @@ class CudaBackend:
             self._runtime.hostUnregister(slab.data_ptr())
 
     def _refuse_where_impossible(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeUnavailable(
-                f"process {os.getpid()} is a fork of {self._process}, where CUDA does not work; start processes with "
-                f"'spawn', or make the runtime in the process that uses it"
-            )
-        if torch.cuda.is_current_stream_capturing():
-            raise TransformError(
-                "offload() inside a CUDA graph capture: a captured graph replays fixed addresses, and moved tensors "
-                "come back to others; capture without offload(), or offload without capture"
-            )
+        refuse_in_fork(self._process)
+        with self._on_device():
+            refuse_in_capture()
 
 
 def _end(cupy: Any, device: int, process: int, streams: Sequence[Any], pinned: Mapping[int, torch.Tensor]) -> None:

@@ -16,7 +16,6 @@ Parameters that live on another tier are `Homes`' matter, which uses the same en
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections import deque
@@ -31,7 +30,6 @@ from memscale.runtime._home import home_on_device
 from memscale.runtime._homes import Homes
 from memscale.runtime._leftovers import Leftovers
 from memscale.runtime._protocol import Backend
-from memscale.runtime._refusals import refuse_where_impossible
 from memscale.runtime._rooms import Rooms
 from memscale.runtime._stats import Counters, Stats, Timeline, add
 
@@ -54,7 +52,6 @@ class Engine:
         self.backend = backend
         self.depth = depth
         self.lock = threading.Lock()
-        self._process = os.getpid()
         self._counters = Counters()
         self.copies = Copies(backend, self._counters, timeline)
         self.leftovers = Leftovers(self.lock)
@@ -103,6 +100,8 @@ class Engine:
             if entry is None:
                 entry = self._by_storage[key] = Entry(self, key, tier, nbytes)
                 self._waiting.append(entry)
+            if (stream := self.backend.compute_stream()) not in entry.streams:
+                entry.streams += (stream,)
             entry.records.append(record)
             handle = Handle(entry, len(entry.records) - 1)
             self._look()
@@ -176,7 +175,6 @@ class Engine:
         if not entry.is_last_keeper():  # it was in the tail, and backward has it
             self._waiting.append(entry)
             return
-        refuse_where_impossible(self._process, records[0].alias)
         start, stop = hull(records)
         if start == stop:
             return  # views of no elements
@@ -199,7 +197,7 @@ class Engine:
         assert entry.base is not None
         assert entry.buffer is not None
         # The sooner it is out, the sooner its memory is free.
-        entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0)
+        entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
         self.count_live(entry.buffer.tier, entry.nbytes)
 
     def _retire_first(self) -> None:
@@ -208,13 +206,13 @@ class Engine:
         if entry.state is not State.LEAVING:
             return
         assert entry.departure is not None
-        self.copies.wait(event := entry.departure.need())
+        event = self.copies.release(entry.departure)
         while (error := event.error()) is not None:
             if not self._try_below(entry):
                 self._keep(entry, error)
                 entry.state, entry.departure = State.KEPT, None
                 return
-            self.copies.wait(event := entry.departure.need())
+            event = self.copies.release(entry.departure)
         if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
             self.backend.discard(entry.base)
         self._empty(entry)
@@ -280,12 +278,11 @@ class Engine:
         return tensor
 
     def arrived(self, entry: Entry) -> torch.Tensor:
-        """The bytes of an entry that was loaded; what the compute stream is given from here on may read them."""
+        """The bytes of an entry that was loaded; what the caller's stream is given from here on may read them."""
         assert entry.base is not None
         if entry.arrival is not None:
-            arrival, entry.arrival = entry.arrival.need(), None
-            self.copies.wait(arrival)
-            if (error := arrival.error()) is not None:
+            error = self.copies.arrive(entry.arrival, entry.base).error()
+            if error is not None:
                 self._unload(entry)
                 raise error
         return entry.base
@@ -294,12 +291,11 @@ class Engine:
         """Ask for the bytes of an entry that is away; they are expected to be needed in `seconds`."""
         assert entry.buffer is not None
         assert entry.like is not None
-        refuse_where_impossible(self._process, entry.like)
         room = entry.nbytes + -entry.nbytes % ALIGNMENT
         with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
             entry.base = self.backend.empty(room, entry.like)
         # Memory and order are those of now; when the copy itself starts, the link decides.
-        after = [self.backend.record("compute")]
+        after = [self.backend.record()]
         if entry.departure is not None:
             after.append(entry.departure.need())
         target = entry.base[: entry.nbytes]
@@ -313,7 +309,7 @@ class Engine:
         self._back[entry] = None
 
     def _load_ahead(self, ordinal: int) -> None:
-        self._ahead.asked(ordinal, at=self.backend.record("compute"))
+        self._ahead.asked(ordinal, at=self.backend.record())
         for ordinal, seconds in self._ahead.upcoming():
             candidate = self._moved.get(ordinal)
             if candidate is not None and candidate.state is State.AWAY and candidate.live():
@@ -328,7 +324,6 @@ class Engine:
             return
         if entry.arrival is not None:
             self.copies.no_longer(entry.arrival)
-            entry.arrival = None
         self._unload(entry)
 
     def _unload(self, entry: Entry) -> None:

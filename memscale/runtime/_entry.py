@@ -141,6 +141,7 @@ class Entry:
         "ordinal",
         "records",
         "state",
+        "streams",
         "tier",
         "uses",
     )
@@ -151,6 +152,9 @@ class Entry:
         self.tier = tier
         self.nbytes = nbytes  # of the storage; once moved, of what moved
         self.records: list[Record | None] = []
+        # The compute streams that it was stashed on: autograd uses it there, so there it was written, and there it may
+        # be freed. Whichever stream is current once it moves has seen nothing of that.
+        self.streams: tuple[int, ...] = ()
         self.state = State.DEVICE
         self.ordinal: int | None = None
         self.buffer: Buffer | None = None
@@ -166,8 +170,9 @@ class Entry:
         return [record for record in self.records if record is not None]
 
     def is_moving(self) -> bool:
-        """Whether a copy of its bytes is under way."""
-        return any(copy is not None and copy.is_under_way() for copy in (self.arrival, self.departure))
+        """Whether a copy of its bytes is under way, so that its memory on the device cannot be freed at once."""
+        copies = (self.arrival, self.departure)
+        return self.base is not None and any(copy is not None and copy.is_under_way() for copy in copies)
 
     def is_last_keeper(self) -> bool:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""

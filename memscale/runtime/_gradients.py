@@ -89,7 +89,7 @@ class Gradients:
             if arriving.source is not None:
                 self._leaving.remove(arriving)
                 self._retire(arriving)
-        self._engine.backend.synchronize(arriving.copy.need())
+        self._engine.copies.synchronize(arriving.copy.need())
 
     def end_backward(self) -> None:
         """Let everything arrive. The engine's lock is held.
@@ -99,15 +99,15 @@ class Gradients:
         while self._leaving:
             self._retire(self._leaving.popleft())
         for gradient in self._arriving.values():
-            self._engine.backend.synchronize(gradient.copy.need())
+            self._engine.copies.synchronize(gradient.copy.need())
         self._arriving.clear()
 
     def _retire(self, gradient: _Gradient) -> None:
-        """Free the device's memory of a gradient, which the compute stream may use from here on."""
+        """Free the device's memory of a gradient, which the stream that computed it may use from here on."""
         assert gradient.source is not None
-        event = gradient.copy.need()
-        self._engine.copies.wait(event)
-        if event.error() is not None:
+        copies = self._engine.copies
+        if copies.release(gradient.copy).error() is not None:
+            copies.follow_owners(gradient.copy)
             gradient.target.copy_(gradient.source)
         gradient.source = None
 

@@ -115,7 +115,7 @@ class Checked:
     """A backend that does what `inner` does and looks for hazards.
 
     A buffer of `inner` may say where its bytes are, as ``place = (name of a space, offset)``; slots that are reused
-    are then known to be the same bytes.
+    are then known to be the same bytes. All compute streams count as one: how the caller orders them is not seen.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -123,7 +123,7 @@ class Checked:
         self.tiers = inner.tiers
         self.hazards: list[Hazard] = []
         self.observed: Clock = {}  # what the host knows to be done
-        self._clocks: dict[Stream, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}
+        self._clocks: dict[str, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}
         self._device: dict[int, list[Access]] = {}
         self._versions: dict[int, int] = {}
         self._on_tiers = Accesses()
@@ -173,11 +173,19 @@ class Checked:
         self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN})
         self.inner.discard(tensor)
 
-    def record(self, stream: Stream) -> CheckedEvent:
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+        self.inner.lend(tensor)
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`."""
+        return self.inner.compute_stream()
+
+    def record(self, stream: int | None = None) -> CheckedEvent:
         """See `Backend.record`."""
-        clock = self._clocks[stream]
+        clock = self._clocks["compute"]
         event = CheckedEvent(self.inner.record(stream), dict(clock), self)
-        clock[stream] = clock.get(stream, 0) + 1
+        clock["compute"] += 1
         return event
 
     def copy(
@@ -203,10 +211,10 @@ class Checked:
         self._note_copy(tensor, buffer, stream, time, done, out=out)
         return done
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`."""
         assert isinstance(event, CheckedEvent)
-        self.inner.wait(event.inner)
+        self.inner.wait(event.inner, stream)
         join(self._clocks["compute"], event.clock)
 
     def synchronize(self, event: Event) -> None:

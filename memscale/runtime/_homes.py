@@ -199,7 +199,7 @@ class Homes:
                 self._before.clear()
             self._before[group] = self._last
         self._last = group
-        if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:
+        if self._forward.asked(group, at=self._engine.backend.record()) and self._forward.first == group:
             self.forget_awaited()
 
     def forget_awaited(self) -> None:
@@ -215,7 +215,7 @@ class Homes:
 
     def asked_in_backward(self, group: Group) -> None:
         """Backward asks for one of `group`, and soon for the rest of it, and for the groups that come after."""
-        if self._backward.asked(group, at=self._engine.backend.record("compute")):
+        if self._backward.asked(group, at=self._engine.backend.record()):
             self._ask_all(group, 0.0, saved=True)
         for later, seconds in self._backward.upcoming():
             self._ask_all(later, seconds, saved=True)
@@ -256,4 +256,4 @@ class Homes:
         """Wait until the CPU may change these parameters."""
         for home in homes:
             if (event := self._reading.pop(home, None)) is not None:
-                self._engine.backend.synchronize(event)
+                self._engine.copies.synchronize(event)

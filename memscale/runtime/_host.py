@@ -17,6 +17,7 @@ from memscale.runtime._courier import Errand
 from memscale.runtime._disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._refusals import refuse_in_fork
 from memscale.runtime._tiers import TierUse
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -24,7 +25,7 @@ _TRIM_BYTES = 32 << 20
 
 
 class _Now:
-    """The event of a stream that is never behind: the calling thread computes, so all it was given is done."""
+    """The event of a compute stream that is never behind: the calling thread computes, so all it was given is done."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -70,9 +71,11 @@ class HostBackend:
         self._threads = threads
         self._slab: DiskSlab | None = None
         self._untrimmed_bytes = 0
+        self._process = os.getpid()
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
         """See `Backend.allocate`."""
+        refuse_in_fork(self._process)
         if self._disk_bytes < PAGE_BYTES:
             return None
         if self._slab is None:
@@ -97,6 +100,7 @@ class HostBackend:
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
+        refuse_in_fork(self._process)
         self._trim_after(nbytes)
         # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
         # the storage offsets of their parts.
@@ -113,7 +117,14 @@ class HostBackend:
             self._untrimmed_bytes = 0
             _MALLOC_TRIM(0)
 
-    def record(self, stream: Stream) -> Event:
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`. Threads have one each, and nothing that any of them was given is left to do."""
+        return 0
+
+    def record(self, stream: int | None = None) -> Event:
         """See `Backend.record`."""
         return _Now(self.clock())
 
@@ -131,7 +142,7 @@ class HostBackend:
         assert isinstance(target, torch.Tensor)
         return self._slab.read(source.extent, target)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`."""
         if isinstance(event, Errand):
             event.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from memscale.runtime._protocol import Event
 
@@ -14,13 +14,21 @@ _WINDOW = 2
 
 
 class Copy:
-    """A copy that was asked for; it has an event once its stream was given it."""
+    """A copy that was asked for; it has an event once its stream was given it.
 
-    __slots__ = ("_link", "event", "group", "start")
+    Attributes:
+        group: what is needed with it at once.
+        owners: the compute streams that reuse its memory on the device, once that is free.
+        behind: the compute streams that come after it.
+    """
 
-    def __init__(self, link: Link, start: Callable[[], Event], group: Hashable | None) -> None:
+    __slots__ = ("_link", "behind", "event", "group", "owners", "start")
+
+    def __init__(self, link: Link, start: Callable[[], Event], owners: Sequence[int], group: Hashable | None) -> None:
         self._link = link
         self.group = group
+        self.owners = owners
+        self.behind: set[int] = set()
         self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
         self.event: Event | None = None
 
@@ -67,16 +75,24 @@ class Link:
         self._count = 0
         self._last: Hashable | None = None  # the group of the copy that started last
 
-    def ask(self, start: Callable[[], Event], *, deadline: float, group: Hashable | None = None) -> Copy:
+    def ask(
+        self,
+        start: Callable[[], Event],
+        *,
+        deadline: float,
+        owners: Sequence[int] = (),
+        group: Hashable | None = None,
+    ) -> Copy:
         """A copy that `start` gives to the stream, at the latest when it is needed.
 
         Args:
             start: queues the copy and returns its event.
             deadline: when it is expected to be needed, in seconds of the backend's clock.
+            owners: see `Copy`.
             group: what is needed with it at once. A group that has begun is given to the stream as a whole, since
                 nobody may call before all of it is needed: a region may run without asking for anything.
         """
-        copy = Copy(self, start, group)
+        copy = Copy(self, start, owners, group)
         heapq.heappush(self._waiting, (deadline, self._count, copy))
         self._count += 1
         self.pump()

@@ -1,10 +1,11 @@
 """Where transforms and backends meet: what the offload engine asks of a machine.
 
-A backend has three *streams* (queues of work that run in the order given, next to each other): ``"compute"``, where the
-model runs, and one for each direction of the link. It has *events*, which mark a point in a stream; *tiers*, the places
-outside the device where bytes can live; *buffers*, bytes on a tier; and one asynchronous `copy`. The engine above it
-knows nothing else, so the same engine runs on a GPU, on a host whose next tier is disk, on fake tensors, and on a
-simulated device whose scheduler is adversarial.
+A backend has *streams*, queues of work that run in the order given, next to each other: one for each direction of the
+link, and the *compute streams*, where the model runs. Of these a thread is on one at a time, and memory of the device
+is one's: whatever reuses it comes after what that stream was given. A backend has *events*, which mark a point in a
+stream; *tiers*, the places outside the device where bytes can live; *buffers*, bytes on a tier; and one asynchronous
+`copy`. The engine above it knows nothing else, so the same engine runs on a GPU, on a host whose next tier is disk, on
+fake tensors, and on a simulated device whose scheduler is adversarial.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from memscale.runtime._tiers import TierUse
 
-Stream = Literal["compute", "out", "in"]
+Stream = Literal["out", "in"]
 
 
 class Event(Protocol):
@@ -68,13 +69,19 @@ class Backend(Protocol):
         """
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """A new uint8 tensor on the device, allocated on the compute stream; `like` is an empty one of that device."""
+        """A new uint8 tensor on the device, memory of the caller's stream; `like` is an empty one of that device."""
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Called before the caller's stream uses memory of another one, which is to reuse it only afterwards."""
 
     def discard(self, tensor: torch.Tensor) -> None:
         """Called with a tensor of the device whose bytes nobody will read again, just before its memory is freed."""
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind all that `stream` has been given so far; for ``"compute"``, the caller's current stream."""
+    def compute_stream(self) -> int:
+        """The compute stream that the caller is on. Asked for each tensor that is stashed, so it has to be quick."""
+
+    def record(self, stream: int | None = None) -> Event:
+        """An event behind all that a compute stream has been given so far; `None` is the caller's."""
 
     def copy(
         self,
@@ -90,8 +97,8 @@ class Backend(Protocol):
         that this returns is done.
         """
 
-    def wait(self, event: Event) -> None:
-        """Let the compute stream, and so all that the caller does from here on, come after `event`."""
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """Let all that a compute stream is given from here on come after `event`; `None` is the caller's."""
 
     def synchronize(self, event: Event) -> None:
         """Let the calling thread come after `event`, as it must before it touches memory that `map` returned."""

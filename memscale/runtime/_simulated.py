@@ -191,13 +191,17 @@ class SimulatedBackend:
         """See `Backend.discard`."""
         tensor.fill_(_POISON)
 
-    def record(self, stream: Stream) -> SimulatedEvent:
-        """See `Backend.record`."""
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`."""
+        return 0
+
+    def record(self, stream: int | None = None) -> SimulatedEvent:
+        """See `Backend.record`. CPU operators have run by the time they return."""
         event = SimulatedEvent(self)
-        if stream == "compute":  # CPU operators have run by the time they return
-            event.finished = (self.now, self.now)
-        else:
-            self._jobs.append(_Job(stream, (), lambda: None, 0.0, event))
+        event.finished = (self.now, self.now)
         return event
 
     def copy(
@@ -249,7 +253,7 @@ class SimulatedBackend:
             self._jobs.append(_Job(worker, before, lambda: _assign(staging, slot), seconds, halfway))
             self._jobs.append(_Job(stream, [halfway], lambda: memory.write_from(staging), seconds, event))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`. Operators run at once here, so what the compute stream waits for must happen now."""
         self._reach(event, "the compute stream")
 

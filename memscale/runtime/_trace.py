@@ -78,7 +78,14 @@ class TraceBackend:
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`."""
 
-    def record(self, stream: Stream) -> Event:
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`."""
+        return 0
+
+    def record(self, stream: int | None = None) -> Event:
         """See `Backend.record`."""
         return _Passed()
 
@@ -88,7 +95,7 @@ class TraceBackend:
         """See `Backend.copy`."""
         return _Passed()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`."""
 
     def synchronize(self, event: Event) -> None:
