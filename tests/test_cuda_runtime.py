@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_cuda import FakeCupy
 from schedules import Program, results
+from torch import nn
 
 from memscale._errors import RuntimeUnavailable, TransformError
 from memscale.runtime import _cuda, _host_tiers
@@ -23,6 +24,7 @@ from memscale.runtime._budget import HostBudget
 from memscale.runtime._courier import Errand
 from memscale.runtime._cuda import CudaBackend, CudaEvent
 from memscale.runtime._disk import DiskTierFull, FileIO
+from memscale.runtime._engine import Engine
 from memscale.runtime._hazards import Checked, CheckedEngine
 from memscale.runtime._host import HostBackend
 
@@ -201,6 +203,56 @@ def test_events_and_streams_belong_to_the_device_of_the_backend(cupy, tmp_path):
             assert (event._begin.device, event.end.device) == (1, 1)
     assert backend.record().end.device == 1
     assert backend_on(tmp_path).device == torch.device("cuda", 0)
+
+
+def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
+    """Its pointer is 0 on every device, so the one that is current decides."""
+    backend = backend_on(tmp_path, device=torch.device("cuda", 1))
+    cupy.compute_stream = 0
+    cupy.log.clear()
+    for stream in (None, backend.compute_stream()):
+        event = backend.copy(noise(10), backend.allocate(10, "pinned"), "out", after=[backend.record(stream)])
+        backend.wait(event, stream)
+    assert cupy.device() == 0
+    calls = [call for call in cupy.log if call[0] in ("record", "wait")]
+    assert calls == [("record", "the default of 1"), ("wait", "the default of 1")] * 2
+
+
+def test_memory_of_one_stream_is_lent_to_another_by_pytorchs_own_means(cupy, tmp_path):
+    backend, tensor = backend_on(tmp_path), noise(10)
+    cupy.compute_stream = 8
+    backend.lend(tensor)
+    assert cupy.log[-1] == ("record_stream", tensor.data_ptr(), 8)
+
+
+def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
+    """For parameters that were read, for gradients that are asked for, and for those that nobody asked for."""
+
+    class Slow(CudaBackend):
+        now = 0.0
+
+        def clock(self):
+            return self.now
+
+        def synchronize(self, event):
+            super().synchronize(event)
+            self.now += 1.0
+
+    engine = Engine(Slow(pinned_bytes=MIB, budget=budget(), disk_bytes=0), depth=2)
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
+    like = torch.empty(0, dtype=torch.uint8)
+    homes = [engine.homes.place(parameter, "auto", like) for parameter in parameters]
+    engine.homes.enter(homes)
+    assert engine.stats().exposed_seconds == 0.0
+    engine.homes.leave(homes)
+    assert engine.stats().exposed_seconds == 3.0
+    with torch.no_grad():
+        sent = [engine.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
+    assert engine.stats().exposed_seconds == 3.0
+    engine.gradients.received(sent[0])
+    assert engine.stats().exposed_seconds == 4.0
+    engine._end_backward()
+    assert engine.stats().exposed_seconds == 6.0
 
 
 def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):

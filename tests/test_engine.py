@@ -276,6 +276,10 @@ def test_a_forked_process_is_refused(engine):
         engine.fetch(handle)
     with pytest.raises(ms.TransformError, match="of which it is a fork"):
         stashed(engine, lambda: torch.arange(1024.0))
+    with pytest.raises(ms.TransformError, match="of which it is a fork"):
+        engine.homes.place(torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8))
+    engine.backend.inner._process += 1
+    assert torch.equal(engine.fetch(handle), torch.arange(1024.0)), "what was refused has left nothing half done"
 
 
 # ------------------------------------------------------------------------------------------------ order is a hint
