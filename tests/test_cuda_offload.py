@@ -120,24 +120,29 @@ def test_a_step_on_a_stream_of_the_callers(tmp_path, how):
         assert same(found, expected)
 
 
-def test_backward_called_from_another_stream_than_forward(tmp_path):
-    model = new_model()
-    fit = ms.transform(model, {"*": ms.offload()}, runtime=new_runtime(tmp_path))
+@pytest.mark.parametrize("what", ["activations", "params"])
+def test_backward_called_from_another_stream_than_forward(tmp_path, what):
+    """Autograd's nodes run on the stream of their forward, which is late; the end of backward, and what receives the
+    gradients of parameters at home, on the caller's, which is not."""
+    plain, model = new_model(), new_model()
+    fit = ms.transform(model, {"*": ms.offload(what=what)}, runtime=new_runtime(tmp_path))
     for seed in range(3):
         x = batch(seed)
-        expected = gradients(model, x)
+        expected = [value.cpu() for value in gradients(plain, x)]
         model.zero_grad()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(CYCLES)
             loss = loss_of(fit, x)
+        loss.register_hook(lambda _: torch.cuda._sleep(CYCLES))
         torch.cuda.current_stream().wait_stream(side)
         loss.backward()
-        assert same([loss.detach(), *(parameter.grad for parameter in model.parameters())], expected)
+        assert same([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())], expected)
 
 
 def test_threads_with_streams_of_their_own_share_a_runtime(tmp_path):
+    """Each moves what the other has saved, on a stream that is not that one's."""
     runtime = new_runtime(tmp_path)
     models = [new_model() for _ in range(2)]
     fits = [ms.transform(model, {"*": ms.offload()}, runtime=runtime) for model in models]

@@ -255,6 +255,17 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     assert engine.stats().exposed_seconds == 6.0
 
 
+def test_what_has_no_memory_on_the_device_any_more_ends_with_its_handle(cupy, tmp_path, monkeypatch):
+    """Its load may still be under way, which the slot waits for and nobody else has to."""
+    engine = Engine(backend_on(tmp_path), depth=0)
+    handle = engine.stash(torch.ones(1000))
+    engine.look_again()
+    monkeypatch.setattr(CudaEvent, "done", lambda self: False)
+    assert engine.fetch(handle).sum() == 1000
+    del handle
+    assert engine._moved == {}
+
+
 def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):
     backend = backend_on(tmp_path, pinned_bytes=100 * 4096)
     held = [backend.allocate(nbytes, "pinned") for nbytes in (5, 4096, 100_000)]

@@ -104,7 +104,7 @@ class Copies:
             self.release(copy)
 
     def synchronize(self, event: Event) -> None:
-        """Let the calling thread come after `event`. The engine's lock need not be held."""
+        """Let the calling thread come after `event`. The engine's lock need not be held, for that may take long."""
         start = self._backend.clock()
         self._backend.synchronize(event)
         self._count(start)

@@ -26,7 +26,8 @@ class Stats:
         held_bytes: in all, bytes of storages that were not moved because something else kept them on the device.
         resident_bytes: in all, bytes kept on the device that could have moved: the forward's tail, which backward
             asks for at once, and what no tier had room for.
-        exposed_seconds: how long the caller was held up by copies.
+        exposed_seconds: how long calling threads were held up by copies. Where instead a stream of the device waits
+            for one, the caller goes on, and the stall inside the device is not seen here.
     """
 
     out_bytes: Mapping[str, int]
