@@ -121,6 +121,7 @@ class Checked:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.tiers = inner.tiers
+        self.lend, self.compute_stream = inner.lend, inner.compute_stream
         self.hazards: list[Hazard] = []
         self.observed: Clock = {}  # what the host knows to be done
         self._clocks: dict[str, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}
@@ -172,14 +173,6 @@ class Checked:
         """See `Backend.discard`."""
         self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN})
         self.inner.discard(tensor)
-
-    def lend(self, tensor: torch.Tensor) -> None:
-        """See `Backend.lend`."""
-        self.inner.lend(tensor)
-
-    def compute_stream(self) -> int:
-        """See `Backend.compute_stream`."""
-        return self.inner.compute_stream()
 
     def record(self, stream: int | None = None) -> CheckedEvent:
         """See `Backend.record`."""
