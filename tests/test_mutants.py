@@ -39,7 +39,7 @@ def random_state_is_not_restored(monkeypatch):
 
 def batchnorm_is_updated_twice(monkeypatch):
     @contextmanager
-    def reinstate(self, *, last, refused):
+    def reinstate(self, *, last, refused, fresh):
         yield
 
     monkeypatch.setattr(_snapshot.Snapshot, "reinstate", reinstate)

@@ -1,6 +1,6 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
-from memscale.runtime._entry import Handle, changed_error, kept_tensor, version
+from memscale.runtime._entry import Handle, changed_error, described, kept_tensor, version
 from memscale.runtime._home import Home, home_of, home_on_device, is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
@@ -15,6 +15,7 @@ __all__ = [
     "changed_error",
     "check_tier",
     "default_runtime",
+    "described",
     "home_of",
     "home_on_device",
     "is_movable",

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._simulating import simulating
-from memscale.runtime._entry import Entry, Handle, Layout, Record, changed_error, is_unshared, version
+from memscale.runtime._entry import Entry, Handle, Layout, Record, changed_error, described, is_unshared, version
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
@@ -68,8 +68,7 @@ class Home:
 
     def __str__(self) -> str:
         """What an error calls the parameter."""
-        layout = self.layout
-        return f"{self.title or 'a parameter'}, {str(layout.dtype).removeprefix('torch.')}{list(layout.size)},"
+        return described(self.title or "a parameter", self.layout.dtype, self.layout.size)
 
     @property
     def engine(self) -> Engine:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memscale.transforms._kept import version
+from memscale.runtime import version
 from memscale.transforms._precision import is_castable
 from memscale.transforms._scope import Content, Scope, holds, read, write
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale._errors import CorrectnessError, TransformError
-from memscale.transforms._kept import version
+from memscale.runtime import version
 from memscale.transforms._projection import Projection, Tiling
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of the logits, with its other arguments

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from memscale import _tree
 from memscale._errors import CorrectnessError, TransformError
+from memscale.runtime import version
 from memscale.transforms._arguments import Remembered
 from memscale.transforms._environment import Environment
-from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Place, Scope, holds, read, write
 
 _functorch = torch._C._functorch
@@ -209,11 +209,12 @@ class _Call:
         for place, key, position in self.captures:
             contents[place][key] = working[position]
         touched = {place for place, _, _ in self.captures}
-        for index, place in enumerate(scope.places):
-            if index in touched or not holds(place, contents[index]):
-                write(place, contents[index])
-        was_active, _inside.active = _inside.active, True
+        was_active = _inside.active
         try:
+            for index, place in enumerate(scope.places):
+                if index in touched or not holds(place, contents[index]):
+                    write(place, contents[index])
+            _inside.active = True
             yield {index: contents[index] for index in touched}
         finally:
             _inside.active = was_active
@@ -253,7 +254,7 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         devices = {tensor.device for tensor in inputs if tensor.device.type != "cpu"}
-        call.environment = Environment(devices, host_random=True)
+        call.environment = Environment(devices, host_random=True, generators=call.scope.generators)
         outputs = call.execute(inputs, first=True)
         call.environment.settle()
         return outputs

@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 
-from memscale._errors import CorrectnessError
-
-
-def version(tensor: torch.Tensor) -> int:
-    """The version counter of `tensor`, which in-place changes raise; -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+from memscale.runtime import changed_error, described, version
+from memscale.transforms._hooks import _RECOMPUTING
 
 
 class Kept:
@@ -47,6 +43,11 @@ class Kept:
         """Whether the tensors come back from hooks, possibly as copies whose version counters start anew."""
         return self._unpack is not None
 
+    @property
+    def by_recompute(self) -> bool:
+        """Whether the tensors come back by a recompute of the region around this one."""
+        return getattr(self._unpack, "__module__", None) in _RECOMPUTING
+
     def seal(self, versions: list[int]) -> None:
         """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
         if self._unpack is None:
@@ -63,15 +64,11 @@ class Kept:
         held = self._held[index]
         if self._unpack is not None:
             return self._unpack(held)
-        if self._versions and not held.is_inference() and held._version != self._versions[index]:
-            message = (
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{what}, {str(held.dtype).removeprefix('torch.')}{list(held.shape)}, is at version {held._version}, "
-                f"expected version {self._versions[index]}. Change a clone of it, or call backward first"
-            )
+        if self._versions and (now := version(held)) != self._versions[index]:
+            error = changed_error(described(what, held.dtype, held.shape), now, self._versions[index])
             if refused is None:
-                raise CorrectnessError(message)
-            refused[held.untyped_storage()._cdata] = message
+                raise error
+            refused[held.untyped_storage()._cdata] = str(error)
         return held  # type: ignore[no-any-return]
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from memscale._errors import CorrectnessError
+from memscale.runtime import changed_error, described, version
 from memscale.transforms._environment import Environment
-from memscale.transforms._kept import version
 from memscale.transforms._linear import plain_linear
 from memscale.transforms._scope import Scope, as_it_was
 
@@ -81,13 +80,15 @@ class Projection:
 
     def check(self) -> None:
         """Raise `CorrectnessError` if the projection would no longer give what it would have given when called."""
-        now = [version(tensor) for tensor in (self.hidden, *self.captured)]
-        if now != self._versions:
-            raise CorrectnessError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                "hidden states or the weight of a tiled output projection changed before its logits were used; compute "
-                "the loss first, or change a clone"
-            )
+        for tensor, expected in zip((self.hidden, *self.captured), self._versions, strict=True):
+            if (now := version(tensor)) != expected:
+                what = "the hidden states" if tensor is self.hidden else "the weight or bias"
+                raise changed_error(
+                    described(f"{what} of a tiled output projection", tensor.dtype, tensor.shape),
+                    now,
+                    expected,
+                    "Compute the loss before changing it, or change a clone",
+                )
 
     def value(self) -> torch.Tensor:
         """The logits themselves."""

@@ -19,15 +19,16 @@ from typing import Any
 import torch
 
 from memscale._errors import CorrectnessError
-from memscale.runtime import Runtime
+from memscale.runtime import Runtime, changed_error, described, version
 from memscale.transforms._arguments import arguments
-from memscale.transforms._kept import Kept, version
+from memscale.transforms._kept import Kept
 from memscale.transforms._policies import NothingSaveable, Policy
 from memscale.transforms._scope import Scope
 from memscale.transforms._selective import Recorder, Replayer
 from memscale.transforms._snapshot import Habits, Snapshot
 
 _autograd = torch._C._autograd
+_Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 
 
 class Memory:
@@ -54,24 +55,28 @@ def run(fn: Callable[..., Any], policy: Policy, memory: Memory, runtime: Runtime
 
 
 class _Placeholder:
-    """Stands in autograd's graph for a tensor that was not saved. `value` is there between recompute and use."""
+    """Stands in autograd's graph for a tensor that was not saved. `found` is there between recompute and use."""
 
-    __slots__ = ("__weakref__", "frame", "index", "value")
+    __slots__ = ("__weakref__", "found", "frame", "index")
 
     def __init__(self, frame: _Frame, index: int) -> None:
         self.frame = frame
         self.index = index
-        self.value: torch.Tensor | None = None
+        self.found: _Found | None = None
 
 
 def _unpack(placeholder: _Placeholder) -> torch.Tensor:
-    value = placeholder.value
-    if value is None:
-        value = placeholder.frame.recompute(placeholder)
+    found = placeholder.found
+    if found is None:
+        found = placeholder.frame.recompute(placeholder)
     if _keeps_graph():
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
-        placeholder.value = None
-    return value
+        placeholder.found = None
+    tensor, expected = found
+    if tensor._version != expected:  # autograd does not check what comes from hooks
+        what = f"saved tensor {placeholder.index} of a checkpointed region"
+        raise changed_error(described(what, tensor.dtype, tensor.shape), tensor._version, expected)
+    return tensor
 
 
 def _keeps_graph() -> bool:
@@ -151,8 +156,8 @@ class _Frame:
             self._inputs.replace(index, old_value)
         self._settled = True
 
-    def recompute(self, wanted: _Placeholder) -> torch.Tensor:
-        """Run the region again, giving every placeholder that is still alive its value; returns that of `wanted`.
+    def recompute(self, wanted: _Placeholder) -> _Found:
+        """Run the region again, giving every placeholder that is still alive its tensor; returns that of `wanted`.
 
         Raises:
             CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
@@ -166,17 +171,17 @@ class _Frame:
         live = [reference() for reference in self._placeholders]
         if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
             live = [placeholder if placeholder is wanted else None for placeholder in live]
-        self._snapshot.fresh.clear()
         refused: dict[int, str] = {}
-        values = self._values(refused)
-        found = _Recomputed(self._seen, live, self._snapshot.fresh)
+        fresh: list[torch.Tensor] = []
+        values = self._values(refused, fresh)
+        rerun = _Rerun(self._seen, live, fresh)
         last = in_backward and self._settled and not _keeps_graph()
         with (
-            self._snapshot.reinstate(last=last, refused=refused),
+            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh),
             self._call.again(values) as (args, kwargs),
             torch.enable_grad(),
         ):
-            _autograd._push_saved_tensors_default_hooks(found.pack, _as_it_is)
+            _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             try:
                 with self._replayer(values) or nullcontext():
                     self._fn(*args, **kwargs)
@@ -184,39 +189,41 @@ class _Frame:
                 pass
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-        found.check()
-        value = wanted.value
-        assert value is not None, "a recompute that passed its check has met every live placeholder"
+        rerun.check()
+        # Not before: what a rerun that failed has found must not be used, and would only take memory.
+        for placeholder in live:
+            if placeholder is not None:
+                placeholder.found = rerun.found[placeholder.index]
         if in_backward and _keeps_graph():
-            torch.autograd.Variable._execution_engine.queue_callback(self._forget_values)
+            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
         elif last:
             # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
             self._fn = self._inputs = self._snapshot = self.recorder = None
-        return value
+        return rerun.found[wanted.index]
 
     def _replayer(self, values: list[torch.Tensor]) -> Replayer | None:
         if self.recorder is None or not self._settled:
             return None
         return Replayer(self.recorder, values)
 
-    def _values(self, refused: dict[int, str]) -> list[torch.Tensor]:
+    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that the region received, cut off from the graph they came from.
 
         One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
-        next layer may have written into a cache that all of them are given.
+        next layer may have written into a cache that all of them are given. Copies go into `fresh`.
         """
         assert self._snapshot is not None
         assert self._inputs is not None
-        fresh: dict[int, torch.Tensor] = {}
+        leaves: dict[int, torch.Tensor] = {}
         values = []
         for index, requires_grad in enumerate(self._requires_grad):
             if index in self._snapshot.replaced:
                 # The region changes it in place: that needs a tensor of its own, and no leaf.
                 held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
-                if id(held) not in fresh:
+                if id(held) not in leaves:
                     with torch.enable_grad():
-                        fresh[id(held)] = held.detach().requires_grad_(requires_grad).clone()
-                    self._snapshot.fresh.append(fresh[id(held)])
+                        leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
+                    fresh.append(leaves[id(held)])
             else:
                 owner = self._call.owner(index)
                 where = "" if owner is None else f" (held by a {owner})"
@@ -226,23 +233,38 @@ class _Frame:
                     None if owner is None else refused,
                 )
                 if self._inputs.through_hooks:
-                    self._snapshot.fresh.append(held)
-                if id(held) not in fresh:
-                    fresh[id(held)] = held.detach().requires_grad_(requires_grad)
-            values.append(fresh[id(held)])
+                    fresh.append(held)
+                if id(held) not in leaves:
+                    leaves[id(held)] = held.detach().requires_grad_(requires_grad)
+            values.append(leaves[id(held)])
         return values
 
-    def _forget_values(self) -> None:
+    def _forget(self) -> None:
         for reference in self._placeholders:
             if (placeholder := reference()) is not None:
-                placeholder.value = None
+                placeholder.found = None
+
+
+class _AtTheEnd:
+    """A callback of a backward that acts when the backward lets go of it: autograd calls none if the backward fails."""
+
+    __slots__ = ("_action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __call__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._action()
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Recomputed:
+class _Rerun:
     """Receives the tensors that a recompute saves, and checks them against those of the run."""
 
     def __init__(
@@ -256,27 +278,30 @@ class _Recomputed:
         self._fresh = fresh  # tensors whose version counters mean nothing
         self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
         self._count = 0
+        self.found: dict[int, _Found] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
         self._count += 1
         if index <= self._last:
-            shape, dtype, version = self._seen[index]
+            shape, dtype, expected = self._seen[index]
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise CorrectnessError(
                     f"the recompute differs from the run: saved tensor {index} of the region was "
                     f"{dtype}{list(shape)} and is now {tensor.dtype}{list(tensor.shape)}. A checkpointed region must "
                     "do the same at every run with the same inputs"
                 )
-            if tensor._version != version and not self._is_fresh(tensor):
-                raise CorrectnessError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"saved tensor {index} of a checkpointed region, {dtype}{list(shape)}, is at version "
-                    f"{tensor._version}, expected version {version}. The region reads a tensor from outside that was "
-                    "changed between forward and backward; pass it as an argument, or change it after backward"
+            if tensor._version != expected and not self._is_fresh(tensor):
+                raise changed_error(
+                    described(f"saved tensor {index} of a checkpointed region", dtype, shape),
+                    tensor._version,
+                    expected,
+                    "The region reads a tensor from outside that was changed between forward and backward; pass it as "
+                    "an argument, or change it after backward",
                 )
-            if (placeholder := self._live[index]) is not None:
-                placeholder.value = tensor = tensor.detach() if tensor.requires_grad else tensor
+            if self._live[index] is not None:
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                self.found[index] = tensor, tensor._version
             if index == self._last:
                 raise _Stop
         return tensor

@@ -182,10 +182,17 @@ class Recorder(_Watch):
             if hooks is not None:
                 hooks.leave()
 
-    def replay(self, index: int) -> Any:
-        """The recorded result of operator `index`."""
+    def recomputed(self) -> dict[int, list[torch.Tensor]]:
+        """By operator, the tensors that a recompute of the region around this one brings back, all at once."""
+        return {index: self.outputs(index) for index, kept in self._kept.items() if kept.by_recompute}
+
+    def outputs(self, index: int) -> list[torch.Tensor]:
+        """The kept tensors of operator `index`."""
         kept = self._kept[index]
-        outputs = [kept.tensor(place, f"the saved output of {self.ops[index]}") for place in range(len(kept))]
+        return [kept.tensor(place, f"the saved output of {self.ops[index]}") for place in range(len(kept))]
+
+    def replay(self, index: int, outputs: list[torch.Tensor]) -> Any:
+        """The recorded result of operator `index`, of which `outputs` are the tensors."""
         # Never the kept tensor itself: autograd will make it part of the recompute's graph, or change it in place.
         copy = torch.Tensor.clone if index in self.changed_later else torch.Tensor.detach
         remaining = iter([copy(output) for output in outputs])
@@ -208,6 +215,8 @@ class Replayer(_Watch):
     def __init__(self, recorder: Recorder, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._recorder = recorder
+        # Not when they are asked for: the other region's recompute needs autograd, which is off inside a dispatch mode.
+        self._recomputed = recorder.recomputed()
 
     def on_operator(self, index: int, op: OpOverload, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
@@ -221,4 +230,4 @@ class Replayer(_Watch):
             )
         for generator, state in recorder.random_after.get(index, ()):
             generator.set_state(state)
-        return recorder.replay(index)
+        return recorder.replay(index, self._recomputed.get(index) or recorder.outputs(index))

@@ -9,7 +9,7 @@ candidate and learns which ones it changes (`Habits`); later runs copy those onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memscale import _tree
 from memscale._errors import CorrectnessError
 from memscale._simulating import simulating
-from memscale.runtime import Home
+from memscale.runtime import Home, changed_error, described, version
 from memscale.transforms._environment import Environment
-from memscale.transforms._kept import version
 from memscale.transforms._scope import Content, Scope, holds, read, write
 from memscale.transforms._streamed import AtHome, at_home, on_device_again, stands_for_home
 from memscale.transforms._unseen import unseen
@@ -56,9 +55,9 @@ class Snapshot:
         "_clones",
         "_environment",
         "_first",
+        "_given_away",
         "_scope",
         "_versions",
-        "fresh",
         "replaced",
     )
 
@@ -87,8 +86,7 @@ class Snapshot:
         self._environment = Environment(
             devices, host_random=habits is None or habits.host_random, generators=scope.generators
         )
-        # Copies made for the present rerun: their version counters start anew.
-        self.fresh: list[torch.Tensor] = []
+        self._given_away = False  # the old values themselves, to a rerun that may have changed them
 
     def settle(self, argument_versions: list[int]) -> Habits | None:
         """After the run: keep copies of what changed only, and say what was learned on a first run.
@@ -173,41 +171,59 @@ class Snapshot:
                     )
 
     @contextmanager
-    def reinstate(self, *, last: bool, refused: dict[int, str]) -> Iterator[None]:
+    def reinstate(self, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor]) -> Iterator[None]:
         """Run the body as if no time had passed since the snapshot; afterwards everything is as it was before.
 
-        `last` says that there will be no other rerun, so that the old values themselves may be changed by this one.
-        `refused` are the storages of changed arguments, each with what to say if the rerun uses it.
+        `last` says that no other rerun will follow this one if it succeeds, so that it may change the old values
+        themselves. `refused` are the storages of changed arguments, each with what to say if the rerun uses it.
+        `fresh` receives the tensors that the rerun may change: their version counters start anew.
 
         Raises:
-            CorrectnessError: a tensor that the region depends on was changed in place since.
+            CorrectnessError: a tensor that the region depends on was changed in place since, if only by a last rerun
+                that failed.
         """
         scope = self._scope
         changed = {**self._changed_since(), **refused}
-        renewed = self._clones if last else _copies(self._clones)
-        self.fresh.extend(renewed.values())
-        touched = {position for position, _ in renewed}
         before: list[Content] = []
         undo: list[Callable[[], Any]] = []
-        streamed = ExitStack()
-        try:
-            arrived = streamed.enter_context(on_device_again(self._at_home))
-            for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
-                if position not in touched and holds(place, content):
-                    before.append(content)
-                    continue
-                before.append(read(place))
-                write(place, self._content_for_rerun(position, renewed, arrived))
-            self._environment.enter(undo)
-            with _RefuseChanged(changed) if changed else nullcontext():
-                yield
-        finally:
-            for step in reversed(undo):
-                step()
-            for place, content in zip(scope.places, before, strict=False):
-                if not holds(place, content):
-                    write(place, content)
-            streamed.close()
+        streamed: AbstractContextManager[dict[Home, torch.Tensor]] = nullcontext({})
+        if self._at_home:
+            streamed = on_device_again(self._at_home)
+        with streamed as arrived:
+            renewed = self._old_values(last=last)
+            fresh.extend(renewed.values())
+            touched = {position for position, _ in renewed}
+            try:
+                for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
+                    if position not in touched and holds(place, content):
+                        before.append(content)
+                        continue
+                    before.append(read(place))
+                    write(place, self._content_for_rerun(position, renewed, arrived))
+                self._environment.enter(undo)
+                with _RefuseChanged(changed) if changed else nullcontext():
+                    yield
+            finally:
+                for step in reversed(undo):
+                    step()
+                for place, content in zip(scope.places, before, strict=False):
+                    if not holds(place, content):
+                        write(place, content)
+
+    def _old_values(self, *, last: bool) -> dict[Key, torch.Tensor]:
+        """What the region changes in place, as it was; for the last rerun not copies, but what is kept here."""
+        if self._given_away:
+            raise CorrectnessError(
+                "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and it "
+                f"may have changed the only copy of {self._scope.describe(*next(iter(self._clones)))}, which the "
+                "region changes in place. Run the forward again; if a backward may fail and be repeated, give it "
+                "retain_graph=True, which spares that copy"
+            )
+        if not last:
+            return _copies(self._clones)
+        # Said before, not when it fails: an interrupt can come at any moment.
+        self._given_away = bool(self._clones)
+        return self._clones
 
     def _content_for_rerun(
         self, position: int, renewed: dict[Key, torch.Tensor], arrived: dict[Home, torch.Tensor]
@@ -227,11 +243,14 @@ class Snapshot:
     def _changed_since(self) -> dict[int, str]:
         """The storages that were changed in place since the run, each with what to say if the rerun uses it."""
         return {
-            tensor.untyped_storage()._cdata: (
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._scope.describe(position, key)}, {_shape(tensor)}, is at version {version(tensor)}, but the "
-                f"checkpointed region ran with version {expected} and would be recomputed with other numbers. "
-                "Call backward before changing it (an optimizer step changes parameters)"
+            tensor.untyped_storage()._cdata: str(
+                changed_error(
+                    described(self._scope.describe(position, key), tensor.dtype, tensor.shape),
+                    version(tensor),
+                    expected,
+                    "The checkpointed region would be recomputed with other numbers. Call backward before changing it "
+                    "(an optimizer step does)",
+                )
             )
             for (position, key, tensor), expected in zip(self._scope.tensors, self._versions, strict=True)
             if version(tensor) != expected and (position, key) not in self._clones
@@ -270,7 +289,3 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
