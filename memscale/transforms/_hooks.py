@@ -28,7 +28,7 @@ from memscale.transforms._unseen import unseen
 _autograd = torch._C._autograd
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 # Hooks that drop what they are given and run the region again. Inside these there is nothing to keep anywhere.
-_RECOMPUTING = ("memscale.transforms._recompute", "torch.utils.checkpoint")
+RECOMPUTING = ("memscale.transforms._recompute", "torch.utils.checkpoint")
 
 
 def hooks_here(
@@ -36,7 +36,7 @@ def hooks_here(
 ) -> Hooks | None:
     """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
     outer = _autograd._top_saved_tensors_default_hooks(False)
-    if outer is not None and getattr(outer[1], "__module__", None) in _RECOMPUTING:
+    if outer is not None and getattr(outer[1], "__module__", None) in RECOMPUTING:
         return None
     return (kind or Hooks)(runtime or default_runtime(), tier, min_bytes, outer)
 

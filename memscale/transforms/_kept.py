@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memscale.runtime import changed_error, described, version
-from memscale.transforms._hooks import _RECOMPUTING
+from memscale.transforms._hooks import RECOMPUTING
 
 
 class Kept:
@@ -46,7 +46,7 @@ class Kept:
     @property
     def by_recompute(self) -> bool:
         """Whether the tensors come back by a recompute of the region around this one."""
-        return getattr(self._unpack, "__module__", None) in _RECOMPUTING
+        return getattr(self._unpack, "__module__", None) in RECOMPUTING
 
     def seal(self, versions: list[int]) -> None:
         """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
