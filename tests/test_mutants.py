@@ -67,7 +67,7 @@ def offload_moves_what_the_caller_holds(monkeypatch):
 
 
 def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
-    monkeypatch.setattr(_hooks, "_RECOMPUTING", ())
+    monkeypatch.setattr(_hooks, "RECOMPUTING", ())
 
 
 def checkpoint_keeps_its_input_to_itself(monkeypatch):
