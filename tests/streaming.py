@@ -369,6 +369,6 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
     assert (engine._moved, engine._by_storage, engine._back) == ({}, {}, {})
-    assert (engine.homes._reading, engine.homes._loaded, engine.gradients._arriving) == ({}, {}, {})
+    assert (engine.homes._reading, engine.homes._visits, engine.gradients._arriving) == ({}, {}, {})
     assert isinstance(engine.backend, Checked)
     return engine.backend.finish(), sum(stats.in_bytes.values())

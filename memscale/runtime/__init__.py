@@ -1,7 +1,8 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
 from memscale.runtime._entry import Handle, changed_error, version
-from memscale.runtime._homes import Home, home_of, is_movable
+from memscale.runtime._homes import Home, Visit, home_of
+from memscale.runtime._movable import is_movable
 from memscale.runtime._runtime import Runtime, default_runtime
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._tiers import check_tier
@@ -12,6 +13,7 @@ __all__ = [
     "Runtime",
     "Stats",
     "Timeline",
+    "Visit",
     "changed_error",
     "check_tier",
     "default_runtime",

@@ -31,13 +31,16 @@ class Copies:
         after = (self._backend.record("compute"),)
 
         def start() -> Event:
-            event = self._backend.copy(source, buffer, "out", after=after)
-            add(self._counters.out_bytes, buffer.tier, source.nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("out", buffer.tier, source.nbytes, event)
-            return event
+            return self._backend.copy(source, buffer, "out", after=after)
 
-        return self._out.ask(start, deadline=self._backend.clock() + seconds)
+        nbytes = source.nbytes
+
+        def note(event: Event) -> None:
+            add(self._counters.out_bytes, buffer.tier, nbytes)
+            if self.timeline is not None:
+                self.timeline.copied("out", buffer.tier, nbytes, event)
+
+        return self._out.ask(start, deadline=self._backend.clock() + seconds, started=note)
 
     def ask_in(
         self,
@@ -54,14 +57,17 @@ class Copies:
         """
 
         def start() -> Event:
-            event = self._backend.copy(buffer, target, "in", after=after)
-            started(event)
-            add(self._counters.in_bytes, buffer.tier, target.nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("in", buffer.tier, target.nbytes, event)
-            return event
+            return self._backend.copy(buffer, target, "in", after=after)
 
-        return self._in.ask(start, deadline=self._backend.clock() + seconds)
+        nbytes = target.nbytes
+
+        def note(event: Event) -> None:
+            started(event)
+            add(self._counters.in_bytes, buffer.tier, nbytes)
+            if self.timeline is not None:
+                self.timeline.copied("in", buffer.tier, nbytes, event)
+
+        return self._in.ask(start, deadline=self._backend.clock() + seconds, started=note)
 
     def pump(self) -> None:
         """Start what may start by now."""

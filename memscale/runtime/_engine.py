@@ -17,8 +17,6 @@ Parameters that live on another tier are `Homes`' matter, which uses the same en
 from __future__ import annotations
 
 import os
-import threading
-import warnings
 from collections import deque
 
 import torch
@@ -29,8 +27,10 @@ from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hul
 from memscale.runtime._gradients import Gradients
 from memscale.runtime._homes import Homes
 from memscale.runtime._leftovers import Leftovers
-from memscale.runtime._protocol import Backend
-from memscale.runtime._refusals import refuse_where_impossible
+from memscale.runtime._link import Copy
+from memscale.runtime._locks import new_lock
+from memscale.runtime._protocol import Backend, Buffer
+from memscale.runtime._refusals import refuse_where_impossible, warn_of_staying
 from memscale.runtime._rooms import Rooms
 from memscale.runtime._stats import Counters, Stats, Timeline, add
 
@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
         self.backend = backend
         self.depth = depth
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._process = os.getpid()
         self._counters = Counters()
         self.copies = Copies(backend, self._counters, timeline)
@@ -88,11 +88,12 @@ class Engine:
                 return handle
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
-            if entry is None:
-                entry = self._by_storage[key] = Entry(self, key, tier, nbytes)
+            if entry is None or not entry.live():  # one that is about to be closed was of another storage there
+                entry = Entry(self, key, tier, nbytes)
+            handle = Handle(entry, record)
+            if self._by_storage.get(key) is not entry:
+                self._by_storage[key] = entry
                 self._waiting.append(entry)
-            entry.records.append(record)
-            handle = Handle(entry, len(entry.records) - 1)
             self._look()
             self.copies.pump()
         self.leftovers.collect()
@@ -174,41 +175,52 @@ class Engine:
         start, stop = hull(records)
         if start == stop:
             return  # views of no elements
-        buffer = self.backend.allocate(stop - start, entry.tier)
-        if buffer is None:
+        source = records[0].bytes_between(start, stop)
+        entry.like = source.new_empty(0)
+        entry.buffer = self._allocate(stop - start, entry.tier)
+        if entry.buffer is None:
             self._keep(entry)
             return
+        # Whatever is interrupted from here on: the entry has its bytes, and `_retire` goes on where this stops.
+        self._leaving.append((self._regions, entry))
+        entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
         del self._by_storage[entry.key]
-        source = records[0].bytes_between(start, stop)
-        entry.like, entry.nbytes = source.new_empty(0), stop - start
-        entry.base, entry.buffer, entry.state = source, buffer, State.LEAVING
         for record in records:
             record.leave(start)
         self._copy_out(entry)
-        self._leaving.append((self._regions, entry))
         while len(self._leaving) > self._ahead.depth():
             self._retire_first()
 
-    def _copy_out(self, entry: Entry) -> None:
+    def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
+        buffer = self.backend.allocate(nbytes, tier)
+        if buffer is not None:
+            self.count_live(buffer.tier, nbytes)
+        return buffer
+
+    def _copy_out(self, entry: Entry) -> Copy:
         assert entry.base is not None
         assert entry.buffer is not None
         # The sooner it is out, the sooner its memory is free.
         entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0)
-        self.count_live(entry.buffer.tier, entry.nbytes)
+        self.copies.pump()
+        return entry.departure
 
     def _retire_first(self) -> None:
         """Free the device's memory of the entry that has been on its way out for longest, once its bytes are out."""
-        _, entry = self._leaving.popleft()
-        if entry.state is not State.LEAVING:
-            return
-        assert entry.departure is not None
-        self.copies.wait(event := entry.departure.need())
+        _, entry = self._leaving[0]
+        if entry.state is State.LEAVING:
+            self._retire(entry)
+        self._leaving.popleft()  # only now: what an exception stops is taken up again
+
+    def _retire(self, entry: Entry) -> None:
+        departure = entry.departure or self._copy_out(entry)
+        self.copies.wait(event := departure.need())
         while (error := event.error()) is not None:
             if not self._try_below(entry):
-                self._keep(entry, error)
                 entry.state, entry.departure = State.BACK, None
+                self._keep(entry, error)
                 return
-            self.copies.wait(event := entry.departure.need())
+            self.copies.wait(event := self._copy_out(entry).need())
         if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
             self.backend.discard(entry.base)
         self._empty(entry)
@@ -220,17 +232,13 @@ class Engine:
             record.fetched = False
 
     def _try_below(self, entry: Entry) -> bool:
-        """Copy out again, to a tier below the one that failed; the bytes are still on the device."""
+        """Room on a tier below the one where the copy failed; the bytes are still on the device."""
         assert entry.buffer is not None
-        assert entry.departure is not None
-        tier = entry.buffer.tier
+        below = self.backend.tiers[self.backend.tiers.index(entry.buffer.tier) + 1 :]
+        buffer = self._allocate(entry.nbytes, below[0]) if below else None
         self._free_buffer(entry)
-        below = self.backend.tiers[self.backend.tiers.index(tier) + 1 :]
-        entry.buffer = self.backend.allocate(entry.nbytes, below[0]) if below else None
-        if entry.buffer is None:
-            return False
-        self._copy_out(entry)
-        return True
+        entry.buffer = buffer
+        return buffer is not None
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
         self._counters.resident_bytes += entry.nbytes
@@ -240,13 +248,7 @@ class Engine:
         """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
         if not self._warned:
             self._warned = True
-            reason = f"the copy failed ({error})" if error else f"no tier of {list(self.backend.tiers)} has room"
-            warnings.warn(
-                f"offload() keeps a tensor of {nbytes} bytes on the device: {reason}. Give the runtime more "
-                "bytes, or move less; this is said once",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_of_staying(nbytes, self.backend.tiers, error)
 
     def count_live(self, tier: str, nbytes: int) -> None:
         """Count `nbytes` more on `tier`, which may be negative."""
@@ -277,8 +279,8 @@ class Engine:
         """The bytes of an entry that was loaded; what the compute stream is given from here on may read them."""
         assert entry.base is not None
         if entry.arrival is not None:
-            arrival, entry.arrival = entry.arrival.need(), None
-            self.copies.wait(arrival)
+            self.copies.wait(arrival := entry.arrival.need())
+            entry.arrival = None  # only now: who is interrupted while waiting must not find what has not arrived
             if (error := arrival.error()) is not None:
                 self._unload(entry)
                 raise error
@@ -290,16 +292,18 @@ class Engine:
         assert entry.like is not None
         refuse_where_impossible(self._process, entry.like)
         room = entry.nbytes + -entry.nbytes % ALIGNMENT
-        entry.base = self.backend.empty(room, entry.like)
+        base = self.backend.empty(room, entry.like)
         # Memory and order are those of now; when the copy itself starts, the link decides.
         after = [self.backend.record("compute")]
         if entry.departure is not None:
             after.append(entry.departure.need())
-        target = entry.base[: entry.nbytes]
-        started = self._ahead.copied if entry.home is None else self.homes.loading(entry.home)
-        entry.arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started)
-        entry.state = State.BACK
+        target = base[: entry.nbytes]
+        started = self._ahead.copied if entry.home is None else self.homes.loading(entry.home, base)
+        arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started)
+        # In one go, and before anything starts: memory that nothing was asked to fill would pass for what arrived.
+        entry.base, entry.arrival, entry.state = base, arrival, State.BACK
         self._back[entry] = None
+        self.copies.pump()
 
     def _load_ahead(self, ordinal: int) -> None:
         self._ahead.asked(ordinal, at=self.backend.record("compute"))
@@ -313,7 +317,7 @@ class Engine:
 
     def let_go(self, entry: Entry) -> None:
         """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
-        if entry.state is not State.BACK or entry.buffer is None or entry.uses:
+        if entry.state is not State.BACK or entry.buffer is None or self.homes.is_used(entry.home):
             return
         if entry.arrival is not None:
             self.copies.no_longer(entry.arrival)
@@ -367,25 +371,29 @@ class Engine:
             entry.records.clear()
             self.let_go(entry)
             return
-        if entry.state is State.DEVICE:
-            if self._by_storage.pop(entry.key, None) is None:
-                return
-            if entry.ordinal is None:
-                self._counters.held_bytes += entry.nbytes
-        for copy in (entry.arrival, entry.departure):
-            if entry.base is not None and copy is not None:
-                self.copies.no_longer(copy)
-        self._empty(entry)
+        if entry.state is State.DEVICE and entry.ordinal is None:
+            self._counters.held_bytes += entry.nbytes
+        if self._by_storage.get(entry.key) is entry:
+            del self._by_storage[entry.key]
+        try:
+            for copy in (entry.arrival, entry.departure):
+                if entry.base is not None and copy is not None:
+                    self.copies.no_longer(copy)
+        except Exception:  # the bytes on the tier are given back all the same
+            self._forget(entry)
+            raise
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._unload(entry)
         if entry.buffer is not None:
             self._free_buffer(entry)
-        self._back.pop(entry, None)
         if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:
             self._count_before, self._count = self._count, 0
             self._tail.clear()
 
     def _free_buffer(self, entry: Entry) -> None:
         assert entry.buffer is not None
-        after = [copy.event for copy in (entry.departure, entry.arrival) if copy is not None and copy.event is not None]
         self.count_live(entry.buffer.tier, -entry.nbytes)
-        self.backend.free(entry.buffer, after=after)
-        entry.buffer = None
+        buffer, entry.buffer = entry.buffer, None
+        self.backend.free(buffer, after=entry.events())

@@ -62,12 +62,14 @@ class Gradients:
             room, target = found
             source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # Nobody asks for it before the end of backward: whatever else leaves the device goes first.
+            assert room.buffer is not None
             copy = engine.copies.ask_out(source, room.buffer, seconds=math.inf)
             room.copies.append(copy)
-            leaving = self._arriving[target.untyped_storage()._cdata] = _Gradient(source, target, copy)
-            self._leaving.append(leaving)
+            self._leaving.append(_Gradient(source, target, copy))
+            self._arriving[target.untyped_storage()._cdata] = self._leaving[-1]
+            engine.copies.pump()
             while len(self._leaving) > engine.depth:
-                self._retire(self._leaving.popleft())
+                self._retire_first()
         engine.leftovers.collect()
         sent = shaped(target, parameter)
         if torch.is_anomaly_check_nan_enabled():  # autograd looks at what each node returns
@@ -83,8 +85,8 @@ class Gradients:
             if arriving is None:
                 return
             if arriving.source is not None:
-                self._leaving.remove(arriving)
                 self._retire(arriving)
+                self._leaving.remove(arriving)
         self._engine.backend.synchronize(arriving.copy.need())
 
     def end_backward(self) -> None:
@@ -93,14 +95,19 @@ class Gradients:
         After a backward nothing is under way, unless it ended with an exception.
         """
         while self._leaving:
-            self._retire(self._leaving.popleft())
+            self._retire_first()
         for gradient in self._arriving.values():
             self._engine.backend.synchronize(gradient.copy.need())
         self._arriving.clear()
 
+    def _retire_first(self) -> None:
+        self._retire(self._leaving[0])
+        self._leaving.popleft()  # only now: what an exception stops is taken up again
+
     def _retire(self, gradient: _Gradient) -> None:
         """Free the device's memory of a gradient, which the compute stream may use from here on."""
-        assert gradient.source is not None
+        if gradient.source is None:
+            return
         event = gradient.copy.need()
         self._engine.copies.wait(event)
         if event.error() is not None:

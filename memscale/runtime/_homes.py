@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._errors import TransformError
 from memscale._simulating import simulating
 from memscale.runtime._ahead import MOST_HINTS, Ahead
-from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, is_unshared, version
+from memscale.runtime._entry import Entry, Handle, Layout, Record, State, changed_error, version
+from memscale.runtime._movable import is_movable
 from memscale.runtime._protocol import Event
 from memscale.runtime._rooms import shaped
 
@@ -38,12 +38,12 @@ class Home:
 
     __slots__ = ("__weakref__", "address", "entry", "group", "layout", "loaded", "number", "parameter", "was_compared")
 
-    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
+    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout, data: torch.Tensor) -> None:
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
         self.entry = entry
         self.layout = layout
-        self.address = parameter.untyped_storage().data_ptr()
+        self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
         self.was_compared = False
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
@@ -94,6 +94,16 @@ def home_of(parameter: torch.Tensor) -> Home | None:
     return home if storage.data_ptr() == home.address else None
 
 
+class Visit:
+    """One run of a region: what it has on the device, also by the storage there."""
+
+    __slots__ = ("homes", "loaded")
+
+    def __init__(self) -> None:
+        self.homes: Sequence[Home] = ()
+        self.loaded: dict[int, Home] = {}
+
+
 class Homes:
     """The parameters that one engine moves."""
 
@@ -106,7 +116,7 @@ class Homes:
         self._last: Group | None = None
         self._sequence = 0
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
-        self._loaded: dict[int, Home] = {}  # those on the device for a running region, by the storage there
+        self._visits: dict[Visit, None] = {}  # of the regions that run now
         self._reading: dict[Home, Event] = {}
         self._awaited: set[Home] = set()  # on their way for a region that is expected to run soon in this forward
 
@@ -136,19 +146,19 @@ class Homes:
                 return None
             room, contents = found
             data = shaped(contents, parameter)
-            gradient, parameter.grad = parameter.grad, None
             with torch.no_grad():
                 data.copy_(parameter)
-                parameter.data = data
-                parameter.grad = None if gradient is None else gradient.to(data.device)
+                gradient = None if parameter.grad is None else parameter.grad.to(data.device)
             entry = Entry(engine, data.untyped_storage()._cdata, tier, parameter.nbytes)
             entry.state, entry.buffer, entry.like = State.AWAY, room.buffer, like.new_empty(0, dtype=torch.uint8)
             layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
-            home = entry.home = room.home = Home(parameter, entry, layout)
+            home = entry.home = room.home = Home(parameter, entry, layout, data)
             registry = _registry()
-            self._homes[home.number] = registry[entry.key] = home
             # At once: another storage may get the address next.
-            weakref.finalize(data.untyped_storage(), registry.pop, entry.key).atexit = False
+            weakref.finalize(data.untyped_storage(), registry.pop, entry.key, None).atexit = False
+            self._homes[home.number] = registry[entry.key] = home
+            # Last, and in one go: what was interrupted on the way has left the parameter as it was.
+            parameter.grad, parameter.data, parameter.grad = None, data, gradient
             return home
 
     def end(self, home: Home) -> list[Event]:
@@ -162,31 +172,35 @@ class Homes:
 
     # --------------------------------------------------------------------------------------- to the device and back
 
-    def enter(self, homes: Sequence[Home]) -> list[torch.Tensor]:
-        """The parameters on the device, for a region that runs now, until `leave`."""
+    def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
+        """The parameters on the device, for a region that runs now, until ``leave(visit)``.
+
+        That must follow, also where this raises.
+        """
         engine, group = self._engine, tuple([home.number for home in homes])
         with engine.lock:
             in_backward = engine.follow_backward()  # a region that runs again
-            if not in_backward:
-                self._begin(group)
-            for home in homes:
-                home.group = group
-                # What an earlier forward left on the device may be out of date in ways that no version counter sees.
-                self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
-                self._awaited.discard(home)
-                home.entry.uses += 1
+            is_next = not in_backward and self._begin(group)
+            try:
+                for home in homes:
+                    home.group = group
+                    # What an earlier forward left there may be out of date in ways that no version counter sees.
+                    self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
+                    self._awaited.discard(home)
+            except BaseException:  # out of memory, say, with half of them there
+                for home in homes:
+                    engine.let_go(home.entry)
+                raise
+            visit.homes = homes
+            self._visits[visit] = None
             if in_backward:
                 self._note_backward(group)
-            else:
+            elif is_next:
                 self._load_forward()
-            try:
-                # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
-                tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
-            except BaseException:
-                self._leave(homes, stay=False)
-                raise
+            # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
+            tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
             for home, tensor in zip(homes, tensors, strict=True):
-                self._loaded[tensor.untyped_storage()._cdata] = home
+                visit.loaded[tensor.untyped_storage()._cdata] = home
         return tensors
 
     def lag(self, sequence: int) -> int:
@@ -197,7 +211,11 @@ class Homes:
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
-    def leave(self, homes: Sequence[Home], *, failed: bool = False) -> None:
+    def is_used(self, home: Home | None) -> bool:
+        """Whether a running region has it on the device. The engine's lock is held."""
+        return home is not None and any(home in visit.homes for visit in self._visits)
+
+    def leave(self, visit: Visit, *, failed: bool = False) -> None:
         """The region has run. Its parameters leave the device, unless backward asks for them first of all.
 
         Raises:
@@ -205,10 +223,20 @@ class Homes:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         with self._engine.lock:
+            # In one step, so that none of them passes for used, and so for up to date, whatever stops this.
+            self._visits.pop(visit, None)
+            homes = visit.homes
             group = homes[0].group if homes else ()
             stay = torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self.ahead.first == group
             lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
-            self._leave(homes, stay=stay)
+            over = [home for home in homes if not self.is_used(home)]
+            for home in over:
+                self._bring_changes(home)
+            for home in [] if stay and not failed else over:
+                self._engine.let_go(home.entry)
+            if failed:  # the forward, if it was one, is over: the next one may begin with this very region
+                self._forward.begin()
+                self._forget_awaited()
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
         self._engine.leftovers.collect()
@@ -218,20 +246,10 @@ class Homes:
                 "or another view that autograd does not know, and that is lost; make the change under torch.no_grad()"
             )
 
-    def _leave(self, homes: Sequence[Home], *, stay: bool) -> None:
-        for home in homes:
-            entry = home.entry
-            entry.uses -= 1
-            if entry.uses == 0:
-                if entry.base is not None:
-                    self._loaded.pop(entry.base.untyped_storage()._cdata, None)
-                    self._bring_changes(home, entry.base)
-                if not stay:
-                    self._engine.let_go(entry)
-
     def handle_on(self, tensor: torch.Tensor) -> Handle | None:
         """A handle on `tensor` if it is a parameter on the device, or a view of one. The engine's lock is held."""
-        home = self._loaded.get(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        home = next((visit.loaded[key] for visit in self._visits if key in visit.loaded), None)
         if home is None or home.parameter() is None:
             return None
         layout = Layout(
@@ -253,13 +271,13 @@ class Homes:
         assert entry.base is not None
         assert parameter is not None
         changes = version(entry.base) - home.loaded[1]  # which come home when the region leaves
-        entry.records.append(HomeRecord(home, parameter.detach(), layout, version(parameter) + changes))
-        return Handle(entry, len(entry.records) - 1)
+        record = HomeRecord(home, parameter.detach(), layout, version(parameter) + changes)
+        return Handle(entry, record)
 
-    def _bring_changes(self, home: Home, base: torch.Tensor) -> None:
+    def _bring_changes(self, home: Home) -> None:
         """A region may change its parameters in place, as an embedding with `max_norm` does."""
-        parameter, changes = home.parameter(), version(base) - home.loaded[1]
-        if parameter is None or changes == 0:
+        parameter, base = home.parameter(), home.entry.base
+        if parameter is None or base is None or (changes := version(base) - home.loaded[1]) == 0:
             return
         before = version(parameter)
         with torch.no_grad():
@@ -292,15 +310,18 @@ class Homes:
         """Backward asks for `home`, and soon for the rest of its group, and for the groups that come after."""
         self._note_backward(home.group)
 
-    def _begin(self, group: Group) -> None:
-        """A region runs, possibly the first of a forward."""
+    def _begin(self, group: Group) -> bool:
+        """A region runs, possibly the first of a forward; whether it is another one than the last."""
         if self._last is not None and self._last != group:
             if len(self._before) >= MOST_HINTS:
                 self._before.clear()
             self._before[group] = self._last
         self._last = group
-        if self._forward.asked(group, at=self._engine.backend.record("compute")) and self._forward.first == group:
+        is_next = self._forward.asked(group, at=self._engine.backend.record("compute"))
+        # One that runs twice in a row may as well begin a new forward, after one that ended right behind it.
+        if not is_next or self._forward.first == group:
             self._forget_awaited()
+        return is_next
 
     def _forget_awaited(self) -> None:
         """A forward is over: what it asked for and did not use may be changed before anybody asks for it again."""
@@ -331,10 +352,9 @@ class Homes:
             if not saved:
                 self._awaited.add(home)
 
-    def loading(self, home: Home) -> Callable[[Event], None]:
-        """Its bytes are asked for anew; the result is to be called when their copy has started."""
-        assert home.entry.base is not None
-        home.loaded = (home.version(), version(home.entry.base))
+    def loading(self, home: Home, base: torch.Tensor) -> Callable[[Event], None]:
+        """Its bytes are asked for anew, in `base`; the result is to be called when their copy has started."""
+        home.loaded = (home.version(), version(base))
         return functools.partial(self._copied, home)
 
     def _copied(self, home: Home, event: Event) -> None:
@@ -354,35 +374,11 @@ class Homes:
     def _finish_reading(self, homes: Iterable[Home]) -> None:
         """Wait until the CPU may change these parameters."""
         for home in homes:
-            if (event := self._reading.pop(home, None)) is not None:
+            if (event := self._reading.get(home)) is not None:
                 self._engine.backend.synchronize(event)
+                del self._reading[home]
 
 
 def _registry() -> dict[int, Home]:
     step = simulating()
     return _at_home if step is None else step.homes
-
-
-def is_movable(parameter: torch.Tensor) -> bool:
-    """Whether moving `parameter` frees its memory, and disturbs nobody."""
-    if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
-        return False
-    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
-        return False
-    storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
-        return False
-    if parameter.is_cpu and storage.is_shared():  # with other processes
-        return False
-    step = simulating()
-    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -17,6 +17,7 @@ from memscale.runtime._arena import PAGE_BYTES
 from memscale.runtime._disk import DiskSlab, DiskTierFull, Extent
 from memscale.runtime._mapping import Bytes
 from memscale.runtime._protocol import Buffer, Event, Stream
+from memscale.runtime._refusals import refuse_where_impossible
 from memscale.runtime._tiers import TierUse
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -45,6 +46,7 @@ class Transfer:
 
     def __init__(self, future: Future[Any], clock: float) -> None:
         self._future = future
+        self._process = os.getpid()
         self._start = clock
         self._stop: float | None = None
         future.add_done_callback(self._ended)
@@ -62,7 +64,9 @@ class Transfer:
         return self._future.exception() if self._future.done() else None
 
     def wait(self) -> None:
-        self._future.exception()
+        if not self._future.done():
+            refuse_where_impossible(self._process, None)  # it would never be done there
+            self._future.exception()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +17,12 @@ _WINDOW = 2
 class Copy:
     """A copy that was asked for; it has an event once its stream was given it."""
 
-    __slots__ = ("_link", "event", "start")
+    __slots__ = ("_link", "event", "start", "started")
 
-    def __init__(self, link: Link, start: Callable[[], Event]) -> None:
+    def __init__(self, link: Link, start: Callable[[], Event], started: Callable[[Event], None]) -> None:
         self._link = link
         self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
+        self.started = started
         self.event: Event | None = None
 
     def need(self) -> Event:
@@ -52,6 +54,7 @@ class Link:
     >>> def copy(name):
     ...     return lambda: (started.append(name), Done())[1]
     >>> first, late, soon = (link.ask(copy(name), deadline=when) for name, when in [("a", 0), ("late", 9), ("soon", 5)])
+    >>> link.pump()
     >>> started
     ['a']
     >>> _ = late.need()
@@ -65,17 +68,19 @@ class Link:
         self._under_way: deque[Event] = deque()
         self._count = 0
 
-    def ask(self, start: Callable[[], Event], *, deadline: float) -> Copy:
-        """A copy that `start` gives to the stream, at the latest when it is needed.
+    def ask(
+        self, start: Callable[[], Event], *, deadline: float, started: Callable[[Event], None] = lambda event: None
+    ) -> Copy:
+        """A copy that `start` gives to the stream at the next `pump`, or later, and at the latest when it is needed.
 
         Args:
             start: queues the copy and returns its event.
             deadline: when it is expected to be needed, in seconds of the backend's clock.
+            started: called with the event then.
         """
-        copy = Copy(self, start)
+        copy = Copy(self, start, started)
         heapq.heappush(self._waiting, (deadline, self._count, copy))
         self._count += 1
-        self.pump()
         return copy
 
     def pump(self) -> None:
@@ -85,11 +90,14 @@ class Link:
         while self._waiting and len(self._under_way) < self._window:
             _, _, copy = heapq.heappop(self._waiting)
             if copy.start is not None:
-                self.start(copy)
+                # Whoever is here may have no part in it. It is tried again when it is needed, by whom it concerns.
+                with contextlib.suppress(Exception):
+                    self.start(copy)
 
     def start(self, copy: Copy) -> None:
-        """Start `copy`, whatever waits."""
-        start, copy.start = copy.start, None
-        assert start is not None, "a copy that was given up is not needed"
-        copy.event = start()
-        self._under_way.append(copy.event)
+        """Start `copy`, whatever waits. Where that fails, it may be started again."""
+        assert copy.start is not None, "a copy that was given up is not needed"
+        copy.event = event = copy.start()
+        copy.start = None  # at once: with a copy of one copy under way, nobody would wait for the first
+        self._under_way.append(event)
+        copy.started(event)
