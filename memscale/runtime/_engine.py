@@ -221,9 +221,10 @@ class Engine:
                 self._keep(entry, error)
                 return
             self.copies.wait(event := self._copy_out(entry).need())
-        if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
-            self.backend.discard(entry.base)
+        base = entry.base
         self._empty(entry)
+        if base is not None and is_unshared(base):  # backward may have asked for it on its way out
+            self.backend.discard(base)
 
     def _empty(self, entry: Entry) -> None:
         entry.base = None
