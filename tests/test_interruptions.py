@@ -73,8 +73,9 @@ METHODS = ("allocate", "empty", "record", "copy", "wait", "map", "synchronize")
 
 
 def is_empty(backend):
-    backend.allocate(0, "auto")  # reclaims what was given back
-    return all(len(pool.taken) <= 1 for pool in backend._pools.values())
+    for pool in backend._pools.values():
+        backend._reclaim(pool)
+    return not any(pool.taken for pool in backend._pools.values())
 
 
 def streamed(backend, depth=2):

@@ -72,6 +72,18 @@ def test_what_is_under_way_when_its_graph_ends_is_let_go_by_the_next_call():
     assert engine._moved == {}
 
 
+def test_memory_goes_back_after_its_copies_also_where_another_compute_stream_waited_for_them():
+    queue = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20})
+    engine = Engine(queue, depth=2)
+    handle = engine.stash(torch.ones(NBYTES // 4))
+    engine.look_again()
+    event = handle.entry.departure.event
+    del handle
+    queue.wait = lambda event: None  # the stream of a thread that happens to come by, not the one of the memory
+    engine.leftovers.collect()
+    assert event.finished
+
+
 def test_time_passes_also_where_nothing_can_happen():
     backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
     buffer = backend.allocate(NBYTES, "pinned")

@@ -85,7 +85,7 @@ MUTANTS = {
     ),
     "a dropped load is not waited for": (
         _hazards.RELOAD_FREED,
-        [("let_go", "self.copies.no_longer(entry.arrival)", "pass"), ("_close", "self.copies.no_longer(copy)", "pass")],
+        [("let_go", "self.copies.no_longer(entry.arrival)", "pass"), ("_close", "self.copies.end(copy)", "pass")],
     ),
     "a load does not wait for its copy out": (
         _hazards.READ_BEFORE_WRITE,

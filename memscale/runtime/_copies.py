@@ -87,3 +87,9 @@ class Copies:
         """To be called before the device's memory of a copy goes to someone else."""
         if not copy.give_up():
             self.wait(copy.need())
+
+    def end(self, copy: Copy) -> None:
+        """The same, from any thread, whose compute stream need not be the one that the memory goes back to."""
+        self.no_longer(copy)
+        if copy.event is not None:
+            self._backend.synchronize(copy.event)

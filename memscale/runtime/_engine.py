@@ -379,7 +379,7 @@ class Engine:
         try:
             for copy in (entry.arrival, entry.departure):
                 if entry.base is not None and copy is not None:
-                    self.copies.no_longer(copy)
+                    self.copies.end(copy)
         except Exception:  # the bytes on the tier are given back all the same
             self._forget(entry)
             raise
