@@ -370,6 +370,6 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
     assert (engine._moved, engine._by_storage, engine._back) == ({}, {}, {})
     assert (engine.homes._reading, engine.gradients._arriving) == ({}, {})
-    assert engine not in {home.engine for home in _home._on_device.values()}
+    assert _home.running == {}
     assert isinstance(engine.backend, Checked)
     return engine.backend.finish(), sum(stats.in_bytes.values())

@@ -14,7 +14,7 @@ from test_simulated import mutate
 from torch import nn
 
 import memscale as ms
-from memscale.runtime import Runtime, _copies
+from memscale.runtime import Runtime, _copies, _entry
 from memscale.runtime._budget import HostBudget
 from memscale.runtime._cuda import CudaBackend
 from memscale.runtime._engine import Engine
@@ -216,7 +216,7 @@ MUTANTS = {
         ("load", "after = [self.backend.record()]", "after = []")
     ],
     "a slot is reused while a load that one stream has waited for still reads it": [
-        ("_free_buffer", "in (entry.departure, entry.arrival)", "in (entry.departure,)")
+        (_entry.Entry, "events", "(self.departure, self.arrival)", "(self.departure,)")
     ],
 }
 
@@ -245,9 +245,9 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), backend=engine.backend)
     runtime._engines[torch.device("cpu")] = engine
 
-    def enter_and_use(homes):
+    def enter_and_use(visit, homes):
         engine.wander()  # a region's stream is its own; in the graph, also its backward's
-        tensors = enter(homes)
+        tensors = enter(visit, homes)
         for tensor in tensors:
             fake.access(fake.compute_stream, tensor.untyped_storage().data_ptr(), tensor.nbytes, "read")
         return tensors

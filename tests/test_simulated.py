@@ -59,15 +59,17 @@ def mutate(monkeypatch, edits):
 
 
 NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
-NOT_WAITED = "event = entry.departure.need()\n    while"
+OUT_WAITED = "event = self.copies.release(departure)\n    while"
+IN_WAITED = "self.copies.arrive(entry.arrival, entry.base)"
+NOT_WAITED = "event = departure.need()\n    while"
 MUTANTS = {
     "a load is not waited for": (
         _hazards.USED_EARLY,
-        [("arrived", "self.copies.arrive(entry.arrival, entry.base)", "entry.arrival.need()")],
+        [("arrived", IN_WAITED, "entry.arrival.need()")],
     ),
     "memory is freed without waiting": (
         _hazards.SOURCE_FREED,
-        [("_retire_first", "event = self.copies.release(entry.departure)\n    while", NOT_WAITED)],
+        [("_retire", OUT_WAITED, NOT_WAITED)],
     ),
     "a copy out does not wait for the operators before": (
         _hazards.READ_EARLY,
@@ -75,7 +77,7 @@ MUTANTS = {
     ),
     "a slot is given back when its load starts": (
         _hazards.SLOT_REUSED,
-        [("load", "entry.state = State.BACK", "entry.state = State.BACK; self.backend.free(entry.buffer, after=())")],
+        [("load", "self.copies.pump()", "self.copies.pump(); self.backend.free(entry.buffer, after=())")],
     ),
     "a load does not wait for the operators before": (
         _hazards.RELOAD_OVERWRITTEN,
@@ -88,7 +90,7 @@ MUTANTS = {
     "a load does not wait for its copy out": (
         _hazards.READ_BEFORE_WRITE,
         [
-            ("_retire_first", "event = self.copies.release(entry.departure)\n    while", NOT_WAITED),
+            ("_retire", OUT_WAITED, NOT_WAITED),
             ("load", "after.append(entry.departure.need())", "pass"),
         ],
     ),
@@ -100,8 +102,8 @@ MUTANTS = {
         _hazards.PREFETCHED_LATE,
         [
             NO_LIVE_CHECK,
-            ("_close", "self._moved.pop(entry.ordinal, None)", "self._moved.get(entry.ordinal)"),
-            ("_free_buffer", "entry.buffer = None", "pass"),
+            ("_forget", "self._moved.pop(entry.ordinal, None)", "self._moved.get(entry.ordinal)"),
+            ("_free_buffer", "buffer, entry.buffer = entry.buffer, None", "buffer = entry.buffer"),
         ],
     ),
     "a full pool is waited for": (
@@ -109,12 +111,12 @@ MUTANTS = {
         [
             (
                 "_move",
-                "buffer = self.backend.allocate(stop - start, entry.tier)",
-                "buffer = None\n    while buffer is None: buffer = self.backend.allocate(stop - start, entry.tier)",
+                "entry.buffer = self._allocate(stop - start, entry.tier)",
+                "while entry.buffer is None: entry.buffer = self._allocate(stop - start, entry.tier)",
             )
         ],
     ),
-    "bytes are not given back": (_hazards.LEAK, [("_close", "self._free_buffer(entry)", "pass")]),
+    "bytes are not given back": (_hazards.LEAK, [("_forget", "self._free_buffer(entry)", "pass")]),
 }
 
 

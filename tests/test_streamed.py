@@ -81,7 +81,7 @@ def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
     load = engine.load
     names = {id(home_of(p).entry): name for name, p in fit.named_parameters()}
     engine.load = lambda entry, **options: (asked.append(names[id(entry)]), load(entry, **options))[1]
-    engine.homes.enter = lambda homes: (asked.append("enter"), enter(homes))[1]
+    engine.homes.enter = lambda *given: (asked.append("enter"), enter(*given))[1]
     with torch.no_grad():
         fit(rows())
     order = [(f"{layer}.weight", f"{layer}.bias") for layer in range(LAYERS)]
@@ -230,6 +230,7 @@ def loads(seconds):
         engine.copies.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
         for buffer, target, when in zip(buffers, targets, seconds, strict=True)
     ]
+    engine.copies.pump()
     return backend, engine, copies, targets
 
 

@@ -52,10 +52,8 @@ MUTANTS = {
         (_gradients.Gradients, "_retire", "copies.release(gradient.copy)", "gradient.copy.need()")
     ],
     "a load is not waited for": [("arrived", "self.copies.arrive(entry.arrival, entry.base)", "entry.arrival.need()")],
-    "a change by the region is lost": [(_homes.Homes, "_leave", "self._bring_changes(home, entry.base)", "pass")],
-    "rooms are not given back": [
-        (_rooms.Rooms, "close", "engine.backend.free(room.buffer, after=reading + copied)", "pass")
-    ],
+    "a change by the region is lost": [(_homes.Homes, "leave", "self._bring_changes(home)", "pass")],
+    "rooms are not given back": [(_rooms.Room, "give_back", "backend.free(buffer, after=[*after, *copied])", "pass")],
 }
 
 
@@ -123,7 +121,7 @@ EFFECTS = {
     ),
     "regions never leave the device": (
         functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),
-        [(_homes.Homes, "_leave", "if not stay:", "if False:")],
+        [(_homes.Homes, "leave", "[] if stay and not failed else over", "[]")],
     ),
     "a checkpoint in a region keeps what stood for its parameters": (
         functools.partial(
@@ -133,7 +131,7 @@ EFFECTS = {
     ),
     "the memory of a home is given back at once": (
         test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
-        [(_rooms.Rooms, "close", "after=reading + copied", "after=copied")],
+        [(_rooms.Room, "give_back", "after=[*after, *copied]", "after=copied")],
     ),
 }
 

@@ -37,13 +37,16 @@ class Copies:
         after = [self._backend.record(stream) for stream in owners]
 
         def start() -> Event:
-            event = self._backend.copy(source, buffer, "out", after=after)
-            add(self._counters.out_bytes, buffer.tier, source.nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("out", buffer.tier, source.nbytes, event)
-            return event
+            return self._backend.copy(source, buffer, "out", after=after)
 
-        return self._out.ask(start, deadline=self._backend.clock() + seconds, owners=owners)
+        nbytes = source.nbytes
+
+        def note(event: Event) -> None:
+            add(self._counters.out_bytes, buffer.tier, nbytes)
+            if self.timeline is not None:
+                self.timeline.copied("out", buffer.tier, nbytes, event)
+
+        return self._out.ask(start, deadline=self._backend.clock() + seconds, started=note, owners=owners)
 
     def ask_in(
         self,
@@ -62,15 +65,17 @@ class Copies:
         """
 
         def start() -> Event:
-            event = self._backend.copy(buffer, target, "in", after=after)
-            started(event)
-            add(self._counters.in_bytes, buffer.tier, target.nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("in", buffer.tier, target.nbytes, event)
-            return event
+            return self._backend.copy(buffer, target, "in", after=after)
 
-        owners = (self._backend.compute_stream(),)
-        return self._in.ask(start, deadline=self._backend.clock() + seconds, owners=owners, group=group)
+        nbytes, owners = target.nbytes, (self._backend.compute_stream(),)
+
+        def note(event: Event) -> None:
+            started(event)
+            add(self._counters.in_bytes, buffer.tier, nbytes)
+            if self.timeline is not None:
+                self.timeline.copied("in", buffer.tier, nbytes, event)
+
+        return self._in.ask(start, deadline=self._backend.clock() + seconds, started=note, owners=owners, group=group)
 
     def pump(self) -> None:
         """Start what may start by now."""

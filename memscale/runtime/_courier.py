@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
+
+from memscale.runtime._refusals import refuse_in_fork
 
 T = TypeVar("T")
 
 
 class Errand(Future[T]):
     """Work that a courier was given, and the `Event` behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
 
     _began_seconds: float | None = None
     _ended_seconds: float | None = None
@@ -28,7 +35,9 @@ class Errand(Future[T]):
 
     def wait(self) -> None:
         """Let the calling thread come after it, however it ended."""
-        self.exception()
+        if not self.done():
+            refuse_in_fork(self._process)  # where it never will be
+            self.exception()
 
 
 class Courier:

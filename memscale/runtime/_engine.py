@@ -16,8 +16,6 @@ Parameters that live on another tier are `Homes`' matter, which uses the same en
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections import deque
 
 import torch
@@ -26,10 +24,13 @@ from memscale.runtime._ahead import Ahead
 from memscale.runtime._copies import Copies
 from memscale.runtime._entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
 from memscale.runtime._gradients import Gradients
-from memscale.runtime._home import home_on_device
+from memscale.runtime._home import home_on_device, is_used
 from memscale.runtime._homes import Homes
 from memscale.runtime._leftovers import Leftovers
-from memscale.runtime._protocol import Backend
+from memscale.runtime._link import Copy
+from memscale.runtime._locks import new_lock
+from memscale.runtime._protocol import Backend, Buffer
+from memscale.runtime._refusals import warn_of_staying
 from memscale.runtime._rooms import Rooms
 from memscale.runtime._stats import Counters, Stats, Timeline, add
 
@@ -51,7 +52,7 @@ class Engine:
     def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
         self.backend = backend
         self.depth = depth
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._counters = Counters()
         self.copies = Copies(backend, self._counters, timeline)
         self.leftovers = Leftovers(self.lock)
@@ -71,18 +72,6 @@ class Engine:
         self.homes = Homes(self)
         self.gradients = Gradients(self)
 
-    def __enter__(self) -> None:
-        """Work on what the engine knows: only one thread does at a time."""
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        """Start what may start by now, and close what ended meanwhile."""
-        try:
-            self.copies.pump()
-        finally:
-            self.lock.release()
-        self.leftovers.collect()
-
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
 
@@ -94,17 +83,20 @@ class Engine:
         key, nbytes = storage._cdata, storage.nbytes()
         if (home := home_on_device(tensor)) is not None:
             return home.save(tensor)
-        with self:
+        with self.lock:
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
-            if entry is None:
-                entry = self._by_storage[key] = Entry(self, key, tier, nbytes)
-                self._waiting.append(entry)
+            if entry is None or not entry.live():  # one that is about to be closed was of another storage there
+                entry = Entry(self, key, tier, nbytes)
             if (stream := self.backend.compute_stream()) not in entry.streams:
                 entry.streams += (stream,)
-            entry.records.append(record)
-            handle = Handle(entry, len(entry.records) - 1)
+            handle = Handle(entry, record)
+            if self._by_storage.get(key) is not entry:
+                self._by_storage[key] = entry
+                self._waiting.append(entry)
             self._look()
+            self.copies.pump()
+        self.go_on()
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
@@ -113,26 +105,37 @@ class Engine:
         Raises:
             CorrectnessError: it was changed in place after it was stashed.
         """
-        with self:
-            return self._fetch(handle)
+        with self.lock:
+            tensor = self._fetch(handle)
+            self.copies.pump()
+        self.go_on()
+        return tensor
 
     def look_again(self) -> None:
         """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
-        with self:
+        with self.lock:
             self._regions += 1
             self._look()
             # At the end of a forward nothing follows that would push these out; its peak is yet to come.
             while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
                 self._retire_first()
+            self.copies.pump()
+        self.go_on()
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait until it has arrived. What was loaded ahead goes."""
-        with self:
+        with self.lock:
             self.homes.forget_awaited()
             self._look(len(self._waiting))
             while self._leaving:
                 self._retire_first()
             self._come_home()
+            self.copies.pump()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Called by whoever has held the lock: close what ended meanwhile."""
+        self.leftovers.collect()
 
     def stats(self) -> Stats:
         """What the engine has done, and what it holds now."""
@@ -150,8 +153,10 @@ class Engine:
             if not entry.is_last_keeper():
                 self._waiting.append(entry)
                 continue
-            self._number(entry)
-            assert entry.ordinal is not None
+            if entry.ordinal is None:
+                entry.ordinal = self._count
+                self._count += 1
+                self._moved[entry.ordinal] = entry
             depth = self._ahead.depth()
             if depth == 0 or not 0 < self._count_before <= entry.ordinal + depth:
                 self._move(entry)
@@ -162,12 +167,6 @@ class Engine:
                 self._counters.resident_bytes -= self._tail[0].nbytes
                 self._move(self._tail.popleft())
 
-    def _number(self, entry: Entry) -> None:
-        if entry.ordinal is None:
-            entry.ordinal = self._count
-            self._count += 1
-            self._moved[entry.ordinal] = entry
-
     def _move(self, entry: Entry) -> None:
         records = entry.live()
         if entry.state is not State.DEVICE or not records:
@@ -176,46 +175,58 @@ class Engine:
             self._waiting.append(entry)
             return
         start, stop = hull(records)
-        if start == stop:
-            return  # views of no elements
-        buffer = self.backend.allocate(stop - start, entry.tier)
-        if buffer is None:
+        if start == stop:  # views of no elements
+            return
+        source = records[0].bytes_between(start, stop)
+        entry.like = source.new_empty(0)
+        entry.buffer = self._allocate(stop - start, entry.tier)
+        if entry.buffer is None:
             self._keep(entry)
             return
+        # Whatever is interrupted from here on: the entry has its bytes, and `_retire` goes on where this stops.
+        self._leaving.append((self._regions, entry))
+        entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
         del self._by_storage[entry.key]
-        source = records[0].bytes_between(start, stop)
-        entry.like, entry.nbytes = source.new_empty(0), stop - start
-        entry.base, entry.buffer, entry.state = source, buffer, State.LEAVING
         for record in records:
             record.leave(start)
         self._copy_out(entry)
-        self._leaving.append((self._regions, entry))
         while len(self._leaving) > self._ahead.depth():
             self._retire_first()
 
-    def _copy_out(self, entry: Entry) -> None:
+    def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
+        buffer = self.backend.allocate(nbytes, tier)
+        if buffer is not None:
+            self.count_live(buffer.tier, nbytes)
+        return buffer
+
+    def _copy_out(self, entry: Entry) -> Copy:
         assert entry.base is not None
         assert entry.buffer is not None
         # The sooner it is out, the sooner its memory is free.
         entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
-        self.count_live(entry.buffer.tier, entry.nbytes)
+        self.copies.pump()
+        return entry.departure
 
     def _retire_first(self) -> None:
         """Free the device's memory of the entry that has been on its way out for longest, once its bytes are out."""
-        _, entry = self._leaving.popleft()
-        if entry.state is not State.LEAVING:
-            return
-        assert entry.departure is not None
-        event = self.copies.release(entry.departure)
+        _, entry = self._leaving[0]
+        if entry.state is State.LEAVING:
+            self._retire(entry)
+        self._leaving.popleft()  # only now: what an exception stops is taken up again
+
+    def _retire(self, entry: Entry) -> None:
+        departure = entry.departure or self._copy_out(entry)
+        event = self.copies.release(departure)
         while (error := event.error()) is not None:
             if not self._try_below(entry):
-                self._keep(entry, error)
                 entry.state, entry.departure = State.KEPT, None
+                self._keep(entry, error)
                 return
-            event = self.copies.release(entry.departure)
-        if entry.base is not None and is_unshared(entry.base):  # backward may have asked for it on its way out
-            self.backend.discard(entry.base)
+            event = self.copies.release(self._copy_out(entry))
+        base = entry.base
         self._empty(entry)
+        if base is not None and is_unshared(base):  # backward may have asked for it on its way out
+            self.backend.discard(base)
 
     def _empty(self, entry: Entry) -> None:
         entry.base = None
@@ -224,17 +235,13 @@ class Engine:
             record.fetched = False
 
     def _try_below(self, entry: Entry) -> bool:
-        """Copy out again, to a tier below the one that failed; the bytes are still on the device."""
+        """Room on a tier below the one where the copy failed; the bytes are still on the device."""
         assert entry.buffer is not None
-        assert entry.departure is not None
-        tier = entry.buffer.tier
+        below = self.backend.tiers[self.backend.tiers.index(entry.buffer.tier) + 1 :]
+        buffer = self._allocate(entry.nbytes, below[0]) if below else None
         self._free_buffer(entry)
-        below = self.backend.tiers[self.backend.tiers.index(tier) + 1 :]
-        entry.buffer = self.backend.allocate(entry.nbytes, below[0]) if below else None
-        if entry.buffer is None:
-            return False
-        self._copy_out(entry)
-        return True
+        entry.buffer = buffer
+        return buffer is not None
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
         self._counters.resident_bytes += entry.nbytes
@@ -242,15 +249,9 @@ class Engine:
 
     def warn_of(self, nbytes: int, error: BaseException | None = None) -> None:
         """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
-        if not self._warned:
-            self._warned = True
-            reason = f"the copy failed ({error})" if error else f"no tier of {list(self.backend.tiers)} has room"
-            warnings.warn(
-                f"offload() keeps a tensor of {nbytes} bytes on the device: {reason}. Give the runtime more "
-                "bytes, or move less; this is said once",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        warned, self._warned = self._warned, True
+        if not warned:
+            warn_of_staying(nbytes, self.backend.tiers, error)
 
     def count_live(self, tier: str, nbytes: int) -> None:
         """Count `nbytes` more on `tier`, which may be negative."""
@@ -293,20 +294,19 @@ class Engine:
         assert entry.like is not None
         room = entry.nbytes + -entry.nbytes % ALIGNMENT
         with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
-            entry.base = self.backend.empty(room, entry.like)
+            base = self.backend.empty(room, entry.like)
         # Memory and order are those of now; when the copy itself starts, the link decides.
         after = [self.backend.record()]
         if entry.departure is not None:
             after.append(entry.departure.need())
-        target = entry.base[: entry.nbytes]
-        home = entry.home
-        started = self._ahead.copied if home is None else self.homes.loading(home)
+        target, home = base[: entry.nbytes], entry.home
+        started = self._ahead.copied if home is None else self.homes.loading(home, base)
         group = None if home is None else home.group
-        entry.arrival = self.copies.ask_in(
-            entry.buffer, target, after=after, seconds=seconds, started=started, group=group
-        )
-        entry.state = State.BACK
+        arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started, group=group)
+        # In one go, and before anything starts: memory that nothing was asked to fill would pass for what arrived.
+        entry.base, entry.arrival, entry.state = base, arrival, State.BACK
         self._back[entry] = None
+        self.copies.pump()
 
     def _load_ahead(self, ordinal: int) -> None:
         self._ahead.asked(ordinal, at=self.backend.record())
@@ -320,7 +320,7 @@ class Engine:
 
     def let_go(self, entry: Entry) -> None:
         """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
-        if entry.state is not State.BACK or entry.uses:
+        if entry.state is not State.BACK or is_used(entry.home):
             return
         if entry.arrival is not None:
             self.copies.no_longer(entry.arrival)
@@ -345,17 +345,17 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
-        with self:
+        with self.lock:
             self._task = -1
             for entry in list(self._back):
                 self.let_go(entry)
             self._come_home()
+            self.copies.pump()
+        self.go_on()
 
     def _come_home(self) -> None:
         self.gradients.end_backward()
         self.homes.end_backward()
-
-    # ----------------------------------------------------------------------------------------------- letting go
 
     def drop(self, entry: Entry) -> None:
         """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
@@ -372,25 +372,29 @@ class Engine:
             entry.records.clear()
             self.let_go(entry)
             return
-        if entry.state is State.DEVICE:
-            if self._by_storage.pop(entry.key, None) is None:
-                return
-            if entry.ordinal is None:
-                self._counters.held_bytes += entry.nbytes
-        for copy in (entry.arrival, entry.departure):
-            if entry.base is not None and copy is not None:
-                self.copies.no_longer(copy)
-        self._empty(entry)
+        if entry.state is State.DEVICE and entry.ordinal is None:
+            self._counters.held_bytes += entry.nbytes
+        if self._by_storage.get(entry.key) is entry:
+            del self._by_storage[entry.key]
+        try:
+            for copy in (entry.arrival, entry.departure):
+                if entry.base is not None and copy is not None:
+                    self.copies.no_longer(copy)
+        except Exception:  # the bytes on the tier are given back all the same
+            self._forget(entry)
+            raise
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._unload(entry)
         if entry.buffer is not None:
             self._free_buffer(entry)
-        self._back.pop(entry, None)
         if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:
             self._count_before, self._count = self._count, 0
             self._tail.clear()
 
     def _free_buffer(self, entry: Entry) -> None:
         assert entry.buffer is not None
-        after = [copy.event for copy in (entry.departure, entry.arrival) if copy is not None and copy.event is not None]
         self.count_live(entry.buffer.tier, -entry.nbytes)
-        self.backend.free(entry.buffer, after=after)
-        entry.buffer = None
+        buffer, entry.buffer = entry.buffer, None
+        self.backend.free(buffer, after=entry.events())

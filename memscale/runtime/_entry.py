@@ -11,7 +11,7 @@ import torch
 
 from memscale._errors import CorrectnessError
 from memscale.runtime._link import Copy
-from memscale.runtime._protocol import Buffer
+from memscale.runtime._protocol import Buffer, Event
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
@@ -110,9 +110,10 @@ class Handle:
 
     __slots__ = ("entry", "index")
 
-    def __init__(self, entry: Entry, index: int) -> None:
-        self.entry = entry
-        self.index = index
+    def __init__(self, entry: Entry, record: Record) -> None:
+        index = len(entry.records)
+        self.entry, self.index = entry, index
+        entry.records.append(record)  # last: a record without a handle would keep its tensor for good
 
     @property
     def record(self) -> Record:
@@ -121,6 +122,8 @@ class Handle:
         return record
 
     def __del__(self) -> None:
+        if not hasattr(self, "entry"):  # interrupted before it owned anything
+            return
         self.entry.records[self.index] = None  # a tensor that never left is let go of right here
         self.entry.engine.drop(self.entry)
 
@@ -143,7 +146,6 @@ class Entry:
         "state",
         "streams",
         "tier",
-        "uses",
     )
 
     def __init__(self, engine: Engine, key: int, tier: str, nbytes: int) -> None:
@@ -163,11 +165,15 @@ class Entry:
         self.departure: Copy | None = None
         self.arrival: Copy | None = None
         self.home: Home | None = None  # the parameter whose bytes these are; they are always away
-        self.uses = 0  # running regions that have it on the device
 
     def live(self) -> list[Record]:
         """The records whose handles are alive."""
         return [record for record in self.records if record is not None]
+
+    def events(self) -> list[Event]:
+        """The ends of its copies that have started."""
+        copies = (self.departure, self.arrival)
+        return [copy.event for copy in copies if copy is not None and copy.event is not None]
 
     def is_moving(self) -> bool:
         """Whether a copy of its bytes is under way, so that its memory on the device cannot be freed at once."""

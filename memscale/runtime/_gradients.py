@@ -57,7 +57,7 @@ class Gradients:
             gradient = ordered.copy_(gradient)
         elif not _is_alone(gradient):
             gradient = gradient.clone()  # others may change theirs in place while ours is on its way
-        with engine:
+        with engine.lock:
             engine.follow_backward()
             found = engine.rooms.take(gradient.nbytes, tier)
             if found is None:
@@ -66,12 +66,15 @@ class Gradients:
             room, target = found
             source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # Nobody asks for it before the end of backward: whatever else leaves the device goes first.
+            assert room.buffer is not None
             copy = engine.copies.ask_out(source, room.buffer, seconds=math.inf)
             room.copies.append(copy)
-            leaving = self._arriving[target.untyped_storage()._cdata] = _Gradient(source, target, copy)
-            self._leaving.append(leaving)
+            self._leaving.append(_Gradient(source, target, copy))
+            self._arriving[target.untyped_storage()._cdata] = self._leaving[-1]
+            engine.copies.pump()
             while len(self._leaving) > engine.depth:
-                self._retire(self._leaving.popleft())
+                self._retire_first()
+        engine.go_on()
         sent = shaped(target, parameter)
         # Autograd looks at what each node returns.
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -82,13 +85,13 @@ class Gradients:
         """Wait until the values of what `send` returned are there; any other tensor has its values."""
         if not _has_memory(gradient):
             return
-        with self._engine:
+        with self._engine.lock:
             arriving = self._arriving.pop(gradient.untyped_storage()._cdata, None)
             if arriving is None:
                 return
             if arriving.source is not None:
-                self._leaving.remove(arriving)
                 self._retire(arriving)
+                self._leaving.remove(arriving)
         self._engine.copies.synchronize(arriving.copy.need())
 
     def end_backward(self) -> None:
@@ -97,14 +100,19 @@ class Gradients:
         After a backward nothing is under way, unless it ended with an exception.
         """
         while self._leaving:
-            self._retire(self._leaving.popleft())
+            self._retire_first()
         for gradient in self._arriving.values():
             self._engine.copies.synchronize(gradient.copy.need())
         self._arriving.clear()
 
+    def _retire_first(self) -> None:
+        self._retire(self._leaving[0])
+        self._leaving.popleft()  # only now: what an exception stops is taken up again
+
     def _retire(self, gradient: _Gradient) -> None:
         """Free the device's memory of a gradient, which the stream that computed it may use from here on."""
-        assert gradient.source is not None
+        if gradient.source is None:
+            return
         copies = self._engine.copies
         if copies.release(gradient.copy).error() is not None:
             copies.follow_owners(gradient.copy)

@@ -363,11 +363,10 @@ class CheckedEngine(Engine):
 
     backend: Checked
 
-    def __exit__(self, *raised: object) -> None:
-        """See `Engine.__exit__`."""
-        super().__exit__(*raised)
-        if raised[0] is None:
-            self.backend.raise_hazards()
+    def go_on(self) -> None:
+        """See `Engine.go_on`."""
+        super().go_on()
+        self.backend.raise_hazards()
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """See `Engine.stash`."""

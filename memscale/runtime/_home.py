@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale._simulating import simulating
-from memscale.runtime._entry import Entry, Handle, Layout, Record, changed_error, described, is_unshared, version
+from memscale.runtime._entry import Entry, Handle, Layout, Record, changed_error, described, version
 
 if TYPE_CHECKING:
     from memscale.runtime._engine import Engine
@@ -25,7 +25,6 @@ Group = tuple[int, ...]
 _numbers = itertools.count()
 # By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
 _at_home: dict[int, Home] = {}
-_on_device: dict[int, Home] = {}  # while a region runs: by the storage of its copy there
 
 
 class Home:
@@ -44,13 +43,13 @@ class Home:
         "was_compared",
     )
 
-    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout) -> None:
+    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout, data: torch.Tensor) -> None:
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
         self.entry = entry
         self.layout = layout
         self.title = ""  # what its region calls it, once that has looked
-        self.address = parameter.untyped_storage().data_ptr()
+        self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
         self.was_compared = False
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
@@ -85,12 +84,13 @@ class Home:
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        with self.engine:
+        with self.engine.lock:
+            self.engine.copies.pump()
             return self._new_handle(layout)
 
     def save_whole(self) -> Handle:
         """A handle on the parameter, which is on the device."""
-        with self.engine:
+        with self.engine.lock:
             return self._new_handle(self.layout)
 
     def _new_handle(self, layout: Layout) -> Handle:
@@ -98,8 +98,7 @@ class Home:
         assert entry.base is not None
         assert parameter is not None
         changes = version(entry.base) - self.loaded[1]  # which come home when the region leaves
-        entry.records.append(HomeRecord(self, parameter.detach(), layout, version(parameter) + changes))
-        return Handle(entry, len(entry.records) - 1)
+        return Handle(entry, HomeRecord(self, parameter.detach(), layout, version(parameter) + changes))
 
     def send(self, gradient: torch.Tensor) -> torch.Tensor:
         """See `Gradients.send`."""
@@ -108,16 +107,6 @@ class Home:
     def received(self, gradient: torch.Tensor) -> None:
         """See `Gradients.received`."""
         self.engine.gradients.received(gradient)
-
-    def arrive(self) -> None:
-        """A region has it on the device from now on."""
-        assert self.entry.base is not None
-        _on_device[self.entry.base.untyped_storage()._cdata] = self
-
-    def depart(self) -> None:
-        """No region has it on the device any more."""
-        assert self.entry.base is not None
-        _on_device.pop(self.entry.base.untyped_storage()._cdata, None)
 
     def forget_changes(self) -> None:
         """Leave the parameter as it was before a region changed it on the device."""
@@ -154,38 +143,35 @@ def home_of(parameter: torch.Tensor) -> Home | None:
     return home if storage.data_ptr() == home.address else None
 
 
+class Visit:
+    """One run of a region: what it has on the device, also by the storage there."""
+
+    __slots__ = ("homes", "loaded")
+
+    def __init__(self) -> None:
+        self.homes: Sequence[Home] = ()
+        self.loaded: dict[int, Home] = {}
+
+
+running: dict[Visit, None] = {}
+"""The regions that run now, of all engines and threads."""
+
+
 def home_on_device(tensor: torch.Tensor) -> Home | None:
     """Where the parameter lives that a running region has on the device as `tensor`, or as what that is a view of."""
-    home = _on_device.get(tensor.untyped_storage()._cdata)
+    if not running:
+        return None
+    key = tensor.untyped_storage()._cdata
+    home = next((visit.loaded[key] for visit in tuple(running) if key in visit.loaded), None)
     return None if home is None or home.parameter() is None else home
+
+
+def is_used(home: Home | None) -> bool:
+    """Whether a running region has it on the device."""
+    return home is not None and any(home in visit.homes for visit in tuple(running))
 
 
 def registry() -> dict[int, Home]:
     """All homes, by the storage of the parameter; a simulation has its own."""
     step = simulating()
     return _at_home if step is None else step.homes
-
-
-def is_movable(parameter: torch.Tensor) -> bool:
-    """Whether moving `parameter` frees its memory, and disturbs nobody."""
-    if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
-        return False
-    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
-        return False
-    storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
-        return False
-    if parameter.is_cpu and storage.is_shared():  # with other processes
-        return False
-    step = simulating()
-    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

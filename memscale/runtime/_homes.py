@@ -13,7 +13,8 @@ from memscale._errors import TransformError
 from memscale._simulating import simulating
 from memscale.runtime._ahead import MOST_HINTS, Ahead
 from memscale.runtime._entry import Entry, Layout, State, version
-from memscale.runtime._home import Group, Home, home_of, is_movable, registry
+from memscale.runtime._home import Group, Home, Visit, home_of, is_used, registry, running
+from memscale.runtime._movable import is_movable
 from memscale.runtime._protocol import Event
 from memscale.runtime._rooms import shaped
 
@@ -52,7 +53,7 @@ class Homes:
         """
         engine = self._engine
         # The parameter is used after the inference mode that it may be placed in, and would be no parameter then.
-        with engine, torch.inference_mode(False), torch.no_grad():
+        with engine.lock, torch.inference_mode(False), torch.no_grad():
             if (home := home_of(parameter)) is not None:  # since the caller looked: another thread was first
                 return home
             if not is_movable(parameter):
@@ -63,18 +64,18 @@ class Homes:
                 return None
             room, contents = found
             data = shaped(contents, parameter)
-            gradient, parameter.grad = parameter.grad, None
             data.copy_(parameter)
-            parameter.data = data
-            parameter.grad = None if gradient is None else gradient.to(data.device)
+            gradient = None if parameter.grad is None else parameter.grad.to(data.device)
             entry = Entry(engine, data.untyped_storage()._cdata, tier, parameter.nbytes)
             entry.state, entry.buffer, entry.like = State.AWAY, room.buffer, like.new_empty(0, dtype=torch.uint8)
             layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
-            home = entry.home = room.home = Home(parameter, entry, layout)
+            home = entry.home = room.home = Home(parameter, entry, layout, data)
             homes = registry()
-            self._homes[home.number] = homes[entry.key] = home
             # At once: another storage may get the address next.
-            weakref.finalize(data.untyped_storage(), homes.pop, entry.key).atexit = False
+            weakref.finalize(data.untyped_storage(), homes.pop, entry.key, None).atexit = False
+            self._homes[home.number] = homes[entry.key] = home
+            # Last, and in one go: what was interrupted on the way has left the parameter as it was.
+            parameter.grad, parameter.data, parameter.grad = None, data, gradient
             return home
 
     def end(self, home: Home) -> list[Event]:
@@ -88,34 +89,37 @@ class Homes:
 
     # --------------------------------------------------------------------------------------- to the device and back
 
-    def enter(self, homes: Sequence[Home]) -> list[torch.Tensor]:
-        """The parameters on the device, for a region that runs now, until `leave`."""
+    def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
+        """The parameters on the device, for a region that runs now, until ``leave(visit)``.
+
+        That must follow, also where this raises.
+        """
         engine, group = self._engine, tuple([home.number for home in homes])
-        with engine:
+        with engine.lock:
             in_backward = engine.follow_backward()  # a region that runs again
-            if not in_backward:
-                self._begin(group)
-            used: list[Home] = []
+            is_next = not in_backward and self._begin(group)
             try:
                 for home in homes:
                     home.group = group
-                    # What an earlier forward left on the device may be out of date in ways that no version counter
-                    # sees.
+                    # What an earlier forward left there may be out of date in ways that no version counter sees.
                     self._ask(home, 0.0, anew=not (in_backward or home in self._awaited))
                     self._awaited.discard(home)
-                    home.entry.uses += 1
-                    used.append(home)
-                if in_backward:
-                    self.asked_in_backward(group)
-                else:
-                    self._load_forward()
-                # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
-                tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
-            except BaseException:  # a use that nobody ends would keep what is on the device for good, and stale
-                self._leave(used, stay=False)
+            except BaseException:  # out of memory, say, with half of them there
+                for home in homes:
+                    engine.let_go(home.entry)
                 raise
-            for home in homes:
-                home.arrive()
+            visit.homes = homes
+            running[visit] = None
+            if in_backward:
+                self.asked_in_backward(group)
+            elif is_next:
+                self._load_forward()
+            # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
+            tensors = [home.layout.of(engine.arrived(home.entry)).detach() for home in homes]
+            for home, tensor in zip(homes, tensors, strict=True):
+                visit.loaded[tensor.untyped_storage()._cdata] = home
+            engine.copies.pump()
+        engine.go_on()
         return tensors
 
     def lag(self, sequence: int) -> int:
@@ -126,44 +130,44 @@ class Homes:
         before, self._sequence = self._sequence, sequence
         return min(before, sequence)
 
-    def leave(self, homes: Sequence[Home], *, failed: bool = False) -> None:
+    def leave(self, visit: Visit, *, failed: bool = False) -> None:
         """The region has run. Its parameters leave the device, unless backward asks for them first of all.
 
         Raises:
             TransformError: it has changed one of them in a way that would be lost.
         """
         in_backward = torch._C._current_graph_task_id() != -1
-        with self._engine:
+        with self._engine.lock:
+            # In one step, so that none of them passes for used, and so for up to date, whatever stops this.
+            running.pop(visit, None)
+            homes = visit.homes
             group = homes[0].group if homes else ()
             stay = (
                 torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self._backward.first == group
             )
             lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
-            self._leave(homes, stay=stay)
+            over = [home for home in homes if not is_used(home)]
+            for home in over:
+                self._bring_changes(home)
+            for home in [] if stay and not failed else over:
+                self._engine.let_go(home.entry)
+            if failed:  # the forward, if it was one, is over: the next one may begin with this very region
+                self._forward.begin()
+                self.forget_awaited()
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
+            self._engine.copies.pump()
+        self._engine.go_on()
         for home in lost:
             raise TransformError(
                 f"the region of offload(what='params') changes {home} through .data "
                 "or another view that autograd does not know, and that is lost; make the change under torch.no_grad()"
             )
 
-    def _leave(self, homes: Sequence[Home], *, stay: bool) -> None:
-        for home in homes:
-            home.entry.uses -= 1
-        for home in homes:
-            entry = home.entry
-            if entry.uses == 0:
-                if entry.base is not None:
-                    home.depart()
-                    self._bring_changes(home, entry.base)
-                if not stay:
-                    self._engine.let_go(entry)
-
-    def _bring_changes(self, home: Home, base: torch.Tensor) -> None:
+    def _bring_changes(self, home: Home) -> None:
         """A region may change its parameters in place, as an embedding with `max_norm` does."""
-        parameter, changes = home.parameter(), version(base) - home.loaded[1]
-        if parameter is None or changes == 0:
+        parameter, base = home.parameter(), home.entry.base
+        if parameter is None or base is None or (changes := version(base) - home.loaded[1]) == 0:
             return
         before = version(parameter)
         with torch.no_grad():
@@ -192,15 +196,18 @@ class Homes:
         if entry.state is State.AWAY:
             self._engine.load(entry, seconds=seconds)
 
-    def _begin(self, group: Group) -> None:
-        """A region runs, possibly the first of a forward."""
+    def _begin(self, group: Group) -> bool:
+        """A region runs, possibly the first of a forward; whether it is another one than the last."""
         if self._last is not None and self._last != group:
             if len(self._before) >= MOST_HINTS:
                 self._before.clear()
             self._before[group] = self._last
         self._last = group
-        if self._forward.asked(group, at=self._engine.backend.record()) and self._forward.first == group:
+        is_next = self._forward.asked(group, at=self._engine.backend.record())
+        # One that runs twice in a row may as well begin a new forward, after one that ended right behind it.
+        if not is_next or self._forward.first == group:
             self.forget_awaited()
+        return is_next
 
     def forget_awaited(self) -> None:
         """A forward is over: what it asked for and did not use may be changed before anybody asks for it again."""
@@ -232,10 +239,9 @@ class Homes:
             if not saved:
                 self._awaited.add(home)
 
-    def loading(self, home: Home) -> Callable[[Event], None]:
-        """Its bytes are asked for anew; the result is to be called when their copy has started."""
-        assert home.entry.base is not None
-        home.loaded = (home.version(), version(home.entry.base))
+    def loading(self, home: Home, base: torch.Tensor) -> Callable[[Event], None]:
+        """Its bytes are asked for anew, in `base`; the result is to be called when their copy has started."""
+        home.loaded = (home.version(), version(base))
         return functools.partial(self._copied, home)
 
     def _copied(self, home: Home, event: Event) -> None:
@@ -255,5 +261,6 @@ class Homes:
     def _finish_reading(self, homes: Iterable[Home]) -> None:
         """Wait until the CPU may change these parameters."""
         for home in homes:
-            if (event := self._reading.pop(home, None)) is not None:
+            if (event := self._reading.get(home)) is not None:
                 self._engine.copies.synchronize(event)
+                del self._reading[home]

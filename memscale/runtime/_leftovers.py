@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Moving(Protocol):
 
 
 class Leftovers:
-    """Things that are over, each with what has to be done about it while `lock` is held.
+    """Things that are over, each with what has to be done about it, perhaps twice, while `lock` is held.
 
     Finalizers run at any moment: in any thread, where the garbage collector happens to start, and inside whatever that
     thread does there. One that waited, for the lock or for a copy, could wait for its own thread. So it closes what it
@@ -38,6 +39,7 @@ class Leftovers:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
+        self._process = os.getpid()
         self._items: deque[tuple[Moving, Callable[[Any], None]]] = deque()
 
     def leave(self, item: Moving, close: Callable[[Any], None]) -> None:
@@ -47,21 +49,34 @@ class Leftovers:
 
     def collect(self, *, wait: bool = True) -> None:
         """Close all that is left; where `wait` is false, only what is not moving."""
+        if os.getpid() != self._process:  # a fork, where nothing that is under way ends
+            return
         while self._items:
             # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
-            # that interrupted the holder.
-            if not self._lock.acquire(blocking=False):
-                return
-            moving = []
-            try:
-                while self._items:
-                    item, close = self._items.popleft()
-                    if wait or not item.is_moving():
-                        close(item)
-                    else:
-                        moving.append((item, close))
-            finally:
-                self._items.extend(moving)
-                self._lock.release()
-            if moving:
-                return
+            # that interrupted the holder. Not a plain call, after which Python looks for a Ctrl-C: one that came there
+            # would leave the lock held for good.
+            for acquired in map(self._lock.acquire, [False]):
+                if not acquired:
+                    return
+                try:
+                    some_are_left = self._close_items(wait)
+                finally:
+                    self._lock.release()
+                if some_are_left:
+                    return
+
+    def _close_items(self, wait: bool) -> bool:
+        some_are_left = False
+        for _ in range(len(self._items)):
+            item, close = self._items[0]
+            if wait or not item.is_moving():
+                try:
+                    close(item)
+                except Exception:
+                    self._items.popleft()
+                    raise
+                self._items.popleft()  # only now: who is interrupted while waiting has not closed it
+            else:
+                self._items.rotate(-1)
+                some_are_left = True
+        return some_are_left

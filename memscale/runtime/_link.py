@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -22,14 +23,22 @@ class Copy:
         behind: the compute streams that come after it.
     """
 
-    __slots__ = ("_link", "behind", "event", "group", "owners", "start")
+    __slots__ = ("_link", "behind", "event", "group", "owners", "start", "started")
 
-    def __init__(self, link: Link, start: Callable[[], Event], owners: Sequence[int], group: Hashable | None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        start: Callable[[], Event],
+        started: Callable[[Event], None],
+        owners: Sequence[int],
+        group: Hashable | None,
+    ) -> None:
         self._link = link
         self.group = group
         self.owners = owners
         self.behind: set[int] = set()
         self.start: Callable[[], Event] | None = start  # `None` once it has started, or was given up
+        self.started = started
         self.event: Event | None = None
 
     def need(self) -> Event:
@@ -61,6 +70,7 @@ class Link:
     >>> def copy(name):
     ...     return lambda: (started.append(name), Done())[1]
     >>> first, late, soon = (link.ask(copy(name), deadline=when) for name, when in [("a", 0), ("late", 9), ("soon", 5)])
+    >>> link.pump()
     >>> started
     ['a']
     >>> _ = late.need()
@@ -80,22 +90,23 @@ class Link:
         start: Callable[[], Event],
         *,
         deadline: float,
+        started: Callable[[Event], None] = lambda event: None,
         owners: Sequence[int] = (),
         group: Hashable | None = None,
     ) -> Copy:
-        """A copy that `start` gives to the stream, at the latest when it is needed.
+        """A copy that `start` gives to the stream at the next `pump`, or later, and at the latest when it is needed.
 
         Args:
             start: queues the copy and returns its event.
             deadline: when it is expected to be needed, in seconds of the backend's clock.
+            started: called with the event then.
             owners: see `Copy`.
             group: what is needed with it at once. A group that has begun is given to the stream as a whole, since
                 nobody may call before all of it is needed: a region may run without asking for anything.
         """
-        copy = Copy(self, start, owners, group)
+        copy = Copy(self, start, started, owners, group)
+        self._count += 1  # first: two of one number could not be compared
         heapq.heappush(self._waiting, (deadline, self._count, copy))
-        self._count += 1
-        self.pump()
         return copy
 
     def pump(self) -> None:
@@ -108,12 +119,15 @@ class Link:
                 return
             heapq.heappop(self._waiting)
             if copy.start is not None:
-                self.start(copy)
+                # Whoever is here may have no part in it. It is tried again when it is needed, by whom it concerns.
+                with contextlib.suppress(Exception):
+                    self.start(copy)
 
     def start(self, copy: Copy) -> None:
-        """Start `copy`, whatever waits."""
-        start, copy.start = copy.start, None
-        assert start is not None, "a copy that was given up is not needed"
-        copy.event = start()
+        """Start `copy`, whatever waits. Where that fails, it may be started again."""
+        assert copy.start is not None, "a copy that was given up is not needed"
+        copy.event = event = copy.start()
+        copy.start = None  # at once: with a copy of one copy under way, nobody would wait for the first
         self._last = copy.group
-        self._under_way.append(copy.event)
+        self._under_way.append(event)
+        copy.started(event)

@@ -1,8 +1,10 @@
-"""Where nothing can be moved, said before it goes wrong."""
+"""What cannot be moved, said before it goes wrong."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -26,3 +28,14 @@ def refuse_in_capture() -> None:
             "offload() inside a CUDA graph capture: a captured graph replays fixed addresses, and moved tensors "
             "come back to others; capture without offload(), or offload without capture"
         )
+
+
+def warn_of_staying(nbytes: int, tiers: Sequence[str], error: BaseException | None) -> None:
+    """Say that a tensor stays on the device, since its copy failed with `error`, or no tier has room."""
+    reason = f"the copy failed ({error})" if error else f"no tier of {list(tiers)} has room"
+    warnings.warn(
+        f"offload() keeps a tensor of {nbytes} bytes on the device: {reason}. Give the runtime more bytes, or move "
+        "less; this is said once",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from memscale.runtime._budget import HostBudget
 from memscale.runtime._engine import Engine
 from memscale.runtime._hazards import Checked, CheckedEngine
 from memscale.runtime._host import HostBackend
+from memscale.runtime._locks import new_lock
 from memscale.runtime._protocol import Backend
 from memscale.runtime._stats import Stats, Timeline
 from memscale.runtime._trace import TraceBackend
@@ -72,7 +72,7 @@ class Runtime:
         self._host_bytes = host_bytes
         self._budget = None if host_bytes is None else HostBudget(host_bytes)  # one for all devices
         self._backend = backend
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._engines: dict[torch.device, Engine] = {}
         # One for each simulation: what it counts is about that one, and ends with it.
         self._simulated: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()

@@ -50,9 +50,12 @@ class FreeSpans:
 
     def remove(self, start: int) -> int:
         """Forget the free range that starts at ``start``; its bytes."""
-        size = self._size_at.pop(start)
+        size = self._size_at[start]
+        index = bisect_left(self._by_size, (size, start))
+        # No call between these: at calls Python looks for a Ctrl-C, and one halfway would make all that follows fail.
+        del self._size_at[start]
         del self._start_before[start + size]
-        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._by_size[index]
         self.free_bytes -= size
         return size
 
@@ -66,7 +69,7 @@ class FreeSpans:
         return self._by_size[-1][0] if self._by_size else 0
 
     def _add(self, start: int, nbytes: int) -> None:
-        insort(self._by_size, (nbytes, start))
         self._size_at[start] = nbytes
         self._start_before[start + nbytes] = start
         self.free_bytes += nbytes
+        insort(self._by_size, (nbytes, start))  # the only call, and last

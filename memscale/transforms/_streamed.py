@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale import _tree
 from memscale._errors import CorrectnessError
-from memscale.runtime import Home, changed_error, default_runtime, home_of, is_movable, version
+from memscale.runtime import Home, Visit, changed_error, default_runtime, home_of, is_movable, version
 from memscale.transforms import _functorch
 from memscale.transforms._hooks import StreamedHooks, hooks_here, saving_by
 from memscale.transforms._scope import Attributes, Scope, read, write
@@ -193,15 +193,16 @@ def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torc
     """The homes with their tensors on the device, which leave it when `stack` ends."""
     for engine in {id(home.engine): home.engine for home in homes}.values():
         mine = [home for home in homes if home.engine is engine]
+        visit = Visit()
+        stack.push(functools.partial(_leave, engine, visit))  # before it begins: that may fail halfway
         with unseen():
-            tensors = engine.homes.enter(mine)
-        stack.push(functools.partial(_leave, mine))
+            tensors = engine.homes.enter(visit, mine)
         yield from zip(mine, tensors, strict=True)
 
 
-def _leave(homes: Sequence[Home], kind: Any, *_: Any) -> None:
+def _leave(engine: Any, visit: Visit, kind: Any, *_: Any) -> None:
     with unseen():
-        homes[0].engine.homes.leave(homes, failed=kind is not None)
+        engine.homes.leave(visit, failed=kind is not None)
 
 
 class _Receive(torch.autograd.Function):
@@ -239,21 +240,29 @@ class _Stream(torch.autograd.Function):
 @contextmanager
 def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
     """Run the body with `stand_ins` wherever `scope` has the tensors of these ids."""
-    before = []
-    for place, content in zip(scope.places, scope.contents, strict=True):
-        items = list(content.items() if isinstance(content, dict) else enumerate(content))
-        found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
-        if found:
-            before.append((place, [(key, content[key]) for key, _ in found]))
-            _put(place, found)
+    before: list[tuple[Any, Any]] = []
     try:
+        for place, content in zip(scope.places, scope.contents, strict=True):
+            items = list(content.items() if isinstance(content, dict) else enumerate(content))
+            found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
+            if found:
+                before.append((place, [(key, content[key]) for key, _ in found]))
+                _put(place, found)
         yield
     finally:
-        for place, entries in before:
-            _put(place, entries)
-        for place, content in zip(scope.places, scope.contents, strict=True):
-            if isinstance(place, Attributes):
-                _put_back_new(place, content)
+        try:
+            _put_back(scope, before)
+        except BaseException:  # a Ctrl-C: what only stood for a parameter must not stay in the model
+            _put_back(scope, before)
+            raise
+
+
+def _put_back(scope: Scope, before: Sequence[tuple[Any, Any]]) -> None:
+    for place, entries in before:
+        _put(place, entries)
+    for place, content in zip(scope.places, scope.contents, strict=True):
+        if isinstance(place, Attributes):
+            _put_back_new(place, content)
 
 
 def _put_back_new(place: Attributes, before: Any) -> None:
