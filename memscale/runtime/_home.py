@@ -146,15 +146,32 @@ def home_of(parameter: torch.Tensor) -> Home | None:
 class Visit:
     """One run of a region: what it has on the device, also by the storage there."""
 
-    __slots__ = ("homes", "loaded")
+    __slots__ = ("__weakref__", "homes", "loaded")
 
     def __init__(self) -> None:
         self.homes: Sequence[Home] = ()
         self.loaded: dict[int, Home] = {}
 
+    def begin(self, homes: Sequence[Home]) -> None:
+        """The region runs, and uses `homes`."""
+        self.homes = homes
+        running[weakref.ref(self, _forget)] = None
 
-running: dict[Visit, None] = {}
-"""The regions that run now, of all engines and threads."""
+    def end(self) -> None:
+        """It does not run any more."""
+        running.pop(weakref.ref(self), None)
+
+
+# Of all engines and threads. Weakly: one that a Ctrl-C kept from ending is over when its frames are.
+running: dict[weakref.ref[Visit], None] = {}
+
+
+def _forget(over: weakref.ref[Visit]) -> None:
+    running.pop(over, None)
+
+
+def _visits() -> list[Visit]:
+    return [visit for reference in tuple(running) if (visit := reference()) is not None]
 
 
 def home_on_device(tensor: torch.Tensor) -> Home | None:
@@ -162,13 +179,13 @@ def home_on_device(tensor: torch.Tensor) -> Home | None:
     if not running:
         return None
     key = tensor.untyped_storage()._cdata
-    home = next((visit.loaded[key] for visit in tuple(running) if key in visit.loaded), None)
+    home = next((visit.loaded[key] for visit in _visits() if key in visit.loaded), None)
     return None if home is None or home.parameter() is None else home
 
 
 def is_used(home: Home | None) -> bool:
     """Whether a running region has it on the device."""
-    return home is not None and any(home in visit.homes for visit in tuple(running))
+    return home is not None and any(home in visit.homes for visit in _visits())
 
 
 def registry() -> dict[int, Home]:

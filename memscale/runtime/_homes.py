@@ -13,7 +13,7 @@ from memscale._errors import TransformError
 from memscale._simulating import simulating
 from memscale.runtime._ahead import MOST_HINTS, Ahead
 from memscale.runtime._entry import Entry, Layout, State, version
-from memscale.runtime._home import Group, Home, Visit, home_of, is_used, registry, running
+from memscale.runtime._home import Group, Home, Visit, home_of, is_used, registry
 from memscale.runtime._movable import is_movable
 from memscale.runtime._protocol import Event
 from memscale.runtime._rooms import shaped
@@ -108,8 +108,7 @@ class Homes:
                 for home in homes:
                     engine.let_go(home.entry)
                 raise
-            visit.homes = homes
-            running[visit] = None
+            visit.begin(homes)
             if in_backward:
                 self.asked_in_backward(group)
             elif is_next:
@@ -139,7 +138,7 @@ class Homes:
         in_backward = torch._C._current_graph_task_id() != -1
         with self._engine.lock:
             # In one step, so that none of them passes for used, and so for up to date, whatever stops this.
-            running.pop(visit, None)
+            visit.end()
             homes = visit.homes
             group = homes[0].group if homes else ()
             stay = (
