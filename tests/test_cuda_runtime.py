@@ -19,7 +19,7 @@ from schedules import Program, results
 from torch import nn
 
 from memscale._errors import RuntimeUnavailable, TransformError
-from memscale.runtime import _cuda, _host_tiers
+from memscale.runtime import Visit, _cuda, _host_tiers
 from memscale.runtime._budget import HostBudget
 from memscale.runtime._courier import Errand
 from memscale.runtime._cuda import CudaBackend, CudaEvent
@@ -242,9 +242,10 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
     like = torch.empty(0, dtype=torch.uint8)
     homes = [engine.homes.place(parameter, "auto", like) for parameter in parameters]
-    engine.homes.enter(homes)
+    visit = Visit()
+    engine.homes.enter(visit, homes)
     assert engine.stats().exposed_seconds == 0.0
-    engine.homes.leave(homes)
+    engine.homes.leave(visit)
     assert engine.stats().exposed_seconds == 3.0
     with torch.no_grad():
         sent = [engine.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
