@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)
 	$(PYTHON) -m memscale.cli demo $(ARGS)
 
-# A test that hangs ends the run, and says where; the slowest one takes a minute on one core.
+# A test that hangs ends the run, and says where. The slowest takes 20 s on one core.
 test: $(READY)
 	$(PYTHON) -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 

@@ -1,5 +1,6 @@
 """Settings of the whole suite: hypothesis profiles, seeds, and the skip of what needs a GPU."""
 
+import gc
 import os
 import random
 
@@ -39,3 +40,12 @@ def _seeds():
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture
+def quick_collections():
+    """For tests that look for leaks with the collector often: it need not look at what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -19,14 +19,7 @@ from memscale.runtime._leftovers import Leftovers
 from memscale.runtime._simulated import SimulatedBackend
 from memscale.runtime._spans import FreeSpans
 
-
-@pytest.fixture(autouse=True)
-def _quick_collections():
-    """Each case looks for leaks with the collector, which need not look at what was there before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Unreliable(SimulatedBackend):

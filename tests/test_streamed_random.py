@@ -1,7 +1,6 @@
 """Streamed parameters on a device that is as unkind as it may be, and mutants that must not survive there."""
 
 import functools
-import gc
 import os
 import random
 
@@ -17,17 +16,11 @@ import memscale as ms
 from memscale.runtime import _ahead, _gradients, _homes, _link, _rooms
 from memscale.transforms import _snapshot
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
+    pytest.mark.usefixtures("quick_collections"),
+]
 CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 12
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections():
-    """Each case looks for leaks with the collector, which need not look at what was there before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
