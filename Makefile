@@ -48,7 +48,7 @@ gpu-sanitize: $(READY)
 	@command -v compute-sanitizer > /dev/null || { \
 		echo "gpu-sanitize: there is no compute-sanitizer on PATH; it comes with the CUDA toolkit, in its bin folder" >&2; \
 		exit 1; }
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/test_cuda_runtime.py -q $(ARGS)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/runtime/backends/test_cuda_runtime.py -q $(ARGS)
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

@@ -13,9 +13,9 @@ import time
 
 import torch
 
-from memscale.runtime._cuda import CudaBackend
-from memscale.runtime._host import HostBackend
-from memscale.runtime._protocol import Backend, Event, Stream
+from memscale.runtime.backends.cuda import CudaBackend
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.backends.protocol import Backend, Event, Stream
 
 MIB = 1024**2
 DIRECTIONS: dict[str, tuple[Stream, ...]] = {"out": ("out",), "in": ("in",), "each of both": ("out", "in")}

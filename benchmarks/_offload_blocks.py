@@ -12,8 +12,8 @@ from _llama import VOCABULARY, Shape, Stack
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from memscale.profiling._allocator import measure
 from memscale.runtime import Runtime
+from memscale.simulation.measured.allocator_trace import measure
 
 MIB = 1024**2
 WARM_STEPS = 2  # after them the order of backward and the length of a forward are known

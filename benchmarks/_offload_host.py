@@ -23,8 +23,8 @@ import transformers
 from bench_tile import gpt2
 
 import memscale as ms
-from memscale.profiling._allocator import measure
 from memscale.runtime import Runtime
+from memscale.simulation.measured.allocator_trace import measure
 
 BLOCKS = "transformer.h.*"
 PLAIN, THEIRS = "plain", "save_on_cpu"

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 import memscale as ms
-from memscale._blocks import repeated_blocks
+from memscale.planning.blocks import repeated_blocks
 
 Built = tuple[nn.Module, Any]
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from memscale.runtime._arena import Arena, Block, page_aligned_memory
+from memscale.runtime.storage.arena import Arena, Block, page_aligned_memory
 
 LAYERS, WIDTH, MLP, HEADS, KEY_HEADS, HEAD = 32, 4096, 14336, 32, 8, 128
 BFLOAT16, FLOAT32 = 2, 4

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from memscale.profiling._allocator import measure
+from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 VOCABULARY = 4096

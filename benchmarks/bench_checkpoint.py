@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
-from memscale.profiling._allocator import measure
+from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 DEPTH = 4  # blocks in a stack: enough for the peak to be made of what is kept between them

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from memscale.runtime._arena import PAGE_BYTES, page_aligned_memory
-from memscale.runtime._disk import DiskSlab
-from memscale.runtime._slab_file import FileIO, bytes_of
+from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
+from memscale.runtime.storage.disk import DiskSlab
+from memscale.runtime.storage.slab_file import FileIO, bytes_of
 
 MIB = 1024**2
 PIECE_BYTES = 16 * MIB

@@ -34,7 +34,7 @@ from _environment import environment
 from _zoo import DTYPES, ZOO, Case
 
 import memscale as ms
-from memscale.profiling._allocator import measure, training_roles
+from memscale.simulation.measured.allocator_trace import measure, training_roles
 
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
 COLUMNS = f"{'case':23}{'dtype':6}{'variant':16}{'truth MB':>10}{'predicted':>11}{'error %':>9}{'seconds':>9}"

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from memscale.profiling._allocator import measure
+from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 # Rows of logits at a time. Every piece reads and writes the whole sum of weight gradients, so pieces are no smaller

@@ -17,8 +17,8 @@ from _blocks import TransformerBlock
 from torch import nn
 
 import memscale as ms
-from memscale.profiling._allocator import AllocatorTrace, measure, training_roles
-from memscale.profiling._plot import plot_timelines
+from memscale.reports.plot import plot_timelines
+from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 VOCABULARY = 8192

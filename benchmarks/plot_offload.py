@@ -21,7 +21,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.runtime._simulated import Link, SimulatedBackend
+from memscale.runtime.backends.simulated import Link, SimulatedBackend
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "offload.png"
 BLOCKS, WIDTH, ROWS = 6, 512, 1024

@@ -6,9 +6,11 @@ older one-line style, in place and reversible.
 """
 
 from memscale import policies
-from memscale._apply import transform
-from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._errors import (
+from memscale.algebra.apply import transform
+from memscale.algebra.composition import Transform, compose, identity
+from memscale.algebra.functions import functional
+from memscale.algebra.plan import Plan
+from memscale.core.errors import (
     BudgetError,
     ConfigError,
     CorrectnessError,
@@ -18,18 +20,16 @@ from memscale._errors import (
     RuntimeUnavailable,
     TransformError,
 )
-from memscale._executor import Executor
-from memscale._functional import functional
-from memscale._legacy import detach, optimize, wrap
-from memscale._plan import Plan
-from memscale._transform import Transform, compose, identity
-from memscale._verify import Verification, verify
+from memscale.hardware.device import Hardware
+from memscale.inspection.verification import Verification, verify
+from memscale.legacy.executor import Executor
+from memscale.legacy.verbs import detach, optimize, wrap
 from memscale.optimizers import LossScale
-from memscale.profiling._hardware import Hardware
-from memscale.profiling._prediction import OOMPrediction, OOMRisk
-from memscale.profiling._predictor import OOMPredictor
-from memscale.profiling._profile import Profile
-from memscale.profiling._profiler import MemoryProfiler, profile
+from memscale.planning.config import AsyncOffloadConfig, Config, OptimizationMode
+from memscale.planning.prediction import OOMPrediction, OOMRisk
+from memscale.planning.predictor import OOMPredictor
+from memscale.simulation.profiler import MemoryProfiler, profile
+from memscale.simulation.results import Profile
 from memscale.transforms import Residual, cast, checkpoint, name, offload, saved_residuals, tile
 
 __version__ = "0.1.0"

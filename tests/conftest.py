@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("tests.support")
+
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
 

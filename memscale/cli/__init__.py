@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None takes them from ``sys.argv``.
     """
     try:
-        from memscale.cli._app import run
+        from memscale.cli.app import run
     except ModuleNotFoundError as error:
         package = (error.name or "memscale").partition(".")[0]
         if package == "memscale":

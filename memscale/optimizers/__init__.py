@@ -1,5 +1,5 @@
 """What goes around an optimizer: the loss scale of float16 training."""
 
-from memscale.optimizers._loss_scale import LossScale
+from memscale.optimizers.loss_scale import LossScale
 
 __all__ = ["LossScale"]

@@ -1,10 +1,10 @@
 """The transforms: one file each, and the policies they take."""
 
-from memscale.transforms._cast import cast
-from memscale.transforms._checkpoint import checkpoint
-from memscale.transforms._name import name
-from memscale.transforms._offload import offload
-from memscale.transforms._residuals import Residual, saved_residuals
-from memscale.transforms._tile import tile
+from memscale.inspection.residuals import Residual, saved_residuals
+from memscale.transforms.cast.factory import cast
+from memscale.transforms.checkpoint.factory import checkpoint
+from memscale.transforms.labels import name
+from memscale.transforms.offload.factory import offload
+from memscale.transforms.tile.factory import tile
 
 __all__ = ["Residual", "cast", "checkpoint", "name", "offload", "saved_residuals", "tile"]

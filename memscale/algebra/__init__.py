@@ -1,0 +1,1 @@
+"""The language: transforms and their compositions, modules as functions, plans, and the one interpreter of a plan."""

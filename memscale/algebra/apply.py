@@ -1,0 +1,271 @@
+"""`transform` and `install`: the one interpreter of a plan.
+
+A region is a module whose `forward` is replaced, as an instance attribute, by a transformed function. Nothing else
+about the module changes: not its class, its hooks, its parameters or its place in the tree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra.composition import Transform, compose
+from memscale.algebra.functions import copy_tree
+from memscale.algebra.plan import Plan, as_plan
+from memscale.core.errors import PlanError, TransformError
+from memscale.runtime import Runtime
+from memscale.transforms.offload.streamed import Streamed, streamed_in
+
+PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
+
+
+def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> nn.Module:
+    """A new module tree in which each region that `plan` names runs under its transform.
+
+    The argument is left exactly as it is. The new tree has the same classes, the same names, the same parameter
+    objects and shares the buffers, so an optimizer or a `state_dict` of either works for both:
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    >>> fit = ms.transform(model, {"*": ms.checkpoint()})
+    >>> type(fit) is type(model), fit[0].weight is model[0].weight, fit is model
+    (True, True, False)
+    >>> x = torch.ones(3, 4)
+    >>> torch.equal(fit(x), model(x))
+    True
+
+    What the trees share and what not: parameters and buffers are shared (`.to()`, `load_state_dict`, in-place changes
+    are seen by both). Training mode, hooks, attributes and children belong to each tree from here on. Replacing a
+    parameter *object* (``load_state_dict(assign=True)``, assigning a new `nn.Parameter`) parts the trees: if it was
+    replaced in `model`, the next call of the new tree raises `TransformError` and names the parameter; in the new
+    tree it is taken as meant, as a new child is.
+
+    Args:
+        model: any module.
+        plan: a `Plan`, or what `Plan` takes.
+        runtime: where `offload` moves tensors to; `None` is the process's own, for the device of each tensor.
+
+    Returns:
+        A module of the same class as `model`.
+
+    Raises:
+        TransformError: `model` is not a module, or a region cannot be one (a container without a forward, a
+            scripted module).
+        PlanError: patterns that match no module; all at once, with the nearest paths.
+
+    Cost: one Python object for each module; no tensor is copied.
+    """
+    _check_model("transform", model)
+    if runtime is not None and not isinstance(runtime, Runtime):
+        raise TransformError(
+            f"transform(runtime={runtime!r}) must be a memscale.runtime.Runtime, or None for the process's own"
+        )
+    regions = find_regions(model, as_plan(plan))
+    copy, memo = copy_tree(model)
+    for module, how in regions:
+        _set_forward(memo[id(module)], how.on(runtime))
+    _keep_shared_parameters(copy)
+    if regions:
+        copy.__dict__["forward"] = SharedRoot(copy, copy.__dict__.get("forward"), _links(model))
+    return copy
+
+
+def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> Callable[[], None]:
+    """Apply `plan` to `model` itself, and return the function that takes it off again, exactly."""
+    _check_model("install", model)
+    regions = find_regions(model, as_plan(plan))
+    before = [(module, dict(module.__dict__)) for module, _ in regions]
+    for module, how in regions:
+        _set_forward(module, how.on(runtime))
+    _keep_shared_parameters(model)
+
+    def undo() -> None:
+        for module, attributes in before:
+            for name in ("forward", "_apply"):
+                if name in attributes:
+                    module.__dict__[name] = attributes[name]
+                else:
+                    module.__dict__.pop(name, None)
+
+    return undo
+
+
+def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:
+    """The modules that `plan` names, each with the composition of its rules.
+
+    A module reachable by several paths is one region, under the rules of all of them.
+    """
+    paths = list(model.named_modules(remove_duplicate=False))
+    found: dict[int, tuple[nn.Module, str, list[Transform]]] = {}
+    unmatched = []
+    for rule in plan:
+        hits = [(path, module) for path, module in paths if rule.matches(path)]
+        if not hits:
+            unmatched.append(rule.pattern)
+        for path, module in {id(module): (path, module) for path, module in reversed(hits)}.values():
+            found.setdefault(id(module), (module, path, []))[2].append(rule.transform)
+    if unmatched:
+        known = [path for path, _ in paths if path]
+        raise PlanError("; ".join(_no_match(pattern, known, model) for pattern in unmatched))
+    regions = [(module, path, compose(*reversed(rules))) for module, path, rules in found.values()]
+    regions = [(module, path, how) for module, path, how in regions if how != compose()]
+    if misfits := [message for module, path, _ in regions if (message := _misfit(module, path))]:
+        raise TransformError("; ".join(misfits))
+    return [(module, how) for module, _, how in regions]
+
+
+def _check_model(verb: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TransformError(
+            f"{verb}(model, plan) takes a torch.nn.Module, got {type(model).__name__}; "
+            "apply a transform to a plain function by calling it: checkpoint()(fn)"
+        )
+
+
+def _no_match(pattern: str, known: list[str], model: nn.Module) -> str:
+    if not known:
+        return (
+            f"the plan's path {pattern!r} matches nothing: {type(model).__name__} has no submodules; use '' for itself"
+        )
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+    return (
+        f"the plan's path {pattern!r} matches no module of {type(model).__name__}; the nearest are "
+        f"{', '.join(map(repr, near))} ('*' is one segment, '**' any number)"
+    )
+
+
+def _misfit(module: nn.Module, path: str) -> str | None:
+    where = f"the module at {path!r}" if path else "the model"
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{where} is a torch.jit.ScriptModule, whose forward runs in C++; transform the Python module"
+    # The same function that nn.ModuleList and nn.ModuleDict inherit: it only raises.
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        return (
+            f"{where} is a {type(module).__name__}, which has no forward to transform; "
+            f"name its children with {f'{path}.*' if path else '*'!r}"
+        )
+    return None
+
+
+def _set_forward(module: nn.Module, how: Transform) -> None:
+    module.__dict__["forward"] = how(Forward(module, module.__dict__.get("forward")))
+
+
+def _keep_shared_parameters(model: nn.Module) -> None:
+    """Make regions that stream their parameters leave those alone which modules outside of all of them use too."""
+    regions = [
+        (module, streamed)
+        for module in model.modules()
+        if (streamed := list(streamed_in(module.__dict__.get("forward"))))
+    ]
+    inside = {id(part) for module, _ in regions for part in module.modules()}
+    outside = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    for module, streamed in regions:
+        resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
+        for region in streamed:
+            region.resident = resident
+        module.__dict__["_apply"] = Moving(module, streamed[0])  # where several do, the outermost has the word
+
+
+class Moving:
+    """What ``.to()`` and its like call: moves all of a region but the parameters that live elsewhere.
+
+    Region by region, so that a model larger than the device can be moved there too.
+    """
+
+    def __init__(self, module: nn.Module, streamed: Streamed) -> None:
+        self.module = module
+        self.streamed = streamed
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        type(self.module)._apply(self.module, convert, recurse)
+        for parameter in self.module.parameters():
+            if not parameter.is_cpu and not parameter.is_meta:
+                self.streamed.place([parameter], parameter.device)
+        return self.module
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Moving:
+        return Moving(remap(self.module), remap(self.streamed))
+
+
+class Forward:
+    """A module's own forward as a function that copies and pickles with the module.
+
+    A bound method would not do: it pickles as "the attribute `forward` of the module", which is the region itself.
+    """
+
+    def __init__(self, module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.instance_forward = instance_forward  # somebody patched this object before us
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.instance_forward is not None:
+            return self.instance_forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.instance_forward or types.MethodType(type(self.module).forward, self.module)
+
+    def __memscale_parts__(self) -> tuple[Any, ...]:
+        return (self.module, self.instance_forward)
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Forward:
+        return Forward(remap(self.module), remap(self.instance_forward))
+
+
+_Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]
+
+
+class SharedRoot(Forward):
+    """The root's forward: makes sure that the model still holds the parameters it shared, then runs."""
+
+    def __init__(self, module: nn.Module, instance_forward: Callable[..., Any] | None, links: list[_Link]) -> None:
+        super().__init__(module, instance_forward)
+        self.links = links
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._check_shared()
+        return super().__call__(*args, **kwargs)
+
+    def _check_shared(self) -> None:
+        # Only the original is looked at: in this tree, functional_call replaces entries for the time of a call.
+        for reference, path, shared in self.links:
+            original = reference()
+            if original is None:
+                continue
+            for name, parameter in original._parameters.items():
+                if name in shared and parameter is not shared[name]:
+                    raise TransformError(
+                        f"parameter '{path}{name}' of the model was replaced by another object after transform(), so "
+                        "the transformed module trains one that the model no longer has; "
+                        "call transform(model, plan) again"
+                    )
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Forward:
+        return SharedRoot(remap(self.module), remap(self.instance_forward), self.links)
+
+    def __reduce__(self) -> Any:
+        # A deep copy or a pickle is independent of the model it was made from: nothing is shared any more.
+        return (Forward, (self.module, self.instance_forward))
+
+
+def _links(model: nn.Module) -> list[_Link]:
+    return [
+        (weakref.ref(module), f"{path}." if path else "", dict(module._parameters))
+        for path, module in model.named_modules()
+        if module._parameters
+    ]

@@ -1,0 +1,125 @@
+"""The algebra: transforms are frozen values that map a function to a function.
+
+``compose(a, b)(f) == a(b(f))``: the leftmost is the outermost, as in stacked decorators. `identity` is the empty
+composition, and compositions flatten as they are made, so the monoid laws hold as ``==`` on data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from memscale.core.errors import ConfigError, TransformError
+from memscale.core.values import Value, factory
+
+
+class Transform(Value):
+    """A memory technique as data. Calling it maps a function to a function that computes the same values.
+
+    Subclasses are frozen dataclasses that implement `apply`. Use the factories (`checkpoint`, ...), which validate.
+
+    >>> import memscale as ms
+    >>> how = ms.checkpoint()
+    >>> isinstance(how, ms.Transform), how == ms.checkpoint(), how
+    (True, True, checkpoint())
+    """
+
+    uses_runtime: ClassVar[bool] = False
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
+        raise NotImplementedError
+
+    def on(self, runtime: Any) -> Transform:
+        """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
+        return On(self, runtime) if self.uses_runtime and runtime is not None else self
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fn):
+            raise TransformError(
+                f"{self!r} maps a function to a function, got {type(fn).__name__} {fn!r}; "
+                "pass a callable, or use memscale.transform(model, plan) for a whole model"
+            )
+        return self.apply(fn)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class On(Transform):
+    """A transform and the runtime that it uses. A means to apply it: what goes into a plan holds no resources."""
+
+    transform: Transform
+    runtime: Any
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        transformed: Any = self.transform.apply(fn)
+        transformed.runtime = self.runtime
+        return transformed  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"{self.transform!r}.on({self.runtime!r})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Compose(Transform):
+    """A composition of at least two transforms, or of none (`identity`). Made by `compose`."""
+
+    spelling: ClassVar[str] = "compose"
+    positional: ClassVar[str | None] = "transforms"
+
+    transforms: tuple[Transform, ...] = ()
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        for transform in reversed(self.transforms):
+            fn = transform(fn)
+        return fn
+
+    def on(self, runtime: Any) -> Transform:
+        return Compose(tuple(transform.on(runtime) for transform in self.transforms))
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.transforms else "identity"
+
+
+identity = Compose()
+"""The transform that changes nothing: ``identity(f) is f``, and the unit of `compose`."""
+
+
+def compose(*transforms: Transform) -> Transform:
+    """One transform that applies `transforms`, the leftmost outermost: ``compose(a, b)(f) == a(b(f))``.
+
+    Compositions flatten, and `identity` disappears, so that equal programs are equal values:
+
+    >>> import memscale as ms
+    >>> a, b = ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)
+    >>> ms.compose(a, ms.compose(b, ms.identity)) == ms.compose(a, b)
+    True
+    >>> ms.compose(a) == a, ms.compose()
+    (True, identity)
+
+    Args:
+        transforms: any number of transforms.
+
+    Raises:
+        ConfigError: an argument is not a transform.
+    """
+    flat: list[Transform] = []
+    for position, transform in enumerate(transforms):
+        if isinstance(transform, Compose):
+            flat.extend(transform.transforms)
+        elif isinstance(transform, Transform):
+            flat.append(transform)
+        else:
+            raise ConfigError(
+                f"compose() takes transforms such as checkpoint(), got {transform!r} at position {position}"
+                + ("; call the factory" if callable(transform) else "")
+            )
+    return flat[0] if len(flat) == 1 else Compose(tuple(flat))
+
+
+def chain(transform: Transform) -> tuple[Transform, ...]:
+    """The transforms that `transform` composes, outermost first; empty for `identity`."""
+    return transform.transforms if isinstance(transform, Compose) else (transform,)
+
+
+factory("compose", compose)

@@ -1,0 +1,111 @@
+"""Modules as functions of their state, and the structural copy that `transform` works on."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core.errors import TransformError
+
+
+def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
+    """The module as a pure function, and the state that it is a function of.
+
+    ``fn(state, *args, **kwargs)`` is what ``module(*args, **kwargs)`` would return with those parameters and buffers:
+
+    >>> import torch, memscale as ms
+    >>> fn, state = ms.functional(torch.nn.Linear(2, 1))
+    >>> sorted(state)
+    ['bias', 'weight']
+    >>> grads = torch.func.grad(lambda s: fn(s, torch.ones(3, 2)).sum())(state)
+    >>> grads["weight"].tolist(), grads["bias"].tolist()
+    ([[3.0, 3.0]], [3.0])
+
+    Args:
+        module: any module. It is read at call time, so `train()` and `eval()` on it take effect.
+
+    Returns:
+        ``(fn, state)``. `state` maps names to the module's own parameters and buffers (tied ones once). In-place
+        buffer updates, such as BatchNorm statistics, happen to the buffers in the state that is passed.
+
+    Raises:
+        TransformError: `module` is not a module.
+
+    Source: ``torch.func.functional_call``.
+    """
+    if not isinstance(module, nn.Module):
+        raise TransformError(
+            f"functional(module) takes a torch.nn.Module, got {type(module).__name__}; "
+            "a plain function already is one: use it as it is"
+        )
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def fn(state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, state, args, kwargs)
+
+    return fn, state
+
+
+def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """A new module tree over the same parameters and buffers, and the map from each old module's id to its copy.
+
+    Every module is a new object of the same class. References from one module of the tree to another (children,
+    attributes, lists, bound methods, hooks) lead to copies; everything else is shared. Containers are copied, so
+    that a list that `forward` appends to belongs to one tree only.
+    """
+    memo: dict[int, nn.Module] = {}
+    for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            memo[id(module)] = module  # lives in C++: it is shared, and cannot be a region
+            continue
+        memo[id(module)] = module.__class__.__new__(module.__class__)
+    for module in root.modules():
+        copy = memo[id(module)]
+        if copy is not module:
+            _copy_dict(module.__dict__, copy.__dict__, memo)
+    return memo[id(root)], memo
+
+
+def _copy_dict(source: dict[str, Any], target: dict[str, Any], memo: dict[int, nn.Module]) -> None:
+    for key, value in source.items():
+        if key == "_parameters":
+            # The copy owns this dictionary: functional_call swaps entries in place, and a shared one would swap the
+            # caller's model too. The parameters in it are the same objects.
+            target[key] = value.copy()
+        elif key == "_buffers" or key == "_non_persistent_buffers_set":
+            # Shared: `.to()` and plain assignment replace buffers in the dictionary, and both trees must see it.
+            target[key] = value
+        else:
+            target[key] = _remap(value, memo)
+
+
+def _remap(value: Any, memo: dict[int, nn.Module]) -> Any:
+    """`value` with every reference to a module of the tree replaced by its copy."""
+    kind = type(value)
+    if kind in (bool, int, float, str, type(None), torch.Tensor):
+        return value
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if kind is types.MethodType and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if kind is functools.partial:
+        return functools.partial(
+            _remap(value.func, memo),
+            *(_remap(arg, memo) for arg in value.args),
+            **{key: _remap(arg, memo) for key, arg in value.keywords.items()},
+        )
+    if kind in (dict, OrderedDict):
+        return kind((key, _remap(item, memo)) for key, item in value.items()) if value else kind()
+    if kind in (list, set, deque):
+        return kind(_remap(item, memo) for item in value)
+    if kind is tuple:
+        return tuple(_remap(item, memo) for item in value)
+    if (rebuild := getattr(kind, "__memscale_remap__", None)) is not None:
+        return rebuild(value, functools.partial(_remap, memo=memo))
+    return value

@@ -1,0 +1,181 @@
+"""`Plan`: which transform goes where, as data. A plan knows no tensors and no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from memscale.algebra.composition import Transform
+from memscale.core.errors import PlanError
+from memscale.core.paths import matches, misfit
+from memscale.core.values import from_data, spellings
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line of a plan: `transform` for every module whose path matches `pattern`."""
+
+    pattern: str
+    transform: Transform
+
+    def matches(self, path: str) -> bool:
+        """Whether the module path `path` matches: ``*`` is one segment, ``**`` any number, ``""`` the root."""
+        return matches(self.pattern, path)
+
+
+class Plan:
+    """Rules from module paths to transforms: immutable, comparable, hashable, printable and serialisable.
+
+    >>> import memscale as ms
+    >>> plan = ms.Plan({"layers.*": ms.checkpoint()})
+    >>> plan
+    Plan({'layers.*': checkpoint()})
+    >>> plan == ms.Plan.from_json(plan.to_json())
+    True
+    >>> print(plan)
+    path      transform
+    layers.*  checkpoint()
+
+    Args:
+        rules: a mapping from path patterns to transforms, or an iterable of such pairs when one pattern is to occur
+            twice. Where several rules match one path, a later rule composes outside an earlier one.
+
+    Raises:
+        PlanError: a pattern is not a path pattern, or a value is not a transform; all of them at once.
+    """
+
+    __slots__ = ("rules",)
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, rules: Mapping[str, Transform] | Iterable[tuple[str, Transform]] = ()) -> None:
+        try:
+            pairs = list(rules.items() if isinstance(rules, Mapping) else [(key, value) for key, value in rules])
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"Plan(rules) takes a mapping from path patterns to transforms, such as "
+                f"{{'layers.*': checkpoint()}}, or pairs of the two; got {rules!r}"
+            ) from error
+        wrong = [message for pattern, value in pairs if (message := _misfit(pattern, value))]
+        if wrong:
+            raise PlanError("; ".join(wrong))
+        object.__setattr__(self, "rules", tuple(Rule(pattern, value) for pattern, value in pairs))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Plan is immutable; make a new one instead of setting {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Plan is immutable; make a new one instead of deleting {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self.rules == other.rules if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __reduce__(self) -> Any:
+        return (Plan, ([(rule.pattern, rule.transform) for rule in self.rules],))
+
+    def __repr__(self) -> str:
+        patterns = [rule.pattern for rule in self.rules]
+        if not patterns:
+            return "Plan()"
+        if len(set(patterns)) == len(patterns):
+            return f"Plan({{{', '.join(f'{r.pattern!r}: {r.transform!r}' for r in self.rules)}}})"
+        return f"Plan([{', '.join(f'({r.pattern!r}, {r.transform!r})' for r in self.rules)}])"
+
+    def __str__(self) -> str:
+        rows = [("path", "transform")]
+        rows += [(rule.pattern or "(root)", repr(rule.transform)) for rule in self.rules]
+        if not self.rules:
+            rows.append(("(none)", "identity"))
+        width = max(len(path) for path, _ in rows)
+        return "\n".join(f"{path:<{width}}  {transform}" for path, transform in rows)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with a schema version.
+
+        Raises:
+            PlanError: a transform holds something that has no JSON form, such as a policy of the user's own.
+        """
+        rules = [{"path": rule.pattern, "transform": rule.transform.to_data()} for rule in self.rules]
+        return json.dumps({"memscale_plan": SCHEMA_VERSION, "rules": rules}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is truncated or not JSON, is of another schema version, or names a transform or
+                policy that this version does not know. ConfigError: a known one with arguments out of range.
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"the plan is not JSON, or was cut off: {error}; write it with Plan.to_json()") from error
+        version = data.get("memscale_plan") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise PlanError(
+                f"the plan has schema version {version!r}, and this version of memscale reads version "
+                f"{SCHEMA_VERSION}; write it again with Plan.to_json() of this version"
+            )
+        rules = data.get("rules")
+        if not isinstance(rules, list) or not all(
+            isinstance(rule, Mapping) and rule.keys() == {"path", "transform"} for rule in rules
+        ):
+            raise PlanError(f"a plan's 'rules' is a list of objects with 'path' and 'transform', got {rules!r}")
+        return cls([(rule["path"], from_data(rule["transform"])) for rule in rules])
+
+    def to_python(self) -> str:
+        """The code that makes and applies this plan by hand, ready to paste.
+
+        >>> import memscale as ms
+        >>> print(ms.Plan({"layers.*": ms.checkpoint()}).to_python())
+        from memscale import Plan, checkpoint, transform
+        <BLANKLINE>
+        plan = Plan({
+            'layers.*': checkpoint(),
+        })
+        fit = transform(model, plan)
+        """
+        text = repr(self)
+        # Without the path patterns and names. Both kinds of quotes, or the one in "it's" would pair with the next.
+        code = re.sub(r"'(?:[^'\\]|\\.)*'" r'|"(?:[^"\\]|\\.)*"', "", text)
+        roots = {spelling.partition(".")[0] for spelling in spellings()} | {"identity"}
+        names = [name for name in sorted(roots) if re.search(rf"\b{name}\b", code)]
+        header = f"from memscale import {', '.join(['Plan', *names, 'transform'])}"
+        if re.search(r"\btorch\.", code):
+            header = f"import torch\n{header}"
+        opening, closing = text[: len("Plan({")], text[-len("})") :]
+        if "{" in opening:
+            lines = [f"    {rule.pattern!r}: {rule.transform!r}," for rule in self.rules]
+        else:
+            lines = [f"    ({rule.pattern!r}, {rule.transform!r})," for rule in self.rules]
+        if lines:
+            text = "\n".join([opening, *lines, closing])
+        return f"{header}\n\nplan = {text}\nfit = transform(model, plan)"
+
+
+def as_plan(plan: Any) -> Plan:
+    """`plan` as a `Plan`: itself, or made from a mapping or pairs."""
+    return plan if isinstance(plan, Plan) else Plan(plan)
+
+
+def _misfit(pattern: Any, value: Any) -> str | None:
+    if (wrong := misfit(pattern)) is not None:
+        return wrong
+    if not isinstance(value, Transform):
+        hint = "; call the factory" if callable(value) else ""
+        return f"the rule for {pattern!r} must be a transform such as checkpoint(), got {value!r}{hint}"
+    return None

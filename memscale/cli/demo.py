@@ -1,0 +1,209 @@
+"""``memscale demo``: the same training twice, as it is and transformed, side by side."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+import memscale as ms
+from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, read_text, train
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core.units import format_bytes, format_seconds
+from memscale.reports.plot import plot_timelines
+
+_PLAN = 'memscale.transform(model, {"transformer.h.*": memscale.checkpoint()})'
+
+
+def demo(*, steps: int, layers: int, width: int, batch: int, seq: int, device: str, out: Path) -> int:
+    """Train twice, print the comparison, write the picture; return 0, or 1 when any number differs.
+
+    Args:
+        steps: optimizer steps for each of the two models, at least 3.
+        layers: transformer blocks, at least 1.
+        width: hidden size, a multiple of 64.
+        batch: rows of text in a step, at least 1.
+        seq: bytes of text in a row, 2 to 1024.
+        device: a device of PyTorch, or ``"auto"``.
+        out: where the picture goes, a ``.png`` in a folder that exists.
+
+    Raises:
+        ConfigError: an option is out of range.
+        RuntimeUnavailable: the device, transformers or matplotlib is not there.
+    """
+    job = _checked_job(steps, layers, width, batch, seq, device)
+    _check_picture(out)
+    # The model comes from its config alone; nothing here may reach for the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _check_packages()
+    # Kineto logs the start and stop of every recording to stderr, through the progress bar; it reads its
+    # level when the first recording starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    screen = Console()
+    text = read_text()
+    screen.print(
+        f"Training GPT-2 with {job.layers} layers of width {job.width} and dropout on {len(text):,} bytes of "
+        f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}.",
+        soft_wrap=True,
+    )
+    with _deterministic(job.device), _progress() as progress:
+        task = progress.add_task("training", total=2 * job.steps)
+        changes = (_unchanged, _checkpointed)
+        baseline, transformed = train(job, text, changes, lambda: progress.advance(task))
+        progress.update(task, description="picture")
+        plot_timelines(out, {"baseline": baseline.trace, "checkpointed blocks": transformed.trace})
+    screen.print(_table(baseline, transformed))
+    screen.print(f"The transformed model is {_PLAN}", soft_wrap=True, highlight=False)
+    screen.print(f"Memory over one step: {out.resolve()}", soft_wrap=True, highlight=False)
+    different = [name for name, digest in baseline.digests.items() if transformed.digests[name] != digest]
+    if different:
+        screen.print(f"NOT EQUAL: {', '.join(different)} differ from the baseline's", style="bold red")
+    return 1 if different else 0
+
+
+def _unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    return ms.transform(model, {"transformer.h.*": ms.checkpoint()})
+
+
+def _checked_job(steps: int, layers: int, width: int, batch: int, seq: int, device: str) -> Job:
+    if steps < 3:
+        raise ConfigError(
+            f"--steps must be at least 3, got {steps}: the first warms up, the last is measured, "
+            "the ones between are timed"
+        )
+    if layers < 1:
+        raise ConfigError(f"--layers must be at least 1, got {layers}")
+    if width < 1 or width % HEAD_WIDTH:
+        below = width // HEAD_WIDTH * HEAD_WIDTH
+        near = f"{below} or {below + HEAD_WIDTH}" if below > 0 else f"{HEAD_WIDTH}"
+        raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {width}; try {near}")
+    if batch < 1:
+        raise ConfigError(f"--batch must be at least 1, got {batch}")
+    if not 2 <= seq <= MAX_SEQ:
+        raise ConfigError(f"--seq must be from 2 to {MAX_SEQ}, GPT-2's longest text, got {seq}")
+    job = Job(steps, layers, width, batch, seq, _checked_device(device))
+    free_bytes = (
+        torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else psutil.virtual_memory().available
+    )
+    needed_bytes = 2 * job.state_bytes + job.activation_bytes
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"the demo would need about {format_bytes(needed_bytes)} and {job.device} has "
+            f"{format_bytes(free_bytes)} free; lower --batch, --seq, --layers or --width"
+        )
+    return job
+
+
+def _checked_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            found = f"it finds {count}" if count else "it finds none; use --device cpu"
+            raise RuntimeUnavailable(f"--device {name} needs a CUDA device that PyTorch can use, and {found}")
+    return device
+
+
+def _check_picture(out: Path) -> None:
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out must end in .png, got {str(out)!r}")
+    folder = out.resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or out.is_dir():
+        raise ConfigError(f"--out must be in a folder that exists and can be written, got {str(out)!r}")
+
+
+def _check_packages() -> None:
+    for package, extra in (("transformers", "hf"), ("matplotlib", "plot")):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise RuntimeUnavailable(
+                f"memscale demo needs {package}: pip install 'memscale-transforms[{extra}]'"
+            ) from error
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """On CUDA some kernels add in any order, and then not even two baselines are equal."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _table(baseline: Run, transformed: Run) -> Table:
+    table = Table(title="One training, twice", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in ("baseline", "transformed", "ratio"):
+        table.add_column(name, justify="right")
+    first, second = baseline.trace, transformed.trace
+
+    def compare(name: str, before: float, after: float, form: Callable[[float], str]) -> None:
+        table.add_row(name, form(before), form(after), f"{after / before:.2f} ×")
+
+    compare("peak memory", first.peak_bytes, second.peak_bytes, format_bytes)
+    compare("  above weights and moments", first.growth_bytes, second.growth_bytes, format_bytes)
+    compare(
+        "  kept for backward",
+        int(first.timeline.live_bytes["activation"].max()),
+        int(second.timeline.live_bytes["activation"].max()),
+        format_bytes,
+    )
+    compare("step time (median)", baseline.step_seconds, transformed.step_seconds, format_seconds)
+    table.add_section()
+    for name, index in (("loss, first step", 0), ("loss, last step", -1)):
+        table.add_row(name, f"{baseline.losses[index]:.9f}", f"{transformed.losses[index]:.9f}")
+    table.add_section()
+    for name, digest in baseline.digests.items():
+        same = transformed.digests[name] == digest
+        verdict = "[green]equal[/]" if same else "[bold red]DIFFERENT[/]"
+        table.add_row(_CHECKS[name], "", "bit for bit", verdict)
+    return table
+
+
+_CHECKS = {
+    "losses": "losses, all steps",
+    "gradients": "gradients, all steps",
+    "parameters": "parameters, at the end",
+    "optimizer state": "moments, at the end",
+    "random state": "random state, at the end",
+}

@@ -1,0 +1,207 @@
+"""What ``memscale predict`` is about: a model from its transformers config or from a function, and its batches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+_DEFAULT_SEQ = 1024
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+# The heads that transformers puts on its models, by the end of the class's name, and the shape of their labels.
+_LABELS_OF_TOKENS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
+_LABELS_OF_ROWS = ("ForSequenceClassification", "ForImageClassification")
+# The simulation reads integers up to this many (masks, lengths); more are not worth the host's memory.
+_REAL_NUMBERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how to train it.
+
+    Args:
+        model: in training mode.
+        batch: the batch of a batch size and a sequence length.
+        loss: ``loss(output, batch)``, None for ``output.loss``.
+        longest: the most positions that the model has, None if it does not say.
+    """
+
+    model: nn.Module
+    batch: Callable[[int, int], Any]
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    longest: int | None = None
+
+    def seq(self, asked: int | None) -> int:
+        """The sequence length to predict for: the one that was asked for, else 1024 or the longest that there is.
+
+        Raises:
+            ConfigError: the model has fewer positions.
+        """
+        if asked is None:
+            return min(_DEFAULT_SEQ, self.longest or _DEFAULT_SEQ)
+        if self.longest is not None and asked > self.longest:
+            raise ConfigError(f"--seq {asked} is longer than the {self.longest} positions that the model has")
+        return asked
+
+
+def read_subject(source: str, dtype: torch.dtype | None) -> Subject:
+    """The model that `source` names: the path of a transformers ``config.json``, or ``module:factory``.
+
+    Raises:
+        ConfigError: it names neither, or what it names cannot be built.
+        RuntimeUnavailable: a config is given and transformers is not installed.
+    """
+    if Path(source).is_file():
+        return _from_config(Path(source), dtype or torch.float32)
+    if _FACTORY.fullmatch(source):
+        return _from_factory(source, dtype)
+    raise ConfigError(
+        f"--hf {source!r} must be a transformers config.json that exists, or module:factory, a function that returns a "
+        "model or (model, batch_fn)"
+    )
+
+
+def _from_config(path: Path, dtype: torch.dtype) -> Subject:
+    # The model comes from its config alone; nothing here may reach for the network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise RuntimeUnavailable(
+            "memscale predict needs transformers for a config.json: pip install 'memscale-transforms[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except Exception as error:  # whatever transformers says to a config that it does not know
+        raise ConfigError(f"--hf {str(path)!r} is not a config of transformers: {_first_line(error)}") from error
+    build = _architecture(transformers, config, path)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # keys and values for generating, which a training loop has no use for
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except Exception as error:
+        raise ConfigError(
+            f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
+            f"{_first_line(error)}; correct the config, or write a function that builds it and give module:factory"
+        ) from error
+    return _of_transformers(model.to(dtype))
+
+
+def _architecture(transformers: Any, config: Any, path: Path) -> Callable[[Any], nn.Module]:
+    """What builds the model of `config`: the class that it names, else the first kind of model that it can be."""
+    for name in config.architectures or ():
+        found: Callable[[Any], nn.Module] | None = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    for kind in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification"):
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        if type(config) in auto._model_mapping:
+            build: Callable[[Any], nn.Module] = auto.from_config
+            return build
+    raise ConfigError(
+        f"--hf {str(path)!r}: transformers has no model with a loss for {config.model_type!r}; name one of its "
+        "classes in the config's 'architectures', or give module:factory"
+    )
+
+
+def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
+    module_name, _, name = source.partition(":")
+    if os.getcwd() not in sys.path:  # a console script does not have the current folder there, `python -m` does
+        sys.path.insert(0, os.getcwd())
+    try:
+        made: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            made = getattr(made, part)
+    except Exception as error:  # a module of the user's may raise anything
+        raise ConfigError(f"--hf {source!r} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        made = made()
+    except Exception as error:
+        raise ConfigError(f"--hf {source!r} raises {type(error).__name__}: {_first_line(error)}") from error
+    model, *rest = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module) or len(rest) > 2 or not all(map(callable, rest)):
+        raise ConfigError(
+            f"--hf {source!r} must return a torch.nn.Module, (model, batch_fn) or (model, batch_fn, loss), got "
+            f"{_type_names(made)}"
+        )
+    if dtype is not None:
+        model = model.to(dtype)
+    if rest:
+        return Subject(model, *rest)
+    if hasattr(model, "main_input_name") and hasattr(model, "config"):
+        return _of_transformers(model)
+    raise ConfigError(
+        f"--hf {source!r} returns a {type(model).__name__} whose batches are not known; return (model, batch_fn), "
+        "where batch_fn(batch, seq) makes what the model is called with"
+    )
+
+
+def _of_transformers(model: Any) -> Subject:
+    """The subject of a model of transformers, with batches by what its class says that it takes."""
+    config, name, takes = model.config, type(model).__name__, model.main_input_name
+    model.train()
+    if takes == "input_ids" and name.endswith((*_LABELS_OF_TOKENS, *_LABELS_OF_ROWS)):
+        longest = getattr(config, "max_position_embeddings", None)
+
+        def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
+            labels = (batch, seq) if name.endswith(_LABELS_OF_TOKENS) else (batch,)
+            decoded = {"decoder_input_ids": _zeros(batch, seq)} if _needs_decoder_tokens(config) else {}
+            return {"input_ids": _zeros(batch, seq), **decoded, "labels": _zeros(*labels)}
+
+        return Subject(model, tokens, longest=longest if isinstance(longest, int) and longest > 0 else None)
+    if takes == "pixel_values" and name.endswith(_LABELS_OF_ROWS):
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        dtype = next(model.parameters()).dtype
+
+        def pictures(batch: int, _: int) -> dict[str, torch.Tensor]:
+            pixels = torch.empty(batch, getattr(config, "num_channels", 3), height, width, dtype=dtype, device="meta")
+            return {"pixel_values": pixels, "labels": _zeros(batch)}
+
+        return Subject(model, pictures)
+    raise ConfigError(
+        f"the batches of {name}, which takes {takes}, are not known; write a function that returns (model, batch_fn), "
+        "where batch_fn(batch, seq) makes what the model is called with, and give module:factory"
+    )
+
+
+def _needs_decoder_tokens(config: Any) -> bool:
+    """Whether a decoder's tokens cannot be made by shifting the labels, which takes a first one and one for padding."""
+    ends = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    return bool(getattr(config, "is_encoder_decoder", False)) and None in ends
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    real = torch.Size(shape).numel() <= _REAL_NUMBERS
+    return torch.zeros(shape, dtype=torch.long, device="cpu" if real else "meta")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _type_names(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return type(made).__name__

@@ -1,0 +1,102 @@
+"""How numbers are written for and by people. Everything else in memscale counts in bytes and seconds."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from memscale.core.errors import ConfigError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return ``nbytes`` with three digits in the binary unit that suits it.
+
+    >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1023.9 * 2**20)
+    ('512 B', '1.50 KiB', '3.00 GiB', '1.00 GiB')
+    """
+    power = 0
+    # 999.5 and not 1024, so that no number needs a fourth digit before its point.
+    while abs(nbytes) >= 999.5 and power < len(_UNITS) - 1:
+        nbytes /= 1024
+        power += 1
+    return f"{nbytes:.0f} B" if power == 0 else f"{_three_digits(nbytes)} {_UNITS[power]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return ``seconds`` with three digits in the unit that suits them.
+
+    >>> format_seconds(0.25), format_seconds(3.14159), format_seconds(4.2e-6)
+    ('250 ms', '3.14 s', '4.20 µs')
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 0.9995 * unit:
+            return f"{_three_digits(seconds / unit)} {name}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def format_flops(flops: float) -> str:
+    """Return a number of floating point operations with three digits in the decimal unit that suits it.
+
+    >>> format_flops(12), format_flops(4.096e9), format_flops(9.999e11)
+    ('12 FLOP', '4.10 GFLOP', '1.00 TFLOP')
+    """
+    power = 0
+    while flops >= 999.5 and power < len(_PREFIXES) - 1:
+        flops /= 1000
+        power += 1
+    return f"{flops:.0f} FLOP" if power == 0 else f"{_three_digits(flops)} {_PREFIXES[power]}FLOP"
+
+
+def _three_digits(value: float) -> str:
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}"
+
+
+_SIZES = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _SIZES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+_RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the device's memory as a float in (0, 1]"
+
+
+def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str = "budget") -> int:
+    """The bytes that a caller's ``budget`` means, rounded down.
+
+    >>> budget_bytes("6GiB", 1) - budget_bytes("6GB", 1)
+    442450944
+    >>> budget_bytes(0.5, 1001), budget_bytes(4096, 1001)
+    (500, 4096)
+
+    Args:
+        budget: an int is bytes; a string is a number with a unit, ``"6GiB"`` (binary) or ``"6GB"`` (decimal), in any
+            case; a float in (0, 1] is that share of `whole_bytes`.
+        whole_bytes: of the device's memory.
+        argument: what messages call it.
+
+    Raises:
+        ConfigError: it is none of these, or less than one byte.
+    """
+    if isinstance(budget, str):
+        nbytes = _parsed_bytes(budget, argument)
+    elif isinstance(budget, float) and 0 < budget <= 1:
+        nbytes = int(budget * whole_bytes)
+    elif isinstance(budget, int) and not isinstance(budget, bool):
+        nbytes = budget
+    else:
+        raise ConfigError(f"{argument}={budget!r} must be {_RULE}")
+    if nbytes < 1:
+        raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes and must be at least 1; pass {_RULE}")
+    return nbytes
+
+
+def _parsed_bytes(text: str, argument: str) -> int:
+    match = _SIZE.fullmatch(text)
+    number, unit = match.groups() if match else ("", "")
+    if unit.lower() in _SIZES:
+        return int(Decimal(number) * _SIZES[unit.lower()])
+    prefix = unit[:1].upper()
+    remedy = f"; write '{number}{prefix}iB' or '{number}{prefix}B'" if prefix and prefix in "KMGT" else ""
+    raise ConfigError(f"{argument}={text!r} must be {_RULE}{remedy}")

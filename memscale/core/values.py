@@ -1,0 +1,105 @@
+"""Frozen values that print as the Python that makes them and travel as JSON.
+
+Transforms, policies and tiers are all `Value` s. A value has a *spelling*, the public name of the factory that
+makes it (``"checkpoint"``, ``"policies.save_only_these_names"``), and its dataclass fields are that factory's
+arguments. From this one fact follow `repr`, equality, hashing, pickling and both directions of JSON, so that no
+subclass writes any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.core.errors import PlanError
+
+_FACTORIES: dict[str, Callable[..., Any]] = {}
+
+
+class Value:
+    """Base of every frozen value. Subclasses are frozen dataclasses with a `spelling`.
+
+    `positional` names a field that the factory takes as ``*args``; `constant` says that the public name *is* the
+    value, so that it prints without a call.
+    """
+
+    spelling: ClassVar[str]
+    positional: ClassVar[str | None] = None
+    constant: ClassVar[bool] = False
+
+    def _shown_fields(self) -> list[dataclasses.Field[Any]]:
+        """The fields that differ from their default: what a caller would have written."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return [f for f in fields if f.name != self.positional and getattr(self, f.name) != f.default]
+
+    def __repr__(self) -> str:
+        if self.constant:
+            return self.spelling
+        shown = [repr(item) for item in getattr(self, self.positional)] if self.positional else []
+        shown += [f"{f.name}={getattr(self, f.name)!r}" for f in self._shown_fields()]
+        return f"{self.spelling}({', '.join(shown)})"
+
+    def to_data(self) -> dict[str, Any]:
+        """The value as plain JSON types.
+
+        Raises:
+            PlanError: a field holds something with no JSON form, such as a policy that is a bare function.
+        """
+        if self.spelling not in _FACTORIES:
+            raise PlanError(f"{self!r} is of a kind of your own, which has no JSON form; keep such a plan as Python")
+        data: dict[str, Any] = {"type": self.spelling}
+        if self.positional:
+            data["args"] = [_encode(item, self) for item in getattr(self, self.positional)]
+        data.update({f.name: _encode(getattr(self, f.name), self) for f in self._shown_fields()})
+        return data
+
+
+def factory(spelling: str, make: Callable[..., Any]) -> None:
+    """Register what `from_data` calls for `spelling`: the public, validating factory, or a constant's getter."""
+    _FACTORIES[spelling] = make
+
+
+def spellings() -> list[str]:
+    """Every registered spelling."""
+    return sorted(_FACTORIES)
+
+
+def from_data(data: Any) -> Any:
+    """The inverse of `Value.to_data`. Values are made by their public factories, so they are validated again.
+
+    Raises:
+        PlanError: an unknown spelling, or arguments that the factory does not take.
+    """
+    if isinstance(data, list):
+        return tuple(from_data(item) for item in data)
+    if not isinstance(data, Mapping):
+        return data
+    spelling = data.get("type")
+    if not isinstance(spelling, str) or spelling not in _FACTORIES:
+        raise PlanError(
+            f"unknown transform or policy {spelling!r}; this version of memscale knows {spellings()}. "
+            "A plan from a newer version needs that version"
+        )
+    args = [from_data(item) for item in data.get("args", ())]
+    kwargs = {key: from_data(item) for key, item in data.items() if key not in ("type", "args")}
+    try:
+        return _FACTORIES[spelling](*args, **kwargs)
+    except TypeError as error:
+        raise PlanError(f"{spelling} cannot be made from {dict(data)!r}: {error}") from error
+
+
+def _encode(item: Any, owner: Value) -> Any:
+    if isinstance(item, Value):
+        return item.to_data()
+    if isinstance(item, (tuple, list, frozenset)):
+        return [_encode(part, owner) for part in (sorted(item) if isinstance(item, frozenset) else item)]
+    if item is None or isinstance(item, (bool, int, float, str)):
+        return item
+    if isinstance(item, torch.dtype):
+        return str(item).removeprefix("torch.")  # factories take the name as well as the dtype
+    raise PlanError(
+        f"{owner!r} holds {item!r}, which has no JSON form; use values of memscale, or keep the plan as Python"
+    )

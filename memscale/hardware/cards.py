@@ -1,0 +1,154 @@
+"""The usual accelerator cards, from their makers' data sheets."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memscale.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Card:
+    """One row of the table, in the units of data sheets.
+
+    Args:
+        name: what the table calls it; `aliases` name it too.
+        device_names: what drivers call it, the newest spelling first.
+        memory_mib: total memory as ``torch.cuda.get_device_properties`` reports it. That is less than the number on
+            the box, since ECC and the firmware take their part, and differs by up to 1% between drivers. The lowest
+            value that public logs of PyTorch runs show for the card is used, so that a plan fits under every driver.
+        tflops: peak 10¹² operations a second of a dense matrix product, without sparsity, by dtype. With tensor cores
+            where the card has them, accumulating in float32 (int8: in int32). ``float32`` is the plain rate and
+            ``tfloat32`` the tensor cores' on float32 inputs.
+        memory_gb_per_second: peak bandwidth of the card's memory, 10⁹ bytes a second.
+        host_gb_per_second: peak of the link to the host, in one direction.
+        peer_gb_per_second: peak of the link to one other card, in one direction; None without NVLink or its like.
+        capability: CUDA compute capability; None for cards that are not CUDA's.
+        source: where the figures are from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    device_names: tuple[str, ...]
+    memory_mib: int
+    tflops: Mapping[str, float]
+    memory_gb_per_second: float
+    host_gb_per_second: float
+    peer_gb_per_second: float | None
+    capability: tuple[int, int] | None
+    source: str
+
+
+# PCI Express with 16 lanes, one direction: 8, 16 and 32 GT/s a lane less the 128b/130b line code (PCI-SIG base
+# specifications 3.0, 4.0 and 5.0). Data sheets quote both directions together.
+_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
+
+
+def _rates(float64: float, float32: float, tfloat32: float | None, half: float, **others: float) -> dict[str, float]:
+    """The usual columns; `half` is float16's rate, and bfloat16's on cards with TF32, which came together."""
+    rates = {"float64": float64, "float32": float32, "float16": half}
+    if tfloat32 is not None:
+        rates |= {"tfloat32": tfloat32, "bfloat16": half}
+    return rates | others
+
+
+# No product sheet of an NVIDIA card without fast float64 states its rate. It is 1/32 of float32 on Turing and 1/64 on
+# Ampere GA10x, Ada and RTX Blackwell (their architecture white papers).
+_V100 = _rates(7.8, 15.7, None, 125)
+_T4 = _rates(8.1 / 32, 8.1, None, 65, int8=130)
+_A10 = _rates(31.2 / 64, 31.2, 62.5, 125, int8=250)
+_A100 = _rates(19.5, 19.5, 156, 312, int8=624)
+_A6000 = _rates(38.7 / 64, 38.7, 77.4, 154.8, int8=309.7)
+_RTX_3090 = _rates(35.6 / 64, 35.6, 35.6, 71, int8=284)
+_L4 = _rates(30.3 / 64, 30.3, 60, 121, int8=242.5, float8_e4m3fn=242.5)
+_L40S = _rates(91.6 / 64, 91.6, 183, 362.05, int8=733, float8_e4m3fn=733)
+_RTX_6000_ADA = _rates(91.1 / 64, 91.1, 182.1, 364.2, int8=728.5, float8_e4m3fn=728.5)
+_RTX_4090 = _rates(82.6 / 64, 82.6, 82.6, 165.2, int8=660.6, float8_e4m3fn=330.3)
+_RTX_5090 = _rates(104.8 / 64, 104.8, 104.8, 209.5, int8=838, float8_e4m3fn=419)
+_H100_PCIE = _rates(51.2, 51.2, 378, 756, int8=1513, float8_e4m3fn=1513)
+_HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9)
+_B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
+_MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
+
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix A"
+_ADA = "NVIDIA Ada GPU Architecture white paper, appendix A"
+_HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper"
+
+# NVLink figures are half of what the sheets quote, which is both directions together. The MI300X has one link of
+# 128 GB/s (both directions) to each of its seven neighbours, and NVIDIA's switches give one neighbour everything.
+CARDS = (
+    Card("v100-16", ("v100-sxm2-16",), ("Tesla V100-SXM2-16GB",), 16_130, _V100, 900, _PCIE3, 150, (7, 0),
+         "NVIDIA V100 data sheet, January 2020 (SXM2)"),
+    Card("v100-32", ("v100-sxm2-32",), ("Tesla V100-SXM2-32GB",), 32_494, _V100, 900, _PCIE3, 150, (7, 0),
+         "NVIDIA V100 data sheet, January 2020 (SXM2)"),
+    Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), "NVIDIA T4 data sheet, 2019"),
+    Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), "NVIDIA A10 data sheet, 2021"),
+    Card("a100-40", ("a100-sxm-40", "a100-sxm4-40"), ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB",
+         "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 40_326, _A100, 1555, _PCIE4, 300, (8, 0),
+         "NVIDIA A100 Tensor Core GPU data sheet, 2020 (40 GB)"),
+    Card("a100-80", ("a100-sxm-80", "a100-sxm4-80"), ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"), 81_037, _A100, 2039,
+         _PCIE4, 300, (8, 0), "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB SXM)"),
+    Card("a100-80-pcie", ("a100-pcie", "a100-pcie-80"), ("NVIDIA A100 80GB PCIe",), 81_037, _A100, 1935, _PCIE4, 300,
+         (8, 0), "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
+    Card("a6000", ("rtx a6000",), ("NVIDIA RTX A6000", "RTX A6000"), 48_676, _A6000, 768, _PCIE4, 56.25, (8, 6),
+         _GA102),
+    Card("rtx-3090", ("3090",), ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"), 24_120, _RTX_3090, 936, _PCIE4, 56.25,
+         (8, 6), _GA102),
+    Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), "NVIDIA L4 data sheet, 2023"),
+    Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9),
+         "NVIDIA L40S data sheet, 2023"),
+    Card("rtx-6000-ada", ("6000-ada",), ("NVIDIA RTX 6000 Ada Generation",), 48_520, _RTX_6000_ADA, 960, _PCIE4, None,
+         (8, 9), _ADA),
+    Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), _ADA),
+    Card("rtx-5090", ("5090",), ("NVIDIA GeForce RTX 5090",), 32_102, _RTX_5090, 1792, _PCIE5, None, (12, 0),
+         "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"),
+    Card("h100", ("h100-sxm", "h100-sxm5", "h100-80"), ("NVIDIA H100 80GB HBM3",), 81_082, _HOPPER_SXM, 3352, _PCIE5,
+         450, (9, 0), f"{_HOPPER} (SXM5)"),
+    Card("h100-pcie", (), ("NVIDIA H100 PCIe",), 81_008, _H100_PCIE, 2039, _PCIE5, 300, (9, 0), f"{_HOPPER} (PCIe)"),
+    Card("h200", ("h200-sxm", "h200-141"), ("NVIDIA H200",), 143_156, _HOPPER_SXM, 4800, _PCIE5, 450, (9, 0),
+         "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
+    Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0),
+         "NVIDIA Blackwell data sheet, 2025 (HGX B200, one GPU)"),
+    Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None,
+         "AMD Instinct MI300X data sheet, 2023"),
+)  # fmt: skip
+
+
+def by_device_name(device_name: str) -> Card | None:
+    """The card that a driver calls `device_name`, None if the table has none by exactly that name.
+
+    Exactly, since "RTX 3090" is not "RTX 3090 Ti", "A10" not "A10G", and a slice of a card (MIG) not the card.
+    """
+    return next((card for card in CARDS if device_name in card.device_names), None)
+
+
+def by_name(name: str) -> Card:
+    """The card that a person calls `name`, whatever its case, spaces, dashes and maker.
+
+    >>> by_name("NVIDIA GeForce RTX 4090").name, by_name("A100 80GB").name
+    ('rtx-4090', 'a100-80')
+
+    Raises:
+        ConfigError: no card is called that; names the nearest ones and all.
+    """
+    known = {_plain(each): card for card in CARDS for each in (*card.device_names, *card.aliases, card.name)}
+    asked = _plain(name) if isinstance(name, str) else ""
+    if asked in known:
+        return known[asked]
+    near = [each for each in known if asked and each.startswith(asked)]
+    near += difflib.get_close_matches(asked, known, n=3, cutoff=0.7)
+    nearest = list(dict.fromkeys(known[each].name for each in near))[:3]
+    raise ConfigError(
+        f"no card is called {name!r}"
+        + (f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else "")
+        + f". Known are {', '.join(card.name for card in CARDS)}; describe any other with Hardware(name=..., "
+        "device_type=..., memory_bytes=...)"
+    )
+
+
+def _plain(name: str) -> str:
+    words = re.sub(r"\b(nvidia|amd|tesla|geforce|instinct|generation)\b|(?<=\d)\s*gi?b\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", words)

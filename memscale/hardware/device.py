@@ -1,0 +1,336 @@
+"""The device a step runs on, measured once and passed around as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
+from memscale.hardware.calibrate import calibrate
+from memscale.hardware.cards import Card, by_device_name, by_name
+
+SCHEMA_VERSION = 1
+
+_GIB = 1024**3
+_MIB = 1024**2
+
+# What a CUDA process holds on the card outside of PyTorch's allocator: the context, about 400 MB when it is made with
+# lazy loading of kernels (a PyTorch maintainer in pytorch/pytorch#109888; 300 MB in #107667), and the kernels that the
+# step then loads.
+_CONTEXT_BYTES = 512 * _MIB
+
+
+class Rates(Mapping[str, float]):
+    """A mapping from dtype names to rates that cannot change, so that what holds one can be hashed."""
+
+    __slots__ = ("_by_dtype",)
+
+    def __init__(self, by_dtype: Mapping[str, float]) -> None:
+        self._by_dtype = dict(by_dtype)
+
+    def __getitem__(self, dtype: str) -> float:
+        return self._by_dtype[dtype]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_dtype)
+
+    def __len__(self) -> int:
+        return len(self._by_dtype)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._by_dtype.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._by_dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class Hardware:
+    """A device, its memory and its speed; name a known card, detect or measure the one at hand, or write it down.
+
+    Args:
+        name: the maker's name of the device.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        memory_bytes: memory that a process may use at most; at least 1.
+        free_bytes: memory that was free when asked, None when unknown. Two descriptions of one device are
+            equal whatever was free.
+        flops_per_second: operations a second of large dense matrix products, by the name of a torch dtype;
+            ``"tfloat32"`` is for float32 products that may round their inputs to TF32.
+        bandwidth_bytes_per_second: of the device's memory, reads and writes together.
+        host_to_device_bytes_per_second: of copies from pinned host memory; on a CPU, of copies within its memory.
+        device_to_host_bytes_per_second: the other way.
+        peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
+        capability: CUDA compute capability, ``(9, 0)`` for an H100.
+        launch_seconds: what an operator costs however small it is.
+        measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
+            which kernels reach a part.
+
+    What is not known is None, and only missed when it is needed.
+
+    Raises:
+        ConfigError: a field is of the wrong type, or a value is out of range; all of them at once.
+
+    >>> card = Hardware.named("H100 SXM")
+    >>> print(card)
+    NVIDIA H100 80GB HBM3 (cuda, 79.18 GiB)
+    >>> f"{card.flops_per_second['bfloat16']:.4g} FLOP/s, {card.bandwidth_bytes_per_second:.4g} B/s"
+    '9.894e+14 FLOP/s, 3.352e+12 B/s'
+    >>> Hardware(name="A100", device_type="cuda", memory_bytes=80 * 1024**3)
+    Hardware(name='A100', device_type='cuda', memory_bytes=85899345920)
+    """
+
+    name: str
+    device_type: str
+    memory_bytes: int
+    free_bytes: int | None = field(default=None, compare=False)
+    flops_per_second: Mapping[str, float] = field(default_factory=dict)
+    bandwidth_bytes_per_second: float | None = None
+    host_to_device_bytes_per_second: float | None = None
+    device_to_host_bytes_per_second: float | None = None
+    peer_bytes_per_second: float | None = None
+    capability: tuple[int, int] | None = None
+    launch_seconds: float | None = None
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"Hardware({key}={value!r}) must be {rule}"
+            for key, value in vars(self).items()
+            if (rule := _misfit(key, value)) is not None
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        object.__setattr__(self, "flops_per_second", Rates(self.flops_per_second))
+
+    @property
+    def usable_bytes(self) -> int:
+        """What PyTorch's allocator can get at most: on CUDA, `memory_bytes` less 512 MiB for the CUDA context.
+
+        >>> Hardware.named("t4").memory_bytes - Hardware.named("t4").usable_bytes
+        536870912
+        """
+        return max(0, self.memory_bytes - (_CONTEXT_BYTES if self.device_type == "cuda" else 0))
+
+    @classmethod
+    def named(cls, name: str) -> Hardware:
+        """Describe a known card by its data sheet, without having one.
+
+        Args:
+            name: as in ``"h100"``, ``"A100-80"`` or ``"RTX 4090"``; case, spaces and dashes do not matter.
+
+        Raises:
+            ConfigError: no card is called that. The message names the nearest and all that there are.
+
+        >>> Hardware.named("a100-80").flops_per_second["tfloat32"]
+        156000000000000.0
+        """
+        card = by_name(name)
+        return cls(card.device_names[0], "cuda", card.memory_mib * _MIB, capability=card.capability, **_speeds(card))
+
+    @classmethod
+    def detect(cls, device: torch.device | str | None = None) -> Hardware:
+        """Describe ``device``; None is the current CUDA device where there is one, else the CPU.
+
+        The CPU's memory is the RAM of the machine or the process's cgroup limit, whichever is smaller. The speeds of a
+        card that `named` knows are filled in from its data sheet; `measure` finds those of any device.
+
+        Raises:
+            ConfigError: ``device`` does not name a device.
+            RuntimeUnavailable: the device is not there, or its kind cannot be measured.
+
+        >>> Hardware.detect("cpu").memory_bytes > 0
+        True
+        """
+        where = _place("detect", device)
+        if where.type == "cuda":
+            return cls._of_cuda(where)
+        if where.type == "cpu":
+            return cls._of_cpu()
+        raise RuntimeUnavailable(
+            f"memscale cannot measure the memory of {str(where)!r} devices; describe it yourself with "
+            f"Hardware(name=..., device_type={where.type!r}, memory_bytes=...)"
+        )
+
+    @classmethod
+    def measure(cls, device: torch.device | str | None = None) -> Hardware:
+        """Describe ``device`` with speeds that it just reached, which takes up to 20 seconds.
+
+        Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
+        host, and an operator on one number. Keep the machine idle meanwhile, and keep the result: it prints as the
+        Python that makes it, and `to_json` writes it down.
+
+        Args:
+            device: as in `detect`.
+
+        Raises:
+            ConfigError, RuntimeUnavailable: as in `detect`.
+        """
+        where = _place("measure", device)
+        hardware = cls.detect(where)
+        return dataclasses.replace(hardware, measured=True, **calibrate(where, hardware.free_bytes))
+
+    @classmethod
+    def _of_cuda(cls, device: torch.device) -> Hardware:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0 or (device.index is not None and device.index >= count):
+            raise RuntimeUnavailable(
+                f"device {str(device)!r} is not there, this process sees {count} CUDA devices; use one of "
+                f"these or 'cpu'"
+            )
+        properties = torch.cuda.get_device_properties(device)
+        free_bytes, memory_bytes = torch.cuda.mem_get_info(device)
+        card = by_device_name(properties.name)
+        # ROCm devices are "cuda" to PyTorch, but their (9, 4) is not the capability of a CUDA device.
+        capability = (properties.major, properties.minor) if torch.version.hip is None else None
+        speeds = _speeds(card) if card is not None else {}
+        return cls(properties.name, "cuda", memory_bytes, free_bytes, capability=capability, **speeds)
+
+    @classmethod
+    def _of_cpu(cls) -> Hardware:
+        try:
+            memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):  # no sysconf on Windows
+            raise RuntimeUnavailable(
+                "this system does not say how much RAM it has; describe it yourself with "
+                "Hardware(name=..., device_type='cpu', memory_bytes=...)"
+            ) from None
+        limit_bytes = cgroup_limit_bytes()
+        if limit_bytes is not None:
+            memory_bytes = min(memory_bytes, limit_bytes)
+        return cls(_cpu_name(Path("/proc/cpuinfo")), "cpu", memory_bytes, available_host_bytes())
+
+    def __str__(self) -> str:
+        free = "" if self.free_bytes is None else f", {self.free_bytes / _GIB:.2f} GiB free"
+        return f"{self.name} ({self.device_type}, {self.memory_bytes / _GIB:.2f} GiB{free})"
+
+    def __repr__(self) -> str:
+        return f"Hardware({', '.join(f'{key}={value!r}' for key, value in self._known().items())})"
+
+    def _known(self) -> dict[str, Any]:
+        """The fields that say something; `is`, since 0 free bytes are not the same as not knowing."""
+        fields = vars(self).items()
+        return {key: value for key, value in fields if value is not None and value is not False and value != {}}
+
+    def to_json(self) -> str:
+        """The description as JSON text, with a schema version."""
+        known = self._known()
+        if self.flops_per_second:
+            known["flops_per_second"] = dict(self.flops_per_second)
+        return json.dumps({"memscale_hardware": SCHEMA_VERSION, **known}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """The description that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is truncated or not JSON, is of another schema version, has fields that this version
+                does not know, or values that are out of range.
+
+        >>> card = Hardware.named("l4")
+        >>> Hardware.from_json(card.to_json()) == card
+        True
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the hardware is not JSON, or was cut off: {error}; write it with Hardware.to_json()"
+            ) from error
+        version = data.pop("memscale_hardware", None) if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"the hardware has schema version {version!r}, and this version of memscale reads version "
+                f"{SCHEMA_VERSION}; write it again with Hardware.to_json() of this version"
+            )
+        if isinstance(data.get("capability"), list):
+            data["capability"] = tuple(data["capability"])
+        fields = {each.name for each in dataclasses.fields(cls)}
+        missing = {"name", "device_type", "memory_bytes"} - data.keys()
+        if data.keys() - fields or missing:
+            raise ConfigError(
+                f"the hardware has the unknown fields {sorted(data.keys() - fields)} and lacks {sorted(missing)}; "
+                "write it again with Hardware.to_json() of this version"
+            )
+        return cls(**data)
+
+
+def _speeds(card: Card) -> dict[str, Any]:
+    return {
+        # Rounded, since 66.9 * 1e12 is not 66.9e12.
+        "flops_per_second": {dtype: float(round(rate * 1e12)) for dtype, rate in card.tflops.items()},
+        "bandwidth_bytes_per_second": card.memory_gb_per_second * 1e9,
+        "host_to_device_bytes_per_second": card.host_gb_per_second * 1e9,
+        "device_to_host_bytes_per_second": card.host_gb_per_second * 1e9,
+        "peer_bytes_per_second": None if card.peer_gb_per_second is None else card.peer_gb_per_second * 1e9,
+    }
+
+
+def _misfit(key: str, value: Any) -> str | None:
+    """The rule that the field `key` breaks with `value`, and the remedy."""
+    if key in ("name", "device_type"):
+        if not isinstance(value, str) or not value:
+            return "a non-empty str; pass what the device is called"
+    elif key in ("memory_bytes", "free_bytes"):
+        low = 1 if key == "memory_bytes" else 0
+        if (value is not None or key == "memory_bytes") and not (_is_int(value) and value >= low):
+            return f"an int of at least {low}; pass a size in bytes"
+    elif key == "flops_per_second":
+        if not isinstance(value, Mapping) or not all(
+            _is_dtype(dtype) and _is_rate(rate) for dtype, rate in value.items()
+        ):
+            return (
+                "a mapping from names of torch dtypes to positive finite numbers; pass {'bfloat16': 312e12}, "
+                "'tfloat32' included"
+            )
+    elif key == "capability":
+        if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
+            return "a pair of ints; pass (9, 0) for compute capability 9.0"
+    elif key == "measured":
+        if not isinstance(value, bool):
+            return "a bool; pass True for speeds that kernels reached, False for those of a data sheet"
+    elif value is not None and not _is_rate(value):
+        return (
+            f"a positive finite number; pass {'seconds' if key.endswith('_seconds') else 'bytes per second'}, or None"
+        )
+    return None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _is_dtype(name: Any) -> bool:
+    return name == "tfloat32" or (isinstance(name, str) and str(getattr(torch, name, None)) == f"torch.{name}")
+
+
+def _place(verb: str, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            f"Hardware.{verb}(device={device!r}) must name a device; pass 'cuda', 'cuda:1' or 'cpu'"
+        ) from None
+
+
+def _cpu_name(cpuinfo: Path) -> str:
+    for line in read_or_empty(cpuinfo).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "CPU"

@@ -1,0 +1,195 @@
+"""How long an operator takes on a device: by its arithmetic or by its memory traffic, whichever is longer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.core.errors import ConfigError
+from memscale.hardware.device import Hardware
+from memscale.hardware.flops import flops_of
+from memscale.hardware.traffic import traffic_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operator does.
+
+    Args:
+        flops: additions and multiplications.
+        nbytes: bytes read from and written to the device's memory.
+        dtype: what the arithmetic is done on, as in ``Hardware.flops_per_second``; ``""`` when there is nothing to do.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of a device's peaks that large kernels reach.
+
+    Args:
+        compute: of ``flops_per_second``.
+        bandwidth: of ``bandwidth_bytes_per_second``.
+
+    Raises:
+        ConfigError: a share is not above 0.
+    """
+
+    compute: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.compute > 0 and self.bandwidth > 0):
+            raise ConfigError(f"{self!r} must have shares above 0; pass Efficiency(compute=0.8, bandwidth=0.85)")
+
+
+# Of data sheets. Large bfloat16 products in public measurements reach 80% on H100 and H200, 85% on A100 SXM, 78% on
+# B200, 74% on L40S, 80% on A6000, 68% on V100 (float16), 64% on T4 (float16), 60% on MI300X and a little over 100% on
+# RTX 3090, 4090 and 5090, which clock above their sheets (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS";
+# zzc0721/torch-performence-test-data). STREAM on an H100 NVL: 78% for copy, 84% for triad (BabelStream).
+_OF_PEAK = Efficiency(compute=0.8, bandwidth=0.85)
+_AS_MEASURED = Efficiency(compute=1.0, bandwidth=1.0)
+
+# On an accelerator, the time of a kernel with next to nothing to do. OpenXLA's table of measured H100 products (its
+# matmul_interpolator_data.h) has none below 5.8 µs. With this constant and the efficiencies above, `seconds` is off by
+# 5% in the median over 61 of its bfloat16 products from 0.07 to 550 GFLOP (16% at the 90th percentile, 34% for narrow
+# ones that fill few of the card's processors), so that small products need no efficiency of their own. On a CPU, the
+# dispatch of one operator as `Hardware.measure` found it on an AMD EPYC.
+_ACCELERATOR_LAUNCH_SECONDS = 5.5e-6
+_CPU_LAUNCH_SECONDS = 2e-6
+
+# Dtypes that the same units work on, where a device has no figure for them.
+_AT_THE_RATE_OF = {
+    "tfloat32": "float32",  # TF32 is a permission, which a device without it does not use
+    "float8_e5m2": "float8_e4m3fn",
+    "float8_e5m2fnuz": "float8_e4m3fnuz",
+}
+
+
+def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = None) -> float:
+    """How long `hardware` takes for `work`, run by itself: the roofline, plus what an operator costs at least.
+
+    ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; work of nothing takes no time. (Williams,
+    Waterman and Patterson, "Roofline", 2009; the constant term makes small operators slow, as in Hockney's n½.)
+
+    Args:
+        work: from `work_of`.
+        hardware: whose speeds are used.
+        efficiency: the shares of these speeds that kernels reach; None is 80% of the arithmetic and 85% of the
+            bandwidth of a data sheet, and all of a speed that was measured.
+
+    Raises:
+        ConfigError: the hardware does not say how fast it is at this work; the message names the field.
+
+    >>> card = Hardware.named("h100")
+    >>> product = Work(flops=2 * 4096**3, nbytes=3 * 2 * 4096**2, dtype="bfloat16")
+    >>> f"{seconds(product, card) * 1e6:.0f} µs"
+    '179 µs'
+    >>> f"{seconds(Work(0, 2**30, 'bfloat16'), card) * 1e6:.0f} µs"
+    '382 µs'
+    """
+    if not work.flops and not work.nbytes:
+        return 0.0
+    share = efficiency or (_AS_MEASURED if hardware.measured else _OF_PEAK)
+    longest = 0.0
+    if work.flops:
+        longest = work.flops / (share.compute * _peak(work.dtype, hardware))
+    if work.nbytes:
+        if hardware.bandwidth_bytes_per_second is None:
+            raise _unknown(hardware, "bandwidth_bytes_per_second", "a number")
+        longest = max(longest, work.nbytes / (share.bandwidth * hardware.bandwidth_bytes_per_second))
+    return longest + _launch_seconds(hardware)
+
+
+def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
+    """What a call of `op` does, from the shapes of its arguments and results; no value is looked at.
+
+    Arithmetic is counted where it can be what takes the time: in matrix products, convolutions, attention and
+    recurrences. Everything else is taken to be as slow as its traffic. float32 arithmetic is called ``"tfloat32"``
+    where PyTorch's settings allow that (``torch.backends``: by default for convolutions, not for products).
+
+    Args:
+        op: an operator, as a dispatch mode sees it.
+        args, kwargs, outputs: what it got and returned. Fake tensors, meta tensors and real ones do.
+
+    >>> x = torch.empty(8, 4, dtype=torch.bfloat16)
+    >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))
+    Work(flops=512, nbytes=256, dtype='bfloat16')
+    """
+    flops = flops_of(op, args, kwargs, outputs)
+    nbytes = traffic_of(op, args, kwargs, outputs)
+    if not flops and not nbytes:
+        return _NOTHING
+    dtype = _dtype(args) or _dtype(list(kwargs.values())) or _dtype([outputs])
+    if flops and dtype == "float32" and _allows_tfloat32(op._opname):
+        dtype = "tfloat32"
+    return Work(flops, nbytes, dtype)
+
+
+_NOTHING = Work(0, 0, "")
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def _dtype(values: Sequence[Any]) -> str:
+    """The name of the dtype of the first tensor; of complex numbers, that of their parts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dtype = value.dtype
+            if dtype not in _NAMES:
+                _NAMES[dtype] = str(dtype.to_real()).removeprefix("torch.")
+            return _NAMES[dtype]
+        if isinstance(value, (list, tuple)) and (name := _dtype(value)):
+            return name
+    return ""
+
+
+def _allows_tfloat32(name: str) -> bool:
+    if "convolution" in name:
+        settings = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    elif "rnn" in name:
+        settings = torch.backends.cudnn.rnn
+    else:
+        settings = torch.backends.cuda.matmul
+    return bool(settings.fp32_precision == "tf32")
+
+
+def has_rate(dtype: str, hardware: Hardware) -> bool:
+    """Whether `hardware` says how fast it computes in `dtype`.
+
+    >>> has_rate("float16", Hardware.named("t4")), has_rate("bfloat16", Hardware.named("t4"))
+    (True, False)
+    """
+    return _rate(dtype, hardware) is not None
+
+
+def _rate(dtype: str, hardware: Hardware) -> float | None:
+    peaks = hardware.flops_per_second
+    return peaks.get(dtype) or peaks.get(_AT_THE_RATE_OF.get(dtype, ""))
+
+
+def _peak(dtype: str, hardware: Hardware) -> float:
+    peak = _rate(dtype, hardware)
+    if peak is None:
+        raise _unknown(hardware, f"flops_per_second[{dtype!r}]", "one")
+    return peak
+
+
+def _launch_seconds(hardware: Hardware) -> float:
+    if hardware.launch_seconds is not None:
+        return hardware.launch_seconds
+    return _CPU_LAUNCH_SECONDS if hardware.device_type == "cpu" else _ACCELERATOR_LAUNCH_SECONDS
+
+
+def _unknown(hardware: Hardware, field: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"the time of an operator on {hardware.name!r} needs {field}, which is not known; write {what} down with "
+        f"dataclasses.replace(hardware, {field.partition('[')[0]}=...), or use Hardware.measure() there or "
+        "Hardware.named('h100') for a card's data sheet"
+    )

@@ -1,0 +1,1 @@
+"""What a function keeps for backward, and whether a transform changed the numbers."""

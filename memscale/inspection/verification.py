@@ -1,0 +1,325 @@
+"""`verify`: one step of two modules on the same batch, from the same state, compared number by number."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core.errors import ConfigError, CorrectnessError
+from memscale.core.pytrees import flatten, tensors, unflatten
+from memscale.regions.environment import Environment
+from memscale.regions.scope import Scope, put_back, write
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_WORST = 8  # lines in a report
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How one tensor of a step differs between two modules.
+
+    Attributes:
+        name: ``"output 0"``, ``"gradient of layers.0.weight"``, ``"gradient of input 0"``, ``"buffer norm.mean"`` or
+            ``"the random state"`` (on a GPU also ``"the random state of cuda:0"``).
+        bitwise: whether the two are the same bits, so that NaN equals itself and -0.0 differs from 0.0.
+        max_abs: the largest absolute difference of two elements; infinite if one of them is not a number.
+        max_ulps: the largest number of steps, from one number of the dtype to the next, between two elements.
+        max_ulps_of_largest: `max_abs` in steps of the size that they have at the largest element. What rounding in
+            another order changes is small here, and large in `max_ulps` where elements cancel to almost zero.
+        mismatch: why elements cannot be compared (another dtype or shape, a gradient on one side only), or ``""``.
+            All three numbers are infinite then.
+    """
+
+    name: str
+    bitwise: bool
+    max_abs: float
+    max_ulps: float
+    max_ulps_of_largest: float
+    mismatch: str = ""
+
+    def __str__(self) -> str:
+        if self.mismatch:
+            return f"{self.name}: {self.mismatch}"
+        return (
+            f"{self.name}: {self.max_abs:.3g} at most, {self.max_ulps:.3g} ulps, "
+            f"{self.max_ulps_of_largest:.3g} ulps of its largest element"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` found. Prints as one line if all is the same, else with the worst differences.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Linear(2, 2)
+    >>> found = ms.verify(model, ms.transform(model, {"": ms.checkpoint()}), torch.ones(1, 2))
+    >>> isinstance(found, ms.Verification), found.exact
+    (True, True)
+    """
+
+    differences: tuple[Difference, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is the same bits."""
+        return all(difference.bitwise for difference in self.differences)
+
+    @property
+    def different(self) -> tuple[Difference, ...]:
+        """What is not the same bits, the worst first."""
+        found = [difference for difference in self.differences if not difference.bitwise]
+        return tuple(sorted(found, key=lambda d: (-d.max_ulps_of_largest, -d.max_ulps)))
+
+    def within(self, *, ulps: float, of: str = "element") -> bool:
+        """Whether nothing differs by more than `ulps` units in the last place.
+
+        Args:
+            ulps: the bound, in units in the last place.
+            of: of which number: of each ``"element"`` itself, or of the ``"largest"`` element of its tensor.
+
+        Raises:
+            ConfigError: `of` is neither.
+        """
+        if of not in ("element", "largest"):
+            raise ConfigError(f"within(of=...) is 'element' or 'largest', got {of!r}")
+        return not self._beyond(ulps, of)
+
+    def raise_if_different(self, *, ulps: float = 0, of: str = "element") -> None:
+        """Do nothing if all is `within` the bound, which by default asks for the same bits.
+
+        Raises:
+            CorrectnessError: it is not; the message names the worst.
+            ConfigError: as `within`.
+        """
+        if self.within(ulps=ulps, of=of):
+            return
+        beyond = self._beyond(ulps, of)
+        bound = f"by more than {ulps:g} ulps of {'each element' if of == 'element' else 'the largest element'} "
+        raise CorrectnessError(
+            f"{len(beyond)} of {len(self.differences)} results of the step differ {bound if ulps else ''}from the "
+            f"model's: {'; '.join(map(str, beyond[:3]))}{'; ...' if len(beyond) > 3 else ''}. Transform less of the "
+            "model to find the region, or allow for rounding with raise_if_different(ulps=...)"
+        )
+
+    def _beyond(self, ulps: float, of: str) -> list[Difference]:
+        if ulps == 0:
+            return list(self.different)
+        return [d for d in self.different if (d.max_ulps if of == "element" else d.max_ulps_of_largest) > ulps]
+
+    def __str__(self) -> str:
+        total = len(self.differences)
+        if self.exact:
+            return f"exact: {total} results of the step are the same bits"
+        rows = [("differs", "max abs", "max ulps", "ulps of largest")]
+        rows += [
+            (d.name, d.mismatch, "", "")
+            if d.mismatch
+            else (d.name, f"{d.max_abs:.3g}", f"{d.max_ulps:.3g}", f"{d.max_ulps_of_largest:.3g}")
+            for d in self.different[:_WORST]
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if (more := len(self.different) - _WORST) > 0:
+            lines.append(f"... and {more} more")
+        return "\n".join([f"{len(self.different)} of {total} results of the step differ", *lines])
+
+
+def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss | None = None) -> Verification:
+    """Run a step of both modules on `batch` and compare outputs, gradients, buffers and the random state.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    >>> fit = ms.transform(model, {"*": ms.checkpoint()})
+    >>> print(ms.verify(model, fit, torch.ones(3, 4)))
+    exact: 6 results of the step are the same bits
+    >>> ms.verify(model, ms.transform(model, {"*": ms.cast()}), torch.ones(3, 4)).exact
+    False
+
+    Both start from the same random state, each from its own parameters and buffers, which `transform` shares. Both
+    are left as they were: parameters, gradients, buffers, attributes and random states, also after an exception.
+
+    Args:
+        model: the module that is right by definition.
+        transformed: the module to compare with it; gradients and buffers are matched by name.
+        batch: a tensor is one positional argument, a tuple or list positional arguments, a mapping keyword arguments.
+            Its tensors that require a gradient are compared in it.
+        loss: ``loss(output, batch)``, a scalar tensor. `None` takes the output's ``loss``; an output without one is
+            weighted by fixed numbers and summed, so that a gradient reaches all of it.
+
+    Raises:
+        ConfigError: `batch` is none of these, `loss` did not return a scalar tensor, or an argument is not a module.
+        Exception: whatever the modules raise.
+
+    Cost: two steps without an optimizer; keeps both gradients, and a copy of parameters and buffers, until it returns.
+    """
+    for name, module in (("model", model), ("transformed", transformed)):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}")
+    return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
+
+
+def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> dict[str, torch.Tensor | None]:
+    """Everything that one forward and backward of `model` computes, by name; the model stays as it was."""
+    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
+        raise ConfigError(
+            "a batch is a tensor, a tuple of arguments or a mapping of keyword arguments, "
+            f"got {type(batch).__name__}; pass what the model is called with"
+        )
+    # A tokeniser's BatchEncoding is a mapping that no pytree library knows.
+    leaves, spec = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    inputs = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    with _undone(model), torch.enable_grad():
+        trained = {
+            **{f"gradient of {name}": p for name, p in model.named_parameters() if p.requires_grad},
+            **{f"gradient of input {at}": leaf for at, leaf in enumerate(tensors(inputs)) if leaf.requires_grad},
+        }
+        given = unflatten(spec, inputs)
+        output = _call(model, given)
+        outputs = tensors(output)
+        total = _loss(output, outputs, loss, given)
+        # Not `backward`, which would add to the caller's gradients and fire hooks that step optimizers.
+        gradients = (
+            torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+            if total is not None and trained
+            else [None] * len(trained)
+        )
+        return {
+            **{f"output {at}": tensor.detach() for at, tensor in enumerate(outputs)},
+            **({"the loss": total.detach()} if loss is not None and total is not None else {}),
+            **dict(zip(trained, gradients, strict=True)),
+            **{f"buffer {name}": buffer.detach() for name, buffer in model.named_buffers()},
+            "the random state": torch.get_rng_state(),
+            **{
+                f"the random state of {device}": torch.cuda.get_rng_state(device)
+                for device in sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+            },
+        }
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch) if isinstance(batch, torch.Tensor) else model(*batch)
+
+
+def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: Any) -> torch.Tensor | None:
+    if loss is not None:
+        value = loss(output, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(f"loss(output, batch) must return a tensor with one element, got {got}; take its mean")
+        return value if value.requires_grad else None
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad:
+        return own.sum()
+    # Weights that differ: the plain sum of a normalised output is constant, and its gradient proves nothing.
+    terms = [
+        (tensor * torch.linspace(-1, 1, tensor.numel(), device=tensor.device).reshape(tensor.shape)).sum().real
+        for tensor in outputs
+        if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    ]
+    return torch.stack([term.double() for term in terms]).sum() if terms else None
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """Run the body on copies of the buffers, then put back all of the model's state and the random states."""
+    scope = Scope(model)
+    devices = {tensor.device for _, _, tensor in scope.tensors if tensor.device.type != "cpu"}
+    environment = Environment(devices, host_random=True, generators=scope.generators)
+    fixed: dict[int, torch.Tensor] = {}  # gradients must reach these themselves
+    copies: dict[int, torch.Tensor] = {}
+    for _, _, tensor in scope.tensors:
+        (fixed if tensor.requires_grad else copies)[id(tensor)] = tensor
+    with torch.no_grad():
+        copies = {key: tensor.clone() for key, tensor in copies.items()}
+        before = [(tensor, tensor.clone(), tensor._version) for tensor in fixed.values()]
+    substitutes = [content.copy() for content in scope.contents]
+    for position, key, tensor in scope.tensors:
+        substitutes[position][key] = copies.get(id(tensor), tensor)
+    try:
+        for place, content in zip(scope.places, substitutes, strict=True):
+            write(place, content)
+        yield
+    finally:
+        put_back(scope)
+        environment.enter([])
+        for tensor, value, version in before:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> Verification:
+    """How the results of two steps differ, name by name."""
+    names = {**model, **other}
+    return Verification(tuple(_difference(name, model.get(name), other.get(name)) for name in names))
+
+
+def _difference(name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> Difference:
+    if one is None and other is None:
+        return Difference(name, True, 0.0, 0.0, 0.0)
+    mismatch = ""
+    if one is None or other is None:
+        mismatch = f"only the {'model' if other is None else 'transformed module'} has one"
+    elif (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        mismatch = f"{_kind(one)} became {_kind(other)}"
+    if mismatch or one is None or other is None:
+        return Difference(name, False, math.inf, math.inf, math.inf, mismatch)
+    one, other = (_plain(tensor) for tensor in (one, other))
+    # As bytes, because NaN differs from itself and -0.0 equals 0.0.
+    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return Difference(name, True, 0.0, 0.0, 0.0)
+    if name.startswith("the random state"):
+        return Difference(name, False, math.inf, math.inf, math.inf, "other random numbers were drawn")
+    gap = (one.double() - other.double()).abs()
+    gap[(one == other) | (one.isnan() & other.isnan())] = 0  # equal infinities have no difference
+    max_abs = float(gap.nan_to_num(math.inf).max())
+    if not one.is_floating_point():
+        return Difference(name, False, max_abs, max_abs, max_abs)
+    steps = _ordinals(one, other)
+    steps[one.isnan() != other.isnan()] = math.inf
+    steps[one.isnan() & other.isnan()] = 0
+    return Difference(name, False, max_abs, float(steps.max()), max_abs / _ulp(one))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f" {str(tensor.layout).removeprefix('torch.')}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{layout}"
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a flat, dense, real one."""
+    dense = (tensor.to_dense() if tensor.layout != torch.strided else tensor).resolve_conj().resolve_neg()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return real.contiguous().reshape(-1)
+
+
+def _ordinals(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How many floating numbers apart the elements are, in float64."""
+    kind = _INTEGER[one.dtype.itemsize]
+    lowest = torch.iinfo(kind).min
+    a, b = (tensor.view(kind).long() for tensor in (one, other))
+    # Negative floats are stored as sign and magnitude: counted down from zero, floats and ordinals have one order.
+    a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
+    # Across zero the distance of two float64 may be more than an int64 holds; on one side it must stay exact.
+    return torch.where((a < 0) == (b < 0), (a - b).abs().double(), (a.double() - b.double()).abs())
+
+
+def _ulp(tensor: torch.Tensor) -> float:
+    """The step from the largest finite magnitude in `tensor` to the next number of its dtype."""
+    info = torch.finfo(tensor.dtype)
+    largest = float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return math.ldexp(info.eps, math.frexp(max(largest, info.smallest_normal))[1] - 1)

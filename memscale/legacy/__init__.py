@@ -1,0 +1,1 @@
+"""The older one-line style: `wrap`, `optimize`, `detach`."""

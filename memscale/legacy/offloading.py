@@ -1,0 +1,79 @@
+"""Whether `wrap` offloads, and with which runtime: what the arguments, the config and the environment ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from fractions import Fraction
+
+from torch import nn
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.planning.config import AsyncOffloadConfig, Config
+from memscale.runtime import Runtime
+
+_LOG = logging.getLogger("memscale")
+_VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"
+
+
+def with_runtime(model: nn.Module, config: Config, *, ask_environment: bool) -> tuple[Config, Runtime | None]:
+    """The runtime that ``wrap`` offloads ``model`` with, or None, and the config with the environment folded in.
+
+    The caller asks by a field: that a mode makes offloading eligible only lets a planner choose it. The environment
+    variable was not set for this model, so it speaks where the caller left ``async_offload`` open, gives way to a
+    config that rules offloading out, and cannot make ``wrap`` fail.
+
+    Args:
+        model: what will be offloaded.
+        config: with the caller's arguments folded in.
+        ask_environment: whether the caller's arguments left ``async_offload`` open; the config may still settle it.
+
+    Raises:
+        ConfigError: the environment variable is neither yes nor no.
+        RuntimeUnavailable: the caller asks, and nothing here moves tensors of the model's devices.
+    """
+    asking = [name for name in ("async_offload", "enable_offloading") if name in config.given and getattr(config, name)]
+    settled = config
+    if ask_environment and "async_offload" not in config.given and _environment_asks():
+        if "offload" not in config.eligible():
+            _LOG.warning("%s is set, but %r rules offloading out; this model runs without it", _VARIABLE, config)
+            return config, None
+        settled = dataclasses.replace(config, async_offload=True)
+    if not asking and settled is config:
+        return config, None
+    try:
+        return settled, _new_runtime(model, settled)
+    except RuntimeUnavailable as error:
+        if asking:
+            asked = " and ".join(f"{name}=True" for name in asking)
+            raise RuntimeUnavailable(f"{asked}: {error}; or leave that unset") from error
+        _LOG.warning("%s is set, but %s; this model runs without it", _VARIABLE, error)
+        return config, None
+
+
+def _new_runtime(model: nn.Module, config: Config) -> Runtime:
+    sizes = config.async_config or AsyncOffloadConfig()
+    if not config.async_offload:
+        sizes = dataclasses.replace(sizes, prefetch_depth=0)
+    runtime = Runtime(sizes, host_bytes=_host_bytes(config.max_cpu_offload_gb))
+    for device, parameter in {parameter.device: parameter for parameter in model.parameters()}.items():
+        # Made now, to fail now. A CPU always has an engine, and one made before a fork is of no use after it; tensors
+        # on meta say nothing about where the model will train.
+        if device.type not in ("cpu", "meta"):
+            runtime.engine(parameter)
+    return runtime
+
+
+def _host_bytes(gigabytes: float | None) -> int | None:
+    # A fraction, for a float of this size may overflow, and 0.3 is meant as it is written.
+    return None if gigabytes is None else int(Fraction(str(gigabytes)) * 10**9)
+
+
+def _environment_asks() -> bool:
+    value = os.environ.get(_VARIABLE, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{_VARIABLE}={value!r} must be 1 or 0 (true/false, yes/no, on/off); set one of these")

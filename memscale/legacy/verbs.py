@@ -1,0 +1,276 @@
+"""The legacy face: `wrap` and `optimize` apply a plan to a model in place, `detach` takes it off exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from memscale.algebra.composition import Transform, compose, identity
+from memscale.algebra.plan import Plan
+from memscale.core.errors import ConfigError, RuntimeUnavailable, TransformError
+from memscale.hardware.device import Hardware
+from memscale.inspection.same_numbers import check_same_numbers
+from memscale.legacy.estimate import StepEstimate, activation_bytes, static_estimate
+from memscale.legacy.executor import ATTRIBUTE, Executor, say
+from memscale.legacy.offloading import with_runtime
+from memscale.planning.blocks import repeated_blocks
+from memscale.planning.config import AsyncOffloadConfig, Config
+from memscale.transforms import checkpoint, offload
+
+_LOG = logging.getLogger("memscale")
+
+_Target = TypeVar("_Target")
+
+# What a caller can ask for by name and this version cannot do: (field of Config, what to do instead).
+_NOT_BUILT = {
+    "enable_tiling": "wrap does not tile yet; apply memscale.tile in a plan, and leave enable_tiling unset",
+    "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
+    "use_mixed_precision": "wrap does not cast yet; apply memscale.cast in a plan, or use torch.autocast",
+}
+
+
+def wrap(
+    target: _Target,
+    config: Config | None = None,
+    sample_input: Any = None,
+    async_offload: bool | None = None,
+    async_config: AsyncOffloadConfig | None = None,
+) -> _Target:
+    """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
+
+    The rule: the model's repeated blocks get ``checkpoint()`` where checkpointing is eligible under the config,
+    and ``offload()`` around it where the caller asks for that, by ``async_offload=True`` or, for the same without
+    overlap, by ``enable_offloading=True``; unless the step fits comfortably. It fits when parameters, buffers,
+    gradients and two Adam moments (of what is trained), plus the activations of ``sample_input`` when one is
+    given, measured on fake tensors, are at most ``config.target_gpu_utilization`` of the device's memory;
+    ``config.force_optimize`` ignores that. A Hugging Face ``config.use_cache`` is off while wrapped. The
+    hardware, the estimate and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A
+    model that is already wrapped is detached first.
+
+    Args:
+        target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
+        config: what is allowed; None is ``Config()``.
+        sample_input: what the model is called with (a tensor, a tuple of arguments or a mapping of keywords).
+        async_offload: overrides ``config.async_offload``. None leaves it; where the config does not set it
+            either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
+            offloading eligible.
+        async_config: overrides ``config.async_config``: the sizes of the engine that offloads.
+
+    Returns:
+        ``target`` itself; the `Executor` is its model's ``_memscale_executor``.
+
+    Raises:
+        TypeError: ``target`` is neither a module nor a trainer.
+        ConfigError: another argument is of the wrong type, ``async_offload=True`` meets
+            ``enable_offloading=False``, ``log_file`` cannot be written, or ``verify_correctness`` has no
+            ``sample_input``.
+        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading
+            where nothing can move the tensors of the model's device. The environment variable is not the
+            caller's word on this model, so it gives a logged warning instead.
+        TransformError: a module inside ``target`` is wrapped on its own.
+        CorrectnessError: ``verify_correctness`` found a number that differs; the model is left unwrapped.
+
+    >>> import torch
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(2)]
+    >>> model = wrap(torch.nn.Sequential(*layers), Config(force_optimize=True))
+    >>> model._memscale_executor
+    Executor(Sequential, Plan({'*': checkpoint()}))
+    >>> detach(model)
+    """
+    _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config)
+    return target
+
+
+@contextmanager
+def optimize(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: Config | None = None,
+    sample_input: Any = None,
+) -> Iterator[Executor]:
+    """Wrap ``model`` for the length of a ``with`` block; it is detached at the end, also after an exception.
+
+    Args:
+        model: as `wrap`'s ``target``.
+        optimizer: the one that trains ``model``; states that it already holds are counted in the estimate.
+        config: as in `wrap`.
+        sample_input: as in `wrap`.
+
+    Raises:
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``; and all that `wrap` raises.
+
+    >>> with optimize(torch.nn.Linear(2, 2)) as executor:
+    ...     print(executor.skipped)
+    no repeated blocks: nothing in the model is worth recomputing or moving
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimize(optimizer=...) must be a torch.optim.Optimizer or None, "
+            f"got {type(optimizer).__name__}; pass the optimizer itself"
+        )
+    executor = _wrapped(_module_of(model, "optimize"), config, sample_input, optimizer, None, None)
+    try:
+        yield executor
+    finally:
+        executor.detach()
+
+
+def detach(model: Any) -> None:
+    """Take off what `wrap` put on ``model``: every attribute is the object that it was before.
+
+    A model that is not wrapped gets a logged warning.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a trainer.
+
+    >>> import torch
+    >>> detach(wrap(torch.nn.Linear(2, 2)))
+    """
+    module = _module_of(model, "detach")
+    executor = module.__dict__.get(ATTRIBUTE)
+    # A tree that `transform` made from a wrapped model lists the executor, which is the other tree's.
+    if executor is None or executor.model is not module:
+        _LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
+    else:
+        executor.detach()
+
+
+def _wrapped(
+    model: nn.Module,
+    config: Config | None,
+    sample_input: Any,
+    optimizer: torch.optim.Optimizer | None,
+    async_offload: bool | None,
+    async_config: AsyncOffloadConfig | None,
+) -> Executor:
+    config = _settled(config, async_offload, async_config)
+    if config.verify_correctness and sample_input is None:
+        raise ConfigError(
+            "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
+        )
+    config, runtime = with_runtime(model, config, ask_environment=async_offload is None)
+    for path, module in model.named_modules():
+        if path and ATTRIBUTE in module.__dict__:
+            raise TransformError(f"module {path!r} inside the model is wrapped on its own; detach it first")
+    previous = model.__dict__.get(ATTRIBUTE)
+    if previous is not None and previous.model is model:
+        say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
+        previous.detach()
+    parameter = next(model.parameters(), None)
+    hardware = Hardware.detect(None if parameter is None or parameter.is_meta else parameter.device)
+    say(config, f"hardware: {hardware}")
+    blocks = repeated_blocks(model)
+    estimate = _estimate(model, optimizer, sample_input, config)
+    moving = offload() if runtime is not None else identity
+    how = compose(moving, checkpoint() if "checkpoint" in config.eligible() else identity)
+    skipped = _reason_to_skip(model, how, blocks, estimate, config, hardware)
+    if skipped is not None:
+        runtime = None
+    plan = Plan({} if skipped is not None else dict.fromkeys(blocks, how))
+    executor = Executor(model, plan, config, hardware, estimate, skipped, runtime)
+    try:
+        executor.attach()
+        if config.verify_correctness and skipped is None:
+            check_same_numbers(model, executor.install, executor.uninstall, sample_input)
+        else:
+            executor.install()
+    except BaseException:
+        executor.detach()
+        raise
+    if skipped is None:
+        say(config, f"plan for {type(model).__name__}:\n{plan}")
+        if runtime is not None:
+            say(config, f"offload() runs with {runtime.config}, max_cpu_offload_gb={config.max_cpu_offload_gb}")
+    else:
+        say(config, f"{type(model).__name__} stays as it is: {skipped}")
+    return executor
+
+
+def _module_of(target: object, verb: str) -> nn.Module:
+    model = target if isinstance(target, nn.Module) else getattr(target, "model", None)
+    if isinstance(model, nn.Module):
+        return model
+    raise TypeError(
+        f"{verb}() takes an nn.Module, or a trainer whose .model is one, got {type(target).__name__}; "
+        f"pass the model itself"
+    )
+
+
+def _settled(config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None) -> Config:
+    """The config with the arguments folded in, after everything that cannot be honoured was refused."""
+    if config is None:
+        config = Config()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r} must be a memscale.Config or None; build one with Config(...)")
+    if async_offload is not None:
+        config = dataclasses.replace(config, async_offload=async_offload)
+    if async_config is not None:
+        config = dataclasses.replace(config, async_config=async_config)
+    refused = [
+        f"{field}=True: {reason}"
+        for field, reason in _NOT_BUILT.items()
+        if getattr(config, field) and field in config.given
+    ]
+    if refused:
+        raise RuntimeUnavailable("\n".join(refused))
+    if config.log_file is not None and config.enable_logging:
+        try:
+            with open(config.log_file, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"Config(log_file={config.log_file!r}) cannot be written ({error.strerror}); "
+                f"pass a path in a folder that exists and is yours"
+            ) from error
+    return config
+
+
+def _estimate(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, sample_input: Any, config: Config
+) -> StepEstimate:
+    estimate = static_estimate(model, optimizer)
+    if sample_input is not None and config.use_static_profiling:
+        try:
+            nbytes = activation_bytes(model, sample_input)
+            estimate = dataclasses.replace(estimate, activation_bytes=nbytes)
+        except ConfigError:
+            raise
+        except Exception as error:  # a model may raise anything on tensors that have no values
+            reason = (str(error).splitlines() or [""])[0]
+            say(config, f"activations not measured: {type(error).__name__}: {reason}")
+    say(config, f"step without memscale: {estimate}")
+    return estimate
+
+
+def _reason_to_skip(
+    model: nn.Module,
+    how: Transform,
+    blocks: tuple[str, ...],
+    estimate: StepEstimate,
+    config: Config,
+    hardware: Hardware,
+) -> str | None:
+    if how == identity:
+        return (
+            "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "nothing to train: no parameter requires a gradient"
+    if not blocks:
+        return "no repeated blocks: nothing in the model is worth recomputing or moving"
+    usable_bytes = int(config.target_gpu_utilization * hardware.memory_bytes)
+    if not config.force_optimize and estimate.total_bytes <= usable_bytes:
+        unmeasured = "" if estimate.activation_bytes is not None else " (pass sample_input to count activations)"
+        return (
+            f"the step fits: about {estimate.total_bytes} bytes of {usable_bytes} usable "
+            f"(target_gpu_utilization={config.target_gpu_utilization} of {hardware.memory_bytes})"
+            f"{unmeasured}; "
+            "Config(force_optimize=True) transforms it all the same"
+        )
+    return None

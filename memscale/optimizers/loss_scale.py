@@ -1,0 +1,171 @@
+"""`LossScale`: float16 gradients that neither underflow nor, when they overflow, reach the parameters.
+
+Not a wrapper of `torch.amp.GradScaler`, whose semantics it has: a GradScaler is hidden state that each optimizer's
+step is looked up in, so it cannot be printed, compared, or used with the gradients that `torch.func.grad` returns. It
+also reads one number from the device in each step, which is all that an immutable value needs to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+from memscale.core import pytrees
+from memscale.core.errors import ConfigError, CorrectnessError
+
+T = TypeVar("T")
+
+# Dividing a float32 loss by more than this can only lose gradients: none of them overflows at such a scale.
+_SMALLEST = 2.0**-40
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """A factor for the loss, as an immutable value: each step gives the value for the next one.
+
+    >>> import torch, memscale as ms
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scale = ms.LossScale(factor=1024.0, interval_steps=1)
+    >>> scale.scale(weight.sum()).backward()
+    >>> weight.grad.tolist()
+    [1024.0, 1024.0]
+    >>> scale = scale.step(optimizer)
+    >>> weight.tolist(), scale.factor
+    ([0.5, 0.5], 2048.0)
+
+    A gradient that is infinite or not a number skips the step and lowers the factor:
+
+    >>> weight.grad[0] = float("inf")
+    >>> scale = scale.step(optimizer)
+    >>> weight.tolist(), scale.factor
+    ([0.5, 0.5], 1024.0)
+
+    Args:
+        factor: what the loss is multiplied by.
+        growth: the factor is multiplied by this after `interval_steps` steps in a row without an overflow.
+        backoff: and by this after an overflow.
+        interval_steps: see `growth`.
+        clean_steps: how many such steps there have been; part of the state, as `factor` is.
+
+    Raises:
+        ConfigError: a factor that is not positive and finite, a `growth` below 1, a `backoff` not in (0, 1), an
+            interval below 1, or a negative count.
+
+    Cost: one pass over the gradients, and one wait for the device a step.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2; the defaults are those of
+    ``torch.amp.GradScaler``.
+    """
+
+    factor: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval_steps: int = 2000
+    clean_steps: int = 0
+
+    def __post_init__(self) -> None:
+        rules = {
+            "factor": (0 < self.factor < math.inf, "positive and finite"),
+            "growth": (1 <= self.growth < math.inf, "at least 1 and finite"),
+            "backoff": (0 < self.backoff < 1, "between 0 and 1"),
+            "interval_steps": (self.interval_steps >= 1, "at least 1"),
+            "clean_steps": (self.clean_steps >= 0, "at least 0"),
+        }
+        wrong = [
+            f"{name} must be {rule}, got {getattr(self, name)!r}" for name, (holds, rule) in rules.items() if not holds
+        ]
+        if wrong:
+            raise ConfigError(f"LossScale: {'; '.join(wrong)}")
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the factor: what to call `backward` on, or to return to `torch.func.grad`."""
+        return loss * self.factor
+
+    def unscale(self, gradients: T) -> tuple[T, bool]:
+        """The gradients of the loss itself, and whether one of them is infinite or not a number.
+
+        Args:
+            gradients: a tensor or any pytree of tensors, such as what `torch.func.grad` returns; not changed.
+
+        Raises:
+            ConfigError: a gradient is float16, in which dividing by the factor underflows.
+        """
+        leaves, spec = pytrees.flatten(gradients)
+        leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        found_inf = self._divide([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return pytrees.unflatten(spec, leaves), found_inf
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Divide the gradients of an optimizer's parameters in place, to clip them before the step, say.
+
+        Returns:
+            Whether one of them is infinite or not a number. Where parameters are sharded over processes, these must
+            agree on it before `update`.
+
+        Raises:
+            ConfigError: a gradient is float16, in which dividing by the factor underflows.
+        """
+        parameters: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
+        return self._divide([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    def update(self, found_inf: bool) -> LossScale:
+        """The loss scale after a step that found an overflow, or did not.
+
+        Raises:
+            CorrectnessError: the factor has become so small that what is infinite is not an overflow.
+        """
+        if found_inf:
+            factor = self.factor * self.backoff
+            if factor < _SMALLEST:
+                raise CorrectnessError(
+                    f"gradients are infinite or not a number at a loss scale of {self.factor:g}, where none can "
+                    "overflow: the model or its data has produced one. torch.autograd.set_detect_anomaly(True) "
+                    "finds where"
+                )
+            return dataclasses.replace(self, factor=factor, clean_steps=0)
+        if self.clean_steps + 1 < self.interval_steps:
+            return dataclasses.replace(self, clean_steps=self.clean_steps + 1)
+        # Beyond float32's range the scaled loss itself would be infinite.
+        grown = self.factor * self.growth
+        factor = grown if grown <= torch.finfo(torch.float32).max else self.factor
+        return dataclasses.replace(self, factor=factor, clean_steps=0)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> LossScale:
+        """Unscale the gradients, let the optimizer step unless one overflowed, and return the next loss scale.
+
+        Call it once for each step, after the last `backward` of `scale` d losses:
+        ``scale = scale.step(optimizer)``.
+
+        Raises:
+            ConfigError: as `unscale_`.
+            CorrectnessError: as `update`.
+        """
+        found_inf = self.unscale_(optimizer)
+        following = self.update(found_inf)
+        if not found_inf:
+            optimizer.step()
+        return following
+
+    def _divide(self, gradients: list[torch.Tensor]) -> bool:
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in gradients:
+            if gradient.dtype == torch.float16:
+                raise ConfigError(
+                    f"LossScale: a gradient of shape {list(gradient.shape)} is float16, and dividing it by "
+                    f"{self.factor:g} would underflow; keep the parameters in float32 and compute with "
+                    "cast(compute=torch.float16)"
+                )
+            dense = gradient._values() if gradient.is_sparse else gradient
+            groups.setdefault((dense.device, dense.dtype), []).append(dense)
+        found = []
+        with torch.no_grad():
+            for (device, _), tensors in groups.items():
+                found.append(torch.zeros((), device=device))
+                inverse = torch.full((), 1.0 / self.factor, device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(tensors, found[-1], inverse)
+        return any(flag.item() > 0 for flag in found)

@@ -1,0 +1,335 @@
+"""What the user allows: the legacy face's configuration, frozen and validated."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import math
+import numbers
+import os
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+from memscale.core.errors import ConfigError
+
+_MAX_PORT = 65535
+
+
+class OptimizationMode(enum.Enum):
+    """Names how far a plan may go; each mode allows what the one before it allows, and more.
+
+    >>> OptimizationMode("aggressive")
+    OptimizationMode.AGGRESSIVE
+    """
+
+    CONSERVATIVE = "conservative"
+    BALANCED = "balanced"
+    AGGRESSIVE = "aggressive"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+# The switches that the mode decides unless the caller did.
+_SWITCHES_OF_MODE = {
+    OptimizationMode.CONSERVATIVE: {
+        "enable_checkpointing": True,
+        "enable_offloading": False,
+        "enable_tiling": False,
+    },
+    OptimizationMode.BALANCED: {
+        "enable_checkpointing": True,
+        "enable_offloading": True,
+        "enable_tiling": False,
+    },
+    OptimizationMode.AGGRESSIVE: {
+        "enable_checkpointing": True,
+        "enable_offloading": True,
+        "enable_tiling": True,
+    },
+}
+
+# Switch of Config -> the transform it makes eligible.
+_TRANSFORM_OF_SWITCH = {
+    "enable_checkpointing": "checkpoint",
+    "enable_offloading": "offload",
+    "enable_tiling": "tile",
+    "use_mixed_precision": "cast",
+    "use_8bit_optimizer": "quantize_states",
+}
+
+
+class _Misfit(Exception):
+    """The rule that a value breaks and the remedy; becomes one line of a ConfigError."""
+
+
+# A check returns the value in its one normal form, so that equal settings are equal data.
+_Check = Callable[[object], Any]
+
+
+def _boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise _Misfit("must be True or False; pass one of the two")
+
+
+def _integer(low: int, high: int | None = None) -> _Check:
+    rule = f"at least {low}" if high is None else f"between {low} and {high}"
+
+    def check(value: object) -> int:
+        # bool is an int in Python: Config(warmup_steps=True) is a slip, never a 1.
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise _Misfit(f"must be an int {rule}; pass a whole number")
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            raise _Misfit(f"must be {rule}; choose a value in that range")
+        return number
+
+    return check
+
+
+def _real(rule: str, remedy: str, holds: Callable[[float], bool]) -> _Check:
+    def check(value: object) -> float | int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise _Misfit(f"must be a number {rule}; {remedy}")
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if (isinstance(number, float) and not math.isfinite(number)) or not holds(number):
+            raise _Misfit(f"must be {rule}; {remedy}")
+        return number
+
+    return check
+
+
+def _optional(check: _Check) -> _Check:
+    def check_unless_none(value: object) -> Any:
+        return None if value is None else check(value)
+
+    return check_unless_none
+
+
+def _mode(value: object) -> OptimizationMode:
+    if isinstance(value, OptimizationMode):
+        return value
+    names = ", ".join(repr(mode.value) for mode in OptimizationMode)
+    if isinstance(value, str):
+        try:
+            return OptimizationMode(value.strip().lower())
+        except ValueError:
+            raise _Misfit(f"must be one of {names} (any case); use one of these") from None
+    raise _Misfit(f"must be an OptimizationMode or one of {names}; use one of these")
+
+
+def _path(value: object) -> str:
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise _Misfit("must be a str or a path; pass the file's path, or None for no file")
+    if not text.strip():
+        raise _Misfit("must not be empty; pass the file's path, or None for no file")
+    return text
+
+
+def _async_config(value: object) -> AsyncOffloadConfig:
+    if isinstance(value, AsyncOffloadConfig):
+        return value
+    raise _Misfit("must be an AsyncOffloadConfig or None; build one with AsyncOffloadConfig(...)")
+
+
+def _validate(record: Any, checks: dict[str, _Check]) -> None:
+    """Put every field of a frozen ``record`` in its normal form, or raise one error for all bad ones."""
+    owner = type(record).__name__
+    lines = []
+    for name in (field.name for field in dataclasses.fields(record)):
+        value = getattr(record, name)
+        try:
+            object.__setattr__(record, name, checks[name](value))
+        except _Misfit as misfit:
+            lines.append(f"{owner}({name}={value!r}) {misfit}")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncOffloadConfig:
+    """Sizes the engine that moves tensors off the device while it computes.
+
+    Args:
+        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1.
+        prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
+        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes``.
+        streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
+        debug: check every copy for hazards and log each move.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
+
+    >>> AsyncOffloadConfig(prefetch_depth=0).streams
+    2
+    """
+
+    pool_bytes: int = 2 * 1024**3
+    prefetch_depth: int = 2
+    min_bytes: int = 1024**2
+    streams: int = 2
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        _validate(self, _ASYNC_CHECKS)
+        if self.min_bytes > self.pool_bytes:
+            raise ConfigError(
+                f"AsyncOffloadConfig(min_bytes={self.min_bytes}) must be at most "
+                f"pool_bytes={self.pool_bytes}, or nothing could ever move; lower it or raise pool_bytes"
+            )
+
+
+_ASYNC_CHECKS: dict[str, _Check] = {
+    "pool_bytes": _integer(1),
+    "prefetch_depth": _integer(0),
+    "min_bytes": _integer(0),
+    "streams": _integer(1, 16),
+    "debug": _boolean,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """Says what :func:`memscale.wrap` may do to a model; frozen, validated, never changed by memscale.
+
+    The mode sets the three switches ``enable_checkpointing``, ``enable_offloading`` and ``enable_tiling``
+    (conservative: the first; balanced: the first two; aggressive: all three), and a switch that the caller
+    sets wins over the mode; so does ``async_offload=True``, which sets ``enable_offloading``. The defaults below
+    are those of the default mode. ``repr`` shows exactly the fields that the caller set, so that evaluating it
+    gives the same config.
+
+    Args:
+        mode: an :class:`OptimizationMode` or its name in any case.
+        enable_checkpointing: activations may be recomputed in backward instead of kept.
+        enable_offloading: tensors may be moved to another memory tier and back. `memscale.wrap` moves them when the
+            caller sets it to True.
+        enable_tiling: wide layers may run in pieces.
+        use_mixed_precision: regions may run in a lower precision. Not exact.
+        use_8bit_optimizer: optimizer states may be kept in 8 bits. Not exact.
+        max_cpu_offload_gb: hard cap on offloaded host memory, in GB of 10**9 bytes; None is no cap.
+        target_gpu_utilization: share of the device's memory that a step may fill, above 0 and at most 1.
+        force_optimize: transform even a model that fits comfortably.
+        use_static_profiling: measure by simulation, without running the model.
+        use_empirical_fallback: measure a real step where simulation cannot.
+        warmup_steps: real steps to run before measuring one.
+        enable_logging: log the hardware, the plan and what is skipped, at level INFO.
+        log_file: path of a file that gets the same lines, appended; None is no file.
+        observability_port: local port that serves live figures, 0 for any free one; None serves nothing.
+        verify_correctness: prove the wrapped model's numbers on ``sample_input`` before returning it.
+        async_offload: move tensors, and while the device computes. Not with ``enable_offloading=False``.
+        async_config: sizes of that engine; None takes the defaults of :class:`AsyncOffloadConfig`.
+        auto_policy: let a policy adjust the config to the model; False uses it exactly as given.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range (all bad fields are named at once), or two fields
+            contradict each other.
+
+    >>> config = Config(mode="aggressive", enable_offloading=False)
+    >>> sorted(config.eligible())
+    ['checkpoint', 'tile']
+    >>> config
+    Config(mode=OptimizationMode.AGGRESSIVE, enable_offloading=False)
+    """
+
+    mode: OptimizationMode | str = OptimizationMode.BALANCED
+    enable_checkpointing: bool = True
+    enable_offloading: bool = True
+    enable_tiling: bool = False
+    use_mixed_precision: bool = False
+    use_8bit_optimizer: bool = False
+    max_cpu_offload_gb: float | None = None
+    target_gpu_utilization: float = 0.85
+    force_optimize: bool = False
+    use_static_profiling: bool = True
+    use_empirical_fallback: bool = True
+    warmup_steps: int = 2
+    enable_logging: bool = True
+    log_file: str | os.PathLike[str] | None = None
+    observability_port: int | None = None
+    verify_correctness: bool = False
+    async_offload: bool = False
+    async_config: AsyncOffloadConfig | None = None
+    auto_policy: bool = False
+    # `dataclasses.replace` passes every field, which would make all of them look set by the caller. It also
+    # reads init-only names from the old instance, where `_replaced` (below the class) is that instance.
+    _replaced: InitVar[Config | None] = None
+
+    def __new__(cls, *args: object, **kwargs: object) -> Config:
+        # Only here are the fields that the caller wrote still distinguishable from the defaults.
+        config = super().__new__(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        object.__setattr__(config, "_given", frozenset(names[: len(args)]) | (kwargs.keys() & set(names)))
+        return config
+
+    def __post_init__(self, _replaced: Config | None) -> None:
+        if _replaced is not None:
+            kept = {
+                field.name
+                for field in dataclasses.fields(self)
+                if field.name not in _replaced.given and getattr(self, field.name) == getattr(_replaced, field.name)
+            }
+            object.__setattr__(self, "_given", self.given - kept)
+        _validate(self, _CONFIG_CHECKS)
+        assert isinstance(self.mode, OptimizationMode)
+        for switch, on in _SWITCHES_OF_MODE[self.mode].items():
+            if switch not in self.given:
+                object.__setattr__(self, switch, on)
+        if self.async_offload and not self.enable_offloading:
+            if "enable_offloading" in self.given:
+                raise ConfigError(
+                    "Config(async_offload=True, enable_offloading=False) contradict each other: the first asks for "
+                    "what the second rules out; leave one of the two unset"
+                )
+            object.__setattr__(self, "enable_offloading", True)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the fields that the caller set; the rest are defaults or follow the mode.
+
+        >>> import dataclasses
+        >>> sorted(dataclasses.replace(Config(warmup_steps=3), mode="conservative").given)
+        ['mode', 'warmup_steps']
+        """
+        given: frozenset[str] = self.__dict__["_given"]
+        return given
+
+    def eligible(self) -> frozenset[str]:
+        """Return the names of the transforms that a plan under this config may use.
+
+        >>> sorted(Config(mode="conservative").eligible())
+        ['checkpoint']
+        >>> sorted(Config(mode="conservative", enable_offloading=True).eligible())
+        ['checkpoint', 'offload']
+        """
+        return frozenset(name for switch, name in _TRANSFORM_OF_SWITCH.items() if getattr(self, switch))
+
+    def __repr__(self) -> str:
+        fields = (field.name for field in dataclasses.fields(self) if field.name in self.given)
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
+
+
+setattr(Config, "_replaced", property(lambda config: config))  # noqa: B010
+# `__new__` would show as (*args, **kwargs); what a caller can set are the fields.
+_parameters = inspect.signature(Config.__init__).parameters
+setattr(  # noqa: B010
+    Config,
+    "__signature__",
+    inspect.Signature([_parameters[field.name] for field in dataclasses.fields(Config)]),
+)
+
+_CONFIG_CHECKS: dict[str, _Check] = {
+    **{field.name: _boolean for field in dataclasses.fields(Config) if field.type == "bool"},
+    "mode": _mode,
+    "max_cpu_offload_gb": _optional(
+        _real("finite and at least 0", "pass GB of 10**9 bytes, or None for no cap", lambda gb: gb >= 0)
+    ),
+    "target_gpu_utilization": _real("above 0 and at most 1", "pass a share such as 0.85", lambda share: 0 < share <= 1),
+    "warmup_steps": _integer(0),
+    "log_file": _optional(_path),
+    "observability_port": _optional(_integer(0, _MAX_PORT)),
+    "async_config": _optional(_async_config),
+}

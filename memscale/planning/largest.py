@@ -1,0 +1,111 @@
+"""The largest size that fits: a search that follows the curve of the peaks it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memscale.core.units import format_bytes
+
+# How far beyond the largest size that fits a curve is believed. A phase that small sizes do not show (the optimizer
+# hides it) may take over on the way, and a batch far too large would be made for nothing.
+_STRIDE = 16
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The largest size that fits.
+
+    Attributes:
+        n: the size.
+        peak_bytes: the peak at `n`, by simulation; at most the capacity.
+        next_peak_bytes: the peak at ``n + 1``, by simulation; above the capacity. None if `n` is the largest that was
+            asked for.
+        capacity_bytes: what the step may take.
+        simulations: how many sizes were simulated.
+    """
+
+    n: int
+    peak_bytes: int
+    next_peak_bytes: int | None
+    capacity_bytes: int
+    simulations: int
+
+    def __str__(self) -> str:
+        beyond = (
+            "the most that was asked for"
+            if self.next_peak_bytes is None
+            else f"{self.n + 1} would take {format_bytes(self.next_peak_bytes)}"
+        )
+        return (
+            f"{self.n} fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.capacity_bytes)}; {beyond} "
+            f"({self.simulations} sizes simulated)"
+        )
+
+
+def largest_fitting(
+    peak: Callable[[int], int], capacity_bytes: int, *, at_least: int, at_most: int
+) -> tuple[int | None, dict[int, int]]:
+    """The largest n whose peak is at most the capacity, None if already `at_least`'s is not; and every peak asked for.
+
+    The next size to look at is where a polynomial of degree 2 through the peaks around the answer reaches the capacity,
+    and one more than the largest that fits when that is what the polynomial says: if it is right, this is the proof.
+    After a step that gains too little (the allocator takes memory in pieces, another part of the training step takes
+    over), the interval is halved instead.
+
+    >>> largest_fitting(lambda n: 100 + 7 * n + 3 * n * n, 10_000, at_least=1, at_most=1000)
+    (56, {1: 110, 2: 126, 32: 3396, 56: 9900, 57: 10246})
+
+    Args:
+        peak: the bytes at size n, which do not fall as n grows.
+        capacity_bytes: the limit.
+        at_least, at_most: the sizes between which to look.
+    """
+    peaks: dict[int, int] = {}
+
+    def fits(n: int) -> bool:
+        peaks[n] = peak(n)
+        return peaks[n] <= capacity_bytes
+
+    if not fits(at_least):
+        return None, peaks
+    low, high = at_least, at_most + 1  # `low` fits; `high` does not, or is out of bounds
+    halve = False
+    while high - low > 1:
+        width = high - low
+        n = (low + high) // 2 if halve else max(low + 1, _on_curve(peaks, low, high - 1, capacity_bytes))
+        low, high = (n, high) if fits(n) else (low, n)
+        halve = high in peaks and 2 * (high - low) > width
+    return low, peaks
+
+
+def _on_curve(peaks: Mapping[int, int], low: int, high: int, capacity_bytes: int) -> int:
+    """The largest n from `low` to `high` at which the polynomial through the nearest known peaks fits."""
+    if len(peaks) == 1:
+        return min(2 * low, high)
+    below = sorted((n for n in peaks if n <= low), reverse=True)
+    above = sorted(n for n in peaks if n > low)
+    curve = _interpolation({n: peaks[n] for n in (below[0], *above[:1], *below[1:], *above[1:])[:3]})
+    first, last = low, min(_STRIDE * low, high)
+    while first < last:
+        middle = (first + last + 1) // 2
+        first, last = (middle, last) if curve(middle) <= capacity_bytes else (first, middle - 1)
+    return first
+
+
+def _interpolation(points: Mapping[int, int]) -> Callable[[int], Fraction]:
+    """The polynomial through the points, exactly: Newton's divided differences."""
+    places = list(points)
+    coefficients = [Fraction(value) for value in points.values()]
+    for order in range(1, len(places)):
+        for at in range(len(places) - 1, order - 1, -1):
+            coefficients[at] = (coefficients[at] - coefficients[at - 1]) / (places[at] - places[at - order])
+
+    def value(n: int) -> Fraction:
+        total = Fraction(0)
+        for place, coefficient in zip(reversed(places), reversed(coefficients), strict=True):
+            total = total * (n - place) + coefficient
+        return total
+
+    return value

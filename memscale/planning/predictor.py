@@ -1,0 +1,289 @@
+"""`OOMPredictor`: will this step fit on that device, what would make it fit, and how large can its batch be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra.apply import PlanLike
+from memscale.algebra.plan import Plan, as_plan
+from memscale.core import pytrees
+from memscale.core.errors import BudgetError, ConfigError, MemscaleError
+from memscale.core.units import budget_bytes, format_bytes
+from memscale.hardware.device import Hardware
+from memscale.planning.config import Config
+from memscale.planning.largest import LargestBatch, largest_fitting
+from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
+from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
+from memscale.simulation.profiler import MemoryProfiler
+from memscale.simulation.step import Loss
+
+Budget = int | float | str
+#: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
+Progress = Callable[[str, int, int | None], None]
+
+
+class OOMPredictor:
+    """Predicts whether training steps of one model fit on a device, by simulating them; see `memscale.profile`.
+
+    The peak that counts is what PyTorch's caching allocator reserves, over the first step and a later one; on a CPU,
+    which has no such allocator, what lives at once. It is held against ``hardware.usable_bytes``. Nothing is changed:
+    model, optimizer, gradients and random states are as before each call, also after an error.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=8 * 2**20)
+    >>> predictor = ms.OOMPredictor(nn.Sequential(*blocks), loss=lambda y, _: y.square().mean(), hardware=box)
+    >>> prediction = predictor.predict(torch.ones(1024, 64))
+    >>> print(prediction.message)
+    the step does not fit: its peak of 10.8 MiB is 2.82 MiB above the 8.00 MiB of box
+    >>> for each in prediction.recommendations[1:3]:
+    ...     print(each.freed_bytes, each.action, repr(each.plan))
+    6291456 checkpoint() on * Plan({'*': checkpoint()})
+    4713472 accumulate the gradients of 2 equal parts of the batch None
+    >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
+    742 fits: 7.99 MiB of 8.00 MiB; 743 would take 8.00 MiB (8 sizes simulated)
+
+    Args:
+        model: a module on any device; ``meta`` costs no memory.
+        optimizer, loss, hardware, probe: as in `memscale.profile`.
+        plan: transforms that the step has already; recommended plans contain its rules.
+        accumulate: forward and backward passes for each optimizer step.
+        config: None is ``Config()``; ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`.
+        progress: called before each simulation with what it is about, how many are done, and how many there will be
+            (None if that is not known).
+
+    Raises:
+        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        hardware: Hardware | str | None = None,
+        loss: Loss | None = None,
+        plan: PlanLike | None = None,
+        accumulate: int = 1,
+        config: Config | None = None,
+        probe: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
+                "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = Plan() if plan is None else as_plan(plan)
+        self.loss = loss
+        self.accumulate = accumulate
+        self.config = config if config is not None else Config()
+        self.probe = probe
+        self._progress = progress
+        self._profiler = self._profiling(self.plan, self.config, hardware)
+        self.hardware = self._profiler.hardware
+
+    def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
+        """Whether the step with this batch fits, and what would free how much.
+
+        What is recommended was simulated like the step itself, and frees something. Tried are `checkpoint` on the
+        repeated blocks, `tile` on the loss head, `cast` to bfloat16, these together, the other loops of a
+        ``torch.optim`` optimizer, and the batch in as many parts as it takes, their gradients accumulated.
+
+        Args:
+            batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
+                mapping keyword arguments.
+            budget: what the step may take, where that is less than the device has: bytes as an int, ``"6GiB"`` or
+                ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
+            recommend: whether to look for what frees memory, at the cost of up to a dozen more simulations. None does
+                so for a risk above ``OOMRisk.LOW``.
+
+        Raises:
+            ConfigError: the batch does not fit the model, or another argument is wrong.
+            RuntimeUnavailable: the step can be neither simulated nor run here.
+        """
+        capacity_bytes = self._capacity_bytes(budget)
+        self._say("the step as it is", 0, None if recommend is not False else 1)
+        profile = self._profiler.profile(batch, accumulate=self.accumulate)
+        prediction = OOMPrediction(profile, capacity_bytes)
+        wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
+        return self._recommending(prediction, batch) if wanted else prediction
+
+    def largest(
+        self,
+        batch_fn: Callable[[int], Any],
+        *,
+        budget: Budget | None = None,
+        at_least: int = 1,
+        at_most: int = 2**20,
+    ) -> LargestBatch:
+        """The largest n such that a step with ``batch_fn(n)`` fits: a batch size or a sequence length.
+
+        A few sizes are simulated and a curve through their peaks leads to the answer, at which the simulation has the
+        last word: it fits, and one more does not.
+
+        Args:
+            batch_fn: returns the batch of size n, on any device. It is called with sizes up to 16 times the answer, so
+                tensors on ``meta`` are the ones to make.
+            budget: as in `predict`.
+            at_least, at_most: the sizes between which to look, such as 1 and the most positions of the model.
+
+        Raises:
+            BudgetError: not even ``at_least`` fits; the message has its peak.
+            ConfigError: ``batch_fn`` does not scale (it raises, its batch does not depend on n, the model does not take
+                its batch), or another argument is wrong.
+        """
+        for name, value in (("at_least", at_least), ("at_most", at_most)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"largest({name}={value!r}) must be an int of at least 1")
+        if at_most < at_least:
+            raise ConfigError(f"largest(at_least={at_least}, at_most={at_most}) leaves no size; swap the two")
+        capacity_bytes = self._capacity_bytes(budget)
+        sizes = _Sizes(self, batch_fn, at_least)
+        n, peaks = largest_fitting(sizes.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most)
+        if n is None:
+            raise BudgetError(
+                f"not even batch_fn({at_least}) fits: its step takes {format_bytes(peaks[at_least])} "
+                f"({peaks[at_least]} bytes) of {format_bytes(capacity_bytes)}; predict() says what would free memory"
+            )
+        if n == at_most > at_least and peaks[n] == peaks[at_least] and sizes.only_values_differ(n):
+            raise ConfigError(
+                f"batch_fn does not scale: the peak is {peaks[n]} bytes at n={at_least} as at n={n}, with tensors of "
+                "the same shapes; return a batch that grows with n"
+            )
+        return LargestBatch(n, peaks[n], peaks.get(n + 1), capacity_bytes, len(peaks))
+
+    def _recommending(self, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
+        tried = remedies(self.model, self.plan, self.optimizer, batch, self.hardware)
+        # A simulation and real steps are not compared: their difference is not all due to the remedy.
+        measured = prediction.profile.method == "empirical"
+        config = dataclasses.replace(self.config, use_empirical_fallback=measured)
+        found: dict[frozenset[str], Recommendation] = {}
+        notes: list[str] = []
+        for done, remedy in enumerate(tried, start=1):
+            self._say(remedy.action, done, 1 + len(tried))
+            try:
+                better = self._tried(remedy, config, batch, prediction)
+            except MemscaleError as error:
+                notes.append(f"not simulated: {remedy.action}: {error}")
+                continue
+            simpler = (other for parts, other in found.items() if parts < remedy.parts)
+            if better.freed_bytes > max((other.freed_bytes for other in simpler), default=0):
+                found[remedy.parts] = better
+        best_first = sorted(found.values(), key=lambda each: -each.freed_bytes)
+        return dataclasses.replace(prediction, recommendations=tuple(best_first), notes=tuple(notes))
+
+    def _tried(self, remedy: Remedy, config: Config, batch: Any, prediction: OOMPrediction) -> Recommendation:
+        profiler = self._profiling(remedy.plan or self.plan, config, self.hardware)
+        if remedy.in_parts:
+            return self._in_parts(profiler, batch, prediction)
+        with optimizer_options(self.optimizer, remedy.options):
+            profile = profiler.profile(batch, accumulate=self.accumulate)
+        peak_bytes = taken_bytes(profile)
+        return Recommendation(
+            remedy.action,
+            prediction.peak_bytes - peak_bytes,
+            peak_bytes,
+            plan=remedy.plan,
+            optimizer_options=remedy.options,
+            step_seconds=profile.step_seconds,
+        )
+
+    def _in_parts(self, profiler: MemoryProfiler, batch: Any, prediction: OOMPrediction) -> Recommendation:
+        """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
+        best: Recommendation | None = None
+        parts = 2
+        while (part := split(batch, parts)) is not None:
+            try:
+                # From the second pass on all are alike: two show the peak of any number, though not the time.
+                peak_bytes = taken_bytes(profiler.profile(part, accumulate=2))
+            except MemscaleError:
+                if best is None:
+                    raise
+                break  # BatchNorm, for one, takes no single row
+            if best is not None and peak_bytes >= best.peak_bytes:
+                break
+            action = f"accumulate the gradients of {parts} equal parts of the batch"
+            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, parts=parts)
+            if peak_bytes <= prediction.capacity_bytes:
+                break
+            parts *= 2
+        assert best is not None, "remedies() proposes this only for a batch that can be halved"
+        return best
+
+    def _profiling(self, plan: Plan, config: Config, hardware: Hardware | str | None) -> MemoryProfiler:
+        return MemoryProfiler(
+            self.model,
+            self.optimizer,
+            loss=self.loss,
+            plan=plan if plan else None,
+            hardware=hardware,
+            config=config,
+            probe=self.probe,
+        )
+
+    def _capacity_bytes(self, budget: Budget | None) -> int:
+        usable_bytes = self.hardware.usable_bytes
+        return usable_bytes if budget is None else min(usable_bytes, budget_bytes(budget, usable_bytes))
+
+    def _say(self, what: str, done: int, total: int | None) -> None:
+        if self._progress is not None:
+            self._progress(what, done, total)
+
+
+class _Sizes:
+    """The peaks of a batch factory's batches."""
+
+    def __init__(self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int) -> None:
+        self.predictor = predictor
+        self.batch_fn = batch_fn
+        self.at_least = at_least
+        self.parts: dict[int, list[Any]] = {}  # by size, what the batch holds: shapes of tensors, other values
+
+    def peak_bytes(self, n: int) -> int:
+        """The peak of the step with the batch of size `n`.
+
+        Raises:
+            ConfigError: there is no such batch, the model does not take it, or it is that of another size.
+        """
+        self.predictor._say(f"size {n}", len(self.parts), None)
+        remedy = f"give largest(at_most=...) below {n} if that is beyond what the data or the model has"
+        try:
+            batch = self.batch_fn(n)
+        except Exception as error:
+            raise ConfigError(f"batch_fn({n}) raises {type(error).__name__}: {error}; {remedy}") from error
+        self.parts[n] = parts_of(batch)
+        if n != self.at_least and self.parts[n] == self.parts[self.at_least]:
+            raise ConfigError(
+                f"batch_fn does not scale: batch_fn({self.at_least}) and batch_fn({n}) return batches of the same "
+                f"shapes {_shapes(self.parts[n])}; return a batch that grows with n"
+            )
+        try:
+            profile = self.predictor._profiler.profile(batch, accumulate=self.predictor.accumulate)
+        except MemscaleError as error:
+            if n == self.at_least:
+                raise
+            raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {remedy}") from error
+        return taken_bytes(profile)
+
+    def only_values_differ(self, n: int) -> bool:
+        """Whether the batch of size `n` has the smallest one's tensors, and other values beside them."""
+        return _shapes(self.parts[n]) == _shapes(self.parts[self.at_least])
+
+
+def parts_of(batch: Any) -> list[Any]:
+    """What a batch holds, to tell one size from another: the shapes of its tensors, and other values."""
+    leaves, _ = pytrees.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _shapes(parts: list[Any]) -> list[Any]:
+    return [part for part in parts if isinstance(part, list)]

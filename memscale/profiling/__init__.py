@@ -1,1 +1,0 @@
-"""Measuring memory: what the allocator really did."""

@@ -1,0 +1,1 @@
+"""What a region depends on, and how it is run again."""

@@ -1,0 +1,355 @@
+"""What a region was called with, remembered so that it can be called with the same again.
+
+Whoever asks keeps the tensors (`tensors`) and brings them back for a rerun. Everything else is remembered here. An
+argument can be an object that the region changes, such as a cache that grows. Its attributes, and what they lead to,
+are then part of what the region depends on: a rerun finds the object as it was, and leaves it as it found it.
+
+Objects are referred to weakly, and the lists, dictionaries and sets in them not at all, but made again. What a region
+leaves in an object has a graph, and that graph holds the record of the region: a record that held the object would
+keep both forever, out of sight of Python's garbage collector. A rerun makes an object again that is gone by then.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memscale.core import pytrees
+from memscale.core.errors import TransformError
+from memscale.regions.scope import LARGEST_CONTAINER, Scope
+
+_MOST_OBJECTS = 4096
+# These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
+_LEFT_ALONE = {"concurrent", "logging", "multiprocessing", "numpy", "threading", "torch", "weakref"}
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type, types.ModuleType, enum.Enum)
+
+
+class Sort(enum.Enum):
+    """How a thing among the arguments is remembered."""
+
+    VALUE = "by reference: nothing in it can change"
+    TUPLE = "by its items"
+    CONTAINER = "by its items; made again for a rerun"
+    OBJECT = "by its attributes, and its items if it is a container too"
+    SCOPE = "as if the region captured it"
+
+
+@functools.lru_cache(maxsize=4096)
+def sort_of(kind: Any) -> Sort:
+    """How instances of `kind`, which is no tensor, are remembered."""
+    if kind in (list, dict, set):
+        return Sort.CONTAINER
+    if issubclass(kind, tuple):
+        return Sort.VALUE if kind is torch.Size else Sort.TUPLE
+    if kind in (types.FunctionType, types.MethodType, functools.partial) or hasattr(kind, "__memscale_parts__"):
+        return Sort.SCOPE
+    if issubclass(kind, (nn.Module, torch.Generator)):
+        return Sort.SCOPE
+    if issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE:
+        return Sort.VALUE
+    if kind.__dictoffset__ or _slots(kind) or issubclass(kind, (list, dict, set, deque)):
+        return Sort.OBJECT
+    return Sort.VALUE
+
+
+def arguments(args: Any, kwargs: Any, scope: Scope) -> Flat | Remembered:
+    """The arguments of a call, in the cheapest form that can bring them back."""
+    leaves, spec = pytrees.flatten((args, kwargs))
+    for leaf in leaves:
+        kind: Any = type(leaf)
+        if not isinstance(leaf, torch.Tensor) and sort_of(kind) is not Sort.VALUE:
+            return Remembered((args, kwargs), scope)
+    return Flat(leaves, spec)
+
+
+_TENSOR = object()  # marks a tensor's position among the leaves
+
+
+class Flat:
+    """Tensors, numbers, strings and the like, in lists, tuples, dictionaries and dataclasses."""
+
+    __slots__ = ("_spec", "_template", "tensors")
+
+    def __init__(self, leaves: list[Any], spec: Any) -> None:
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._template = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._spec = spec
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, which are let go of here."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def again(self, values: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """The arguments with `values` in place of `tensors`."""
+        remaining = iter(values)
+        leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._template]
+        return nullcontext(pytrees.unflatten(self._spec, leaves))
+
+    def owner(self, index: int) -> str | None:
+        """Which object holds tensor `index`: none."""
+        return None
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor."""
+
+    position: int
+
+
+class _Items(NamedTuple):
+    """Stands for a tuple that has to be made again."""
+
+    kind: type
+    items: list[Any]
+
+
+class _State(NamedTuple):
+    """What a container or an object holds."""
+
+    attributes: dict[str, Any]
+    items: Any  # a list, a dictionary, or None for what is no container
+
+    def same(self, other: _State) -> bool:
+        """Whether both hold the very same things."""
+        return _parts(self) == _parts(other)
+
+
+class _Node:
+    """A container or an object: what it held, and where it is as long as that is known."""
+
+    __slots__ = ("_strong", "_weak", "kind", "position", "state")
+
+    def __init__(self, thing: Any, position: int) -> None:
+        self.kind: Any = type(thing)
+        self.position = position
+        self.state = _State({}, None)
+        self._strong: Any = thing
+        self._weak: Any = None
+
+    def let_go(self) -> None:
+        """Hold the thing no longer, if it can be made again."""
+        if self._strong is not None and sort_of(self.kind) is Sort.CONTAINER:
+            self._strong = None
+        elif self._strong is not None and _can_be_made(self.kind):
+            self._weak, self._strong = weakref.ref(self._strong), None
+
+    def find(self) -> Any:
+        """The thing itself, or `None` if it has to be made again."""
+        return self._weak() if self._weak is not None else self._strong
+
+    def make(self) -> Any:
+        """An empty thing of the kind."""
+        return self.kind.__new__(self.kind)
+
+
+class Remembered:
+    """What `root` leads to, as it is at this moment.
+
+    Args:
+        root: a tree of arguments.
+        scope: what the region depends on besides; modules and functions among the arguments are added to it, and
+            what it covers is left to it. `None` leaves all of them alone.
+        hold: keep objects and containers alive until `let_go`, and put what they held into those very containers.
+
+    Attributes:
+        tensors: every tensor that was reached, once each.
+        order: the positions among these, in the order in which they were met, as often as they were met.
+
+    Raises:
+        TransformError: `root` leads to too many objects to look at in every call.
+    """
+
+    __slots__ = ("_nodes", "_owners", "_root", "order", "tensors")
+
+    def __init__(self, root: Any, scope: Scope | None, *, hold: bool = False) -> None:
+        walk = _Walk(scope)
+        self._root = walk.from_root(root)
+        self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
+        if not hold:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """From now on objects live as long as others hold them."""
+        for node in self._nodes:
+            node.let_go()
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, which are let go of here."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def owner(self, index: int) -> str | None:
+        """Which object holds tensor `index`, if it is not the call itself."""
+        return self._owners[index]
+
+    @contextmanager
+    def again(self, values: list[torch.Tensor]) -> Iterator[Any]:
+        """`root` as it was, with `values` in place of `tensors`; afterwards its objects are what they were before."""
+        before: list[tuple[Any, _State]] = []
+        try:
+            yield self._put(values, before)
+        finally:
+            for thing, state in reversed(before):
+                _write(thing, state)
+
+    def put(self, values: list[Any]) -> Any:
+        """The same, for good."""
+        return self._put(values, [])
+
+    def contents(self) -> list[tuple[Any, _State]]:
+        """What each object that is still there holds now."""
+        return [(thing, _read(thing)) for node in self._nodes if (thing := node.find()) is not None]
+
+    def _put(self, values: list[Any], before: list[tuple[Any, _State]]) -> Any:
+        found = [node.find() for node in self._nodes]
+        things = [node.make() if thing is None else thing for node, thing in zip(self._nodes, found, strict=True)]
+        for node, thing, old in zip(self._nodes, things, found, strict=True):
+            if old is not None:
+                before.append((thing, _read(thing)))
+            _write(thing, _mapped(node.state, functools.partial(_present, values=values, things=things)))
+        return _present(self._root, values, things)
+
+
+class _Walk:
+    """Finds what a tree of arguments leads to, and makes the marks that stand for it."""
+
+    def __init__(self, scope: Scope | None) -> None:
+        self._scope = scope
+        self._found: dict[int, Any] = {}
+        self._pending: list[tuple[_Node, Any, str | None]] = []
+        self.tensors: list[torch.Tensor] = []
+        self.order: list[int] = []
+        self.owners: list[str | None] = []
+        self.nodes: list[_Node] = []
+
+    def from_root(self, root: Any) -> Any:
+        mark = self._mark(root, None)
+        for node, thing, owner in self._pending:  # which grows meanwhile
+            node.state = _mapped(_read(thing), functools.partial(self._mark, owner=owner))
+            if owner is not None and len(self.nodes) > _MOST_OBJECTS:
+                raise TransformError(
+                    f"an argument of the region leads, by way of a {owner}, to more than {_MOST_OBJECTS} objects, and "
+                    "their state would have to be remembered in every call; give the region only what it needs"
+                )
+        return mark
+
+    def _mark(self, value: Any, owner: str | None) -> Any:
+        """What stands for `value`; itself, if nothing in it can change. `owner` is the class that it was found in."""
+        if isinstance(value, torch.Tensor):
+            slot = self._found.get(id(value))
+            if slot is None:
+                slot = self._found[id(value)] = _Slot(len(self.tensors))
+                self.tensors.append(value)
+                self.owners.append(owner)
+            self.order.append(slot.position)
+            return slot
+        kind: Any = type(value)
+        sort = sort_of(kind)
+        if sort is Sort.VALUE or (self._scope is not None and self._scope.covers(value)):
+            return value
+        if sort is Sort.TUPLE:
+            items = [self._mark(item, owner) for item in value]
+            unchanged = all(mark is item for mark, item in zip(items, value, strict=True))
+            return value if unchanged else _Items(kind, items)
+        if sort is Sort.SCOPE:
+            if self._scope is not None:
+                self._scope.include(value)
+            return value
+        if owner is not None and sort is Sort.CONTAINER and len(value) > LARGEST_CONTAINER:
+            return value
+        if id(value) not in self._found:
+            node = self._found[id(value)] = _Node(value, len(self.nodes))
+            self.nodes.append(node)
+            self._pending.append((node, value, kind.__name__ if sort is Sort.OBJECT else owner))
+        return self._found[id(value)]
+
+
+def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
+    """What the mark `value` stands for."""
+    kind = type(value)
+    if kind is _Slot:
+        return values[value.position]
+    if kind is _Node:
+        return things[value.position]
+    if kind is _Items:
+        return tuple.__new__(value.kind, [_present(item, values, things) for item in value.items])
+    return value
+
+
+def _read(thing: Any) -> _State:
+    kind: Any = type(thing)
+    attributes = dict(thing.__dict__) if kind.__dictoffset__ else {}
+    for name, member in _slots(kind):
+        try:
+            attributes[name] = member.__get__(thing)
+        except AttributeError:  # not set
+            continue
+    items: Any = None
+    if isinstance(thing, dict):
+        items = dict(thing.items())
+    elif isinstance(thing, (list, set, deque)):
+        items = list(thing)
+    return _State(attributes, items)
+
+
+def _write(thing: Any, state: _State) -> None:
+    if state.same(_read(thing)):  # a frozen configuration, say, that other threads are reading
+        return
+    kind: Any = type(thing)
+    if state.items is not None:
+        # The methods of Python's own class: a subclass may forbid these, or do more.
+        own: Any = next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base))
+        own.clear(thing)
+        (own.extend if own in (list, deque) else own.update)(thing, state.items)
+    attributes = dict(state.attributes)
+    for name, member in _slots(kind):
+        if name in attributes:
+            member.__set__(thing, attributes.pop(name))
+        elif hasattr(thing, name):
+            member.__delete__(thing)
+    if kind.__dictoffset__:
+        thing.__dict__.clear()
+        thing.__dict__.update(attributes)
+
+
+def _parts(state: _State) -> list[tuple[Any, int]]:
+    items = state.items
+    keyed = [*state.attributes.items(), *(items.items() if isinstance(items, dict) else enumerate(items or ()))]
+    return [(key, id(value)) for key, value in keyed]
+
+
+def _mapped(state: _State, change: Any) -> _State:
+    items = state.items
+    if isinstance(items, dict):
+        items = {key: change(value) for key, value in items.items()}
+    elif items is not None:
+        items = [change(value) for value in items]
+    return _State({name: change(value) for name, value in state.attributes.items()}, items)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
+    return tuple(
+        (name, member)
+        for cls in kind.__mro__
+        if "__slots__" in cls.__dict__
+        for name, member in cls.__dict__.items()
+        if type(member) is types.MemberDescriptorType
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _can_be_made(kind: Any) -> bool:
+    """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
+    return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")

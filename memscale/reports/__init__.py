@@ -1,0 +1,1 @@
+"""Profiles for people: text, pictures, a page."""

@@ -1,0 +1,204 @@
+"""Pictures of a step's memory: what lived when, stacked by what it was for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core.units import format_bytes, format_seconds
+from memscale.reports.columns import COLOURS, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.text import shortened
+from memscale.simulation.measured.allocator_trace import AllocatorTrace
+from memscale.simulation.results import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INK = "#222222"
+_COLUMNS = 1200  # about as many as the widest panel has pixels
+_LETTER = 0.0095  # the width of a letter of 9 points, as a share of a panel 8 inches wide
+
+
+def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrace]) -> None:
+    """Write a PNG with one panel a trace, side by side on the same axes, each with its peak marked.
+
+    >>> import os, tempfile, torch
+    >>> from memscale.simulation.measured.allocator_trace import measure
+    >>> trace = measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plot_timelines(os.path.join(folder, "memory.png"), {"one buffer": trace})
+    ...     os.listdir(folder)
+    ['memory.png']
+
+    Args:
+        path: where the picture goes; its folder must exist.
+        traces: title to trace, from left to right; the later panels also show the first one's peak.
+
+    Raises:
+        ConfigError: ``traces`` is empty.
+        RuntimeUnavailable: matplotlib is not installed.
+    """
+    if not traces:
+        raise ConfigError("plot_timelines(traces=...) is empty; give it at least one trace")
+    highest_bytes = max(1, *(trace.peak_bytes for trace in traces.values()))
+    unit, scale = byte_scale(highest_bytes)
+    shown = thick((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)
+    figure = _figure(1.2 + 5.4 * len(traces), "plot_timelines")
+    panels = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
+    first_peak_bytes = next(iter(traces.values())).peak_bytes
+    for index, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
+        _draw(axes, trace, shown, scale)
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=_INK)
+        if index and first_peak_bytes > trace.peak_bytes:
+            _mark_saving(axes, trace, first_peak_bytes, scale)
+    panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
+    panels[0].set_ylim(0, highest_bytes / scale * 1.12)
+    panels[0].set_xlim(0, max(trace.timeline.seconds[-1] for trace in traces.values()) or 1.0)
+    _legend(figure, panels[0], len(shown))
+    figure.savefig(path, format="png")
+
+
+def plot_profile(profile: Profile, path: str | PathLike[str]) -> None:
+    """Write `Profile.plot`'s picture.
+
+    Raises:
+        ConfigError: the suffix is neither ``.png`` nor ``.svg``, or the folder does not exist.
+        RuntimeUnavailable: matplotlib is not installed.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in (".png", ".svg"):
+        raise ConfigError(f"Profile.plot(path) must end in .png or .svg, got {str(path)!r}; use html() for a report")
+    if not target.parent.is_dir():
+        raise ConfigError(
+            f"Profile.plot(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
+        )
+    profile_figure(profile).savefig(target, format=suffix[1:])
+
+
+def profile_figure(profile: Profile) -> Figure:
+    """`plot_profile`'s picture as a matplotlib figure."""
+    timeline = profile.timeline
+    time_unit, seconds = time_scale(float(timeline.position[-1])) if timeline.unit == "seconds" else ("", 1.0)
+    position = timeline.position / seconds
+    end = float(position[-1]) or 1.0
+    unit, scale = byte_scale(profile.peak_bytes)
+    shown = thick([timeline.live_bytes], profile.peak_bytes)
+    figure = _figure(10.0, "Profile.plot")
+    axes = figure.subplots()
+    _stack(axes, position, timeline.live_bytes, shown, scale)
+    at = float(position[timeline.total_bytes.argmax()])
+    _mark_peak(axes, profile.peak_bytes, at, scale, when=shortened(str(profile.moment), 90))
+    phases = [(name, begin / seconds) for name, begin in timeline.phases]
+    for name, begin in placed(phases, end, _LETTER * end):
+        axes.annotate(name, (begin, 1.01), xycoords=("data", "axes fraction"), fontsize=9, color=_INK)
+    for _, begin in phases[1:]:
+        axes.axvline(begin, color=_INK, linewidth=0.6, alpha=0.6)
+    title = f"one training step, {profile.hardware.name}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    estimated = "estimated " if profile.method == "static" else ""
+    axes.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=_INK)
+    axes.set_ylabel(f"live memory ({unit})", color=_INK)
+    axes.set_ylim(0, profile.peak_bytes / scale * 1.12)
+    axes.set_xlim(0, end)
+    _legend(figure, axes, len(shown))
+    return figure
+
+
+def _figure(width: float, caller: str) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeUnavailable(f"{caller} needs matplotlib: pip install 'memscale-transforms[plot]'") from error
+    # A figure of our own and not pyplot's: no window system, no global state left behind.
+    return Figure(figsize=(width, 5.0), dpi=150, layout="constrained")
+
+
+def _stack(
+    axes: Axes,
+    position: npt.NDArray[np.float64],
+    live_bytes: Mapping[str, npt.NDArray[np.int64]],
+    shown: list[str],
+    scale: int,
+) -> None:
+    """The area of each category in `shown` over those before it."""
+    cut = columns(position, live_bytes, count=_COLUMNS)
+    layers = np.array([cut.live_bytes[category] for category in shown]) / scale
+    # Only where something changes, or a vector file has a point for every pixel; and the right edge of the last column.
+    kept = [0, *(np.flatnonzero(np.diff(layers).any(axis=0)) + 1), -1]
+    colours = [COLOURS[category] for category in shown]
+    axes.stackplot(cut.edges[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelleft=True)
+
+
+def _mark_peak(axes: Axes, peak_bytes: int, at: float, scale: int, when: str = "") -> None:
+    height = peak_bytes / scale
+    axes.axhline(height, color=_INK, linewidth=1, linestyle=(0, (5, 3)))
+    axes.plot([at], [height], "o", color=_INK, markersize=5, clip_on=False)
+    how_much = axes.annotate(
+        f"peak {format_bytes(peak_bytes)}",
+        (0, height),
+        xytext=(6, 4),
+        textcoords="offset points",
+        fontsize=11,
+        fontweight="bold",
+        color=_INK,
+    )
+    axes.annotate(when, (1, 0), xycoords=how_much, xytext=(6, 2), textcoords="offset points", fontsize=9, color=_INK)
+
+
+def _legend(figure: Figure, axes: Axes, count: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=count, frameon=False, fontsize=10.5)
+
+
+def _draw(axes: Axes, trace: AllocatorTrace, shown: list[str], scale: int) -> None:
+    seconds = trace.timeline.seconds
+    _stack(axes, seconds, trace.timeline.live_bytes, shown, scale)
+    at = float(seconds[trace.timeline.total_bytes.argmax()])
+    _mark_peak(axes, trace.peak_bytes, at, scale)
+    if trace.backward_seconds is not None:
+        axes.axvline(trace.backward_seconds, color="white", linewidth=1)
+        axes.annotate(
+            "backward →",
+            (trace.backward_seconds, 0.012),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color="white",
+        )
+    axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=_INK)
+
+
+def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale: int) -> None:
+    share = 1 - trace.peak_bytes / first_peak_bytes
+    axes.axhline(first_peak_bytes / scale, color="#888888", linewidth=1, linestyle=":")
+    x = 0.93
+    axes.annotate(
+        "",
+        (x, trace.peak_bytes / scale),
+        xytext=(x, first_peak_bytes / scale),
+        xycoords=("axes fraction", "data"),
+        textcoords=("axes fraction", "data"),
+        arrowprops={"arrowstyle": "->", "color": _INK, "linewidth": 1.2},
+    )
+    axes.annotate(
+        f"{share:.0%} less",
+        (x, (trace.peak_bytes + first_peak_bytes) / 2 / scale),
+        xycoords=("axes fraction", "data"),
+        xytext=(-6, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        fontsize=11,
+        color=_INK,
+    )

@@ -1,0 +1,226 @@
+"""Profiles as text: compact tables for a terminal, at most 120 columns wide and about 35 lines long."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memscale.core.units import format_bytes, format_flops, format_seconds
+from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
+
+if TYPE_CHECKING:
+    from memscale.simulation.results import Holding, Profile, ProfileDiff
+
+_COLUMNS = 120
+_LINES = 35
+_MODULES = 10
+_TENSORS = 7
+_LONGEST_PATH = 48
+_LONGEST_OP = 34
+_GAP = "   "
+
+
+def profile_text(profile: Profile) -> str:
+    """What ``str(profile)`` is."""
+    lines = [
+        f"peak {format_bytes(profile.peak_bytes)} {profile.moment}",
+        *(f"  {fact}" for fact in facts(profile)),
+        *_category_table(profile),
+        *_module_table(profile),
+        *_tensor_table(profile),
+    ]
+    return "\n".join([*lines, *_notes(profile.notes, _LINES - len(lines))])
+
+
+def facts(profile: Profile) -> list[str]:
+    """How the peak compares with the device, and how it came about beside the totals of the step."""
+    usable_bytes = profile.hardware.usable_bytes
+    share = f"{percent(profile.peak_bytes, usable_bytes)} % of {format_bytes(usable_bytes)}"
+    device = [f"{share} on {profile.hardware.name}"]
+    if profile.reserved_peak_bytes is not None:
+        device.append(f"the allocator reserves {format_bytes(profile.reserved_peak_bytes)}")
+    if profile.by_tier:
+        tiers = ", ".join(f"{format_bytes(nbytes)} {tier}" for tier, nbytes in profile.by_tier.items())
+        device.append(f"on other tiers at most {tiers}")
+    step = [profile.method, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
+    if profile.step_seconds is not None:
+        bound = "at least " if profile.method == "static" else ""
+        step.append(f"time {bound}{format_seconds(profile.step_seconds)}")
+    if profile.flops:
+        step.append(format_flops(profile.flops))
+    return ["; ".join(device), "; ".join(step)]
+
+
+def diff_text(diff: ProfileDiff) -> str:
+    """What ``str(diff)`` is."""
+    before, after = diff.before, diff.after
+    peaks = f"peak {format_bytes(before.peak_bytes)} -> {format_bytes(after.peak_bytes)}"
+    change = f"{signed(diff.peak_bytes)}, {_ratio(before.peak_bytes, after.peak_bytes)}"
+    lines = [f"{peaks} ({change if diff.peak_bytes else 'the same'}), now {after.moment}"]
+    if before.step_seconds and after.step_seconds:
+        times = f"{format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
+        lines.append(f"  time {times} ({_ratio(before.step_seconds, after.step_seconds)})")
+    changed = sorted(diff.by_category.items(), key=lambda item: -abs(item[1]))
+    rows = [
+        (name, *(_or_dash(profile.by_category.get(name, 0)) for profile in (before, after)), signed(nbytes))
+        for name, nbytes in changed
+        if nbytes
+    ]
+    lines += _table(("at the peaks", "before", "after", "change"), rows)
+    return "\n".join([*lines, *_changed_modules(before, after)])
+
+
+def _changed_modules(before: Profile, after: Profile) -> list[str]:
+    if not before.categories_by_module or not after.categories_by_module:
+        return []  # of a measured step it is not known
+    paths = patterns(after, before)
+    first, second = before.categories_by_module, after.categories_by_module
+    changes = [(path, differences(first.get(path, {}), second.get(path, {}))) for path in {**first, **second}]
+    root = module_tree(((paths[path], Held.of(parts)) for path, parts in changes), ())
+    rows = [
+        (shortened(part.path or ROOT, _LONGEST_PATH), *map(signed, part.held), signed(part.held.nbytes))
+        for part in summary(root, _MODULES)
+        if any(part.held)
+    ]
+    return _table(("by module", "resident", "transient", "change"), rows)
+
+
+def differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """What each of `before` must change by to be what it is in `after`."""
+    return {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
+
+
+def patterns(*profiles: Profile) -> dict[str, str]:
+    """For each module path that the profiles know, the pattern that stands for it and its like."""
+    parameter_bytes = {path: 0 for profile in profiles for path in profile.seconds_by_module}
+    for profile in profiles:
+        for path, parts in profile.categories_by_module.items():
+            parameter_bytes[path] = max(parameter_bytes.get(path, 0), parts.get("parameter", 0))
+    return stacks(parameter_bytes)
+
+
+def alike(profile: Profile) -> list[tuple[Holding, str, int]]:
+    """The storages at the peak, those of equal layers taken together: one of them, where they are, and how many.
+
+    The most bytes first.
+    """
+    paths = patterns(profile)
+    groups: dict[tuple[object, ...], list[Holding]] = defaultdict(list)
+    for holding in profile.holdings:
+        module, name = holding.path, ""
+        if module not in paths:  # the path of a parameter, or of what goes with one
+            module, _, name = module.rpartition(".")
+        path = ".".join(filter(None, (paths.get(module, module), name)))
+        groups[path, holding.nbytes, holding.category, holding.op, holding.shape, holding.dtype].append(holding)
+    found = [(members[0], str(key[0]), len(members)) for key, members in groups.items()]
+    return sorted(found, key=lambda group: -group[0].nbytes * group[2])
+
+
+def is_cut(profile: Profile, holding: Holding) -> bool:
+    """Whether there may be more storages like this one than ``profile.holdings`` lists, which has the largest only."""
+    listed_bytes = sum(other.nbytes for other in profile.holdings)
+    return listed_bytes < profile.peak_bytes and holding.nbytes == profile.holdings[-1].nbytes
+
+
+def _category_table(profile: Profile) -> list[str]:
+    parts = sorted(profile.by_category.items(), key=lambda item: -item[1])
+    rows = [(name, format_bytes(nbytes), percent(nbytes, profile.peak_bytes)) for name, nbytes in parts if nbytes]
+    return _table(("at the peak", "bytes", "%"), rows)
+
+
+def _module_table(profile: Profile) -> list[str]:
+    paths = patterns(profile)
+    root = module_tree(
+        ((paths[path], Held.of(parts)) for path, parts in profile.categories_by_module.items()),
+        ((paths[path], seconds) for path, seconds in profile.seconds_by_module.items()),
+    )
+    timed = bool(profile.seconds_by_module)
+    rows = []
+    for part in summary(root, _MODULES) if root.weight else ():
+        numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))
+        time = [format_seconds(part.seconds) if part.seconds else "-"] if timed else []
+        rows.append((shortened(part.path or ROOT, _LONGEST_PATH), *numbers, *time))
+    return _table(("by module", "resident", "transient", "total", "%", *(["time"] if timed else [])), rows)
+
+
+def _tensor_table(profile: Profile) -> list[str]:
+    rows = [
+        (
+            f"{count}{'+' if is_cut(profile, holding) else ''} × {format_bytes(holding.nbytes)}",
+            holding.category,
+            f"{holding.dtype}{list(holding.shape)}" if holding.dtype else "",
+            shortened(holding.op, _LONGEST_OP),
+            path or TOP,
+        )
+        for holding, path, count in alike(profile)[:_TENSORS]
+    ]
+    return ["largest tensors at the peak", *(f"  {line}" for line in _aligned(rows, "><<<<"))] if rows else []
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with names on the left and numbers on the right; none without a row."""
+    if not rows:
+        return []
+    return _aligned([header, *((f"  {name}", *cells) for name, *cells in rows)], "<" + ">" * (len(header) - 1))
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Each row as a line whose columns begin (``<``) or end (``>``) where those of the others do.
+
+    What does not fit is taken from the middle of the last.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = _COLUMNS - sum(widths[:-1]) - len(_GAP) * len(widths)
+    rows = [[*row[:-1], shortened(row[-1], room)] for row in rows]
+    cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
+    return [_GAP.join(row).rstrip() for row in cells]
+
+
+def percent(part: float, whole: float) -> str:
+    """`part` of `whole` in percent, without the sign.
+
+    >>> percent(1, 8), percent(1, 8000), percent(0, 8)
+    ('12.5', '<0.1', '0.0')
+    """
+    share = 100 * part / whole if whole else 0.0
+    return "<0.1" if 0 < share < 0.05 else f"{share:.1f}"
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` letters: the middle gives way, since paths differ at both ends.
+
+    >>> shortened("transformer.h.0.mlp", 12)
+    'transf…0.mlp'
+    """
+    return text if len(text) <= width else f"{text[: width - width // 2]}…{text[len(text) - width // 2 + 1 :]}"
+
+
+def signed(nbytes: int) -> str:
+    """A change with its sign; a dash where there is none.
+
+    >>> signed(-2048), signed(1), signed(0)
+    ('-2.00 KiB', '+1 B', '-')
+    """
+    return f"{'+' if nbytes > 0 else '-'}{format_bytes(abs(nbytes))}" if nbytes else "-"
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"{after / before:.3f} ×" if before else "from nothing"
+
+
+def _or_dash(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
+
+
+def _notes(notes: Sequence[str], room: int) -> list[str]:
+    """The notes that fit into `room` lines; where some do not, how many, in the last line."""
+    lines: list[str] = []
+    for at, note in enumerate(notes):
+        wrapped = textwrap.wrap(f"note: {note}", _COLUMNS, subsequent_indent="  ")
+        is_last = at == len(notes) - 1
+        if len(lines) + len(wrapped) + (not is_last) > room:
+            return [*lines, f"note: {len(notes) - at} more in Profile.notes"]
+        lines += wrapped
+    return lines

@@ -1,0 +1,1 @@
+"""The machines an engine runs on."""

@@ -1,0 +1,351 @@
+"""The backend of CUDA devices, through CuPy: the only module that imports it, and not before a device is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memscale.core.errors import RuntimeUnavailable
+from memscale.runtime.backends.host_tiers import HostBuffer, HostTiers
+from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork
+from memscale.runtime.storage.arena import page_aligned_memory
+from memscale.runtime.storage.budget import HostBudget
+from memscale.runtime.storage.courier import Courier, Errand
+from memscale.runtime.storage.disk import Extent
+from memscale.runtime.storage.mapping import Bytes
+from memscale.runtime.storage.tiers import TIERS, TierUse
+
+_STAGING_BYTES = 8 * 1024**2
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+def load_cupy() -> Any:
+    """CuPy, which sees the same devices as PyTorch.
+
+    Raises:
+        RuntimeUnavailable: there is no CUDA device, or no CuPy for it.
+    """
+    version = torch.version.cuda
+    if version is None or not torch.cuda.is_available():
+        found = "this PyTorch is built without CUDA" if version is None else "PyTorch finds no CUDA device"
+        raise RuntimeUnavailable(f"offload() of CUDA tensors needs a CUDA device: {found}; use a machine that has one")
+    wheel = f"cupy-cuda{version.split('.')[0]}x"
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeUnavailable(f"offload() of CUDA tensors needs CuPy ({error}); run: pip install {wheel}") from error
+    # Asked before any stream is made: without a device, a CuPy stream fails in its destructor and prints there.
+    if not cupy.cuda.is_available():
+        raise RuntimeUnavailable(
+            f"CuPy {cupy.__version__} finds no CUDA device where PyTorch, built for CUDA {version}, does; uninstall "
+            f"every cupy package and run: pip install {wheel}"
+        )
+    return cupy
+
+
+class CudaEvent:
+    """A point in a stream of the device."""
+
+    def __init__(self, backend: CudaBackend, begin: Any, end: Any) -> None:
+        self._backend = backend
+        self._begin = begin
+        self.end = end
+
+    def done(self) -> bool:
+        return bool(self.end.done)
+
+    def span(self) -> tuple[float, float] | None:
+        if not self.end.done:
+            return None
+        return self._backend.seconds_at(self._begin), self._backend.seconds_at(self.end)
+
+    def error(self) -> None:
+        return None  # CUDA's errors are the whole device's, and the next call raises them
+
+
+class _Lane:
+    """One direction of the link: a stream, and a thread for copies in which the CPU takes part."""
+
+    def __init__(self, cupy: Any, name: str) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.staging: list[torch.Tensor] = []
+        self._courier = Courier(1, name)
+        self._last: Errand[None] | None = None
+
+    def is_idle(self) -> bool:
+        """Whether the thread has nothing to do, so that what goes to the stream directly overtakes nothing."""
+        return self._last is None or self._last.done()
+
+    def submit(self, run: Callable[[], None]) -> Errand[None]:
+        self._last = self._courier.submit(run)
+        return self._last
+
+
+class CudaBackend:
+    """Moves tensors of one CUDA device to pinned memory, pageable memory and disk.
+
+    Copies from and to pinned memory are queued on two streams of its own and need no help of the CPU. Others go
+    through a thread for each direction; waiting for one of them waits on the host. Bytes on their way to disk pass
+    through 16 MiB of memory for each direction.
+
+    Args:
+        device: the device; None is the current one.
+        pinned_bytes: the most that is pinned.
+        budget: the RAM that pinned and pageable memory together may take, of all devices that share it; None is what
+            the machine has.
+        disk_bytes: the most bytes on disk; None is what the disk has.
+        disk_directory: where; None is the first temporary directory that is not in RAM.
+
+    Raises:
+        RuntimeUnavailable: there is no CUDA device, no CuPy for it, or no such disk directory.
+    """
+
+    tiers: tuple[str, ...] = TIERS
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        pinned_bytes: int,
+        budget: HostBudget | None = None,
+        disk_bytes: int | None = None,
+        disk_directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._cupy = load_cupy()
+        index = None if device is None else device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._runtime = self._cupy.cuda.runtime
+        self._process = os.getpid()
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._tiers = HostTiers(
+            self._pin,
+            self._unpin,
+            pinned_bytes=pinned_bytes,
+            budget=budget or HostBudget(None),
+            disk_bytes=disk_bytes,
+            disk_directory=disk_directory,
+        )
+        with self._on_device():
+            self._lanes: dict[str, _Lane] = {name: _Lane(self._cupy, name) for name in ("out", "in")}
+            self._zero = self._recorded(self._lanes["out"].stream.ptr)
+            self._zero.synchronize()
+        self._zero_seconds = time.perf_counter()
+        streams = [lane.stream for lane in self._lanes.values()]
+        end = weakref.finalize(self, _end, self._cupy, self.device.index, self._process, streams, self._pinned)
+        end.atexit = False  # the driver may be gone by then, and takes the registrations with it
+
+    def allocate(self, nbytes: int, tier: str) -> HostBuffer | None:
+        """See `Backend.allocate`."""
+        self._refuse_where_impossible()
+        return self._tiers.allocate(nbytes, tier)
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`."""
+        assert isinstance(buffer, HostBuffer)
+        self._tiers.free(buffer, after=after)
+
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        assert isinstance(buffer, HostBuffer)
+        return self._tiers.map(buffer)
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`."""
+        self._refuse_where_impossible()
+        return like.new_empty(nbytes, dtype=torch.uint8)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`. PyTorch's allocator needs no help here."""
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`. PyTorch's allocator then waits for that stream, too, as late as the tensor is freed."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`: its pointer, which is 0 for the default stream of *any* device.
+
+        Asked for at each use: it is another one inside `torch.cuda.stream`, and in the threads of backward. PyTorch
+        keeps its streams for good, and autograd comes back to one that a graph has used; so may we.
+        """
+        # `torch.cuda.current_stream` makes an object of several layers to say the same.
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def record(self, stream: int | None = None) -> CudaEvent:
+        """See `Backend.record`."""
+        self._refuse_where_impossible()
+        with self._on_device():
+            event = self._recorded(self.compute_stream() if stream is None else stream)
+        return CudaEvent(self, event, event)
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Event:
+        """See `Backend.copy`."""
+        self._refuse_where_impossible()
+        out = isinstance(source, torch.Tensor)
+        tensor, buffer = (source, target) if out else (target, source)
+        assert isinstance(tensor, torch.Tensor)
+        assert isinstance(buffer, HostBuffer)
+        assert tensor.nbytes == buffer.nbytes, f"a copy of {tensor.nbytes} bytes and a buffer of {buffer.nbytes}"
+        lane = self._lanes[stream]
+        # The block's memory is asked for now: given back before a queued copy has run, it is not reused before it has.
+        room = buffer.room if isinstance(buffer.room, Extent) else buffer.room.tensor
+        is_ordered = all(event.done() for event in after if not isinstance(event, CudaEvent))
+        if buffer.tier != "pinned" or not lane.is_idle() or not is_ordered:
+            return lane.submit(lambda: self._carry(lane, tensor, room, after, out=out))
+        assert not isinstance(room, Extent)
+        with self._on_device():
+            self._order(lane, after)
+            return self._move(lane, tensor.data_ptr(), room, out=out)
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
+        if isinstance(event, CudaEvent):
+            with self._on_device():
+                self._runtime.streamWaitEvent(self.compute_stream() if stream is None else stream, event.end.ptr)
+        else:
+            assert isinstance(event, Errand)
+            event.wait()
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
+        if isinstance(event, CudaEvent):
+            event.end.synchronize()
+        else:
+            assert isinstance(event, Errand)
+            event.wait()
+
+    def clock(self) -> float:
+        """See `Backend.clock`."""
+        return time.perf_counter()
+
+    def seconds_at(self, event: Any) -> float:
+        """When a CuPy event that is done was passed, on `clock`."""
+        milliseconds: float = self._cupy.cuda.get_elapsed_time(self._zero, event)
+        return self._zero_seconds + milliseconds / 1e3
+
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return self._tiers.usage()
+
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def _on_device(self) -> Any:
+        # Of the device that is current are new events, stream 0 and PyTorch's current stream where no device is named;
+        # and each thread has its own current one.
+        return self._cupy.cuda.Device(self.device.index)
+
+    def _recorded(self, pointer: int) -> Any:
+        event = self._cupy.cuda.Event(block=True)
+        self._runtime.eventRecord(event.ptr, pointer)
+        return event
+
+    def _order(self, lane: _Lane, after: Sequence[Event]) -> None:
+        for event in after:
+            if isinstance(event, CudaEvent):
+                self._runtime.streamWaitEvent(lane.stream.ptr, event.end.ptr)
+            else:
+                assert isinstance(event, Errand)
+                event.wait()
+
+    def _move(self, lane: _Lane, on_device: int, memory: torch.Tensor, *, out: bool) -> CudaEvent:
+        pointer = lane.stream.ptr
+        begin = self._recorded(pointer)
+        if out:
+            kind, to, source = self._runtime.memcpyDeviceToHost, memory.data_ptr(), on_device
+        else:
+            kind, to, source = self._runtime.memcpyHostToDevice, on_device, memory.data_ptr()
+        self._runtime.memcpyAsync(to, source, memory.nbytes, kind, pointer)
+        return CudaEvent(self, begin, self._recorded(pointer))
+
+    def _carry(
+        self, lane: _Lane, tensor: torch.Tensor, room: torch.Tensor | Extent, after: Sequence[Event], *, out: bool
+    ) -> None:
+        """Copy with the CPU's help, in the lane's thread; done when this returns."""
+        with self._on_device():
+            self._order(lane, after)
+            if not isinstance(room, Extent):
+                self._move(lane, tensor.data_ptr(), room, out=out).end.synchronize()
+            elif out:
+                self._carry_to_disk(lane, tensor, room)
+            else:
+                self._carry_from_disk(lane, tensor, room)
+
+    def _carry_to_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
+        """Piece by piece, one on the link while the one before it is written."""
+        writes: list[Errand[Extent]] = []
+        try:
+            for piece, at in self._pieces(lane, tensor):
+                if len(writes) > 1:
+                    writes[-2].result()  # the one that has this memory
+                self._move(lane, tensor.data_ptr() + at, piece, out=True).end.synchronize()
+                writes.append(self._tiers.disk.write(piece, extent, at=at))
+        finally:
+            for write in writes:
+                write.exception()  # done with our memory, however it went
+        for write in writes:
+            write.result()
+
+    def _carry_from_disk(self, lane: _Lane, tensor: torch.Tensor, extent: Extent) -> None:
+        """Piece by piece, one on the link while the next one is read."""
+        pieces = self._pieces(lane, tensor)
+        reads = [(piece, at, self._tiers.disk.read(extent, piece, at=at)) for piece, at in pieces[:1]]
+        try:
+            for index in range(len(pieces)):
+                piece, at, read = reads[index]
+                read.result()
+                reads += [(p, a, self._tiers.disk.read(extent, p, at=a)) for p, a in pieces[index + 1 : index + 2]]
+                self._move(lane, tensor.data_ptr() + at, piece, out=False).end.synchronize()
+        finally:
+            for _, _, read in reads:
+                read.exception()
+
+    def _pieces(self, lane: _Lane, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+        """Host memory for each piece of a tensor, taken in turn from two halves, and where the piece starts."""
+        if not lane.staging:
+            lane.staging = [page_aligned_memory(_STAGING_BYTES) for _ in range(2)]
+            for half in lane.staging:
+                with contextlib.suppress(MemoryError):  # then it is slower
+                    self._pin(half)
+        starts = range(0, tensor.nbytes, _STAGING_BYTES)
+        return [
+            (lane.staging[index % 2][: min(_STAGING_BYTES, tensor.nbytes - at)], at) for index, at in enumerate(starts)
+        ]
+
+    # ------------------------------------------------------------------------------------------- pinned memory
+
+    def _pin(self, slab: torch.Tensor) -> None:
+        with self._on_device():
+            try:
+                self._runtime.hostRegister(slab.data_ptr(), slab.nbytes, _PORTABLE)
+            except self._runtime.CUDARuntimeError as error:
+                raise MemoryError(f"CUDA pins no {slab.nbytes} bytes more: {error}") from error
+        self._pinned[slab.data_ptr()] = slab
+
+    def _unpin(self, slab: torch.Tensor) -> None:
+        del self._pinned[slab.data_ptr()]
+        with self._on_device():
+            self._runtime.hostUnregister(slab.data_ptr())
+
+    def _refuse_where_impossible(self) -> None:
+        refuse_in_fork(self._process)
+        with self._on_device():
+            refuse_in_capture()
+
+
+def _end(cupy: Any, device: int, process: int, streams: Sequence[Any], pinned: Mapping[int, torch.Tensor]) -> None:
+    """Unregister what is still pinned before its memory goes, and not under a copy."""
+    if os.getpid() != process:  # CUDA does not work in a fork
+        return
+    with cupy.cuda.Device(device):
+        for stream in streams:
+            stream.synchronize()
+        for pointer in pinned:
+            cupy.cuda.runtime.hostUnregister(pointer)

@@ -1,0 +1,160 @@
+"""The backend of a machine without an accelerator: the device is RAM, and the tier below it is disk."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.engine.refusals import refuse_in_fork
+from memscale.runtime.storage.arena import PAGE_BYTES
+from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
+from memscale.runtime.storage.mapping import Bytes
+from memscale.runtime.storage.tiers import TierUse
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_TRIM_BYTES = 32 << 20
+
+
+class _Now:
+    """The event of a compute stream that is never behind: the calling thread computes, so all it was given is done."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def done(self) -> bool:
+        return True
+
+    def span(self) -> tuple[float, float]:
+        return self._seconds, self._seconds
+
+    def error(self) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskBuffer:
+    """Bytes on disk."""
+
+    extent: Extent
+    tier: str = "disk"
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
+
+
+class HostBackend:
+    """Moves CPU tensors to disk and back, on the threads of the disk tier.
+
+    Args:
+        directory: where the file without a name is; `None` is the first temporary directory that is not in RAM.
+        disk_bytes: the most bytes on disk; `None` is as much as the disk has.
+        threads: how many transfers run at a time.
+    """
+
+    tiers: tuple[str, ...] = ("disk",)
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, *, disk_bytes: int | None = None, threads: int = 2
+    ) -> None:
+        self._disk_bytes = UNLIMITED_BYTES if disk_bytes is None else disk_bytes
+        self._directory = directory
+        self._threads = threads
+        self._slab: DiskSlab | None = None
+        self._untrimmed_bytes = 0
+        self._process = os.getpid()
+
+    def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
+        """See `Backend.allocate`."""
+        refuse_in_fork(self._process)
+        if self._disk_bytes < PAGE_BYTES:
+            return None
+        if self._slab is None:
+            try:
+                self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+            except DiskTierFull:
+                return None
+        extent = self._slab.reserve(nbytes)
+        return None if extent is None else DiskBuffer(extent)
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`. The slab waits for transfers by itself."""
+        assert isinstance(buffer, DiskBuffer)
+        assert self._slab is not None
+        self._slab.free(buffer.extent)
+
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map` and `DiskSlab.map`, which says when it raises `RuntimeUnavailable`."""
+        assert isinstance(buffer, DiskBuffer)
+        assert self._slab is not None
+        return self._slab.map(buffer.extent)
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`."""
+        refuse_in_fork(self._process)
+        self._trim_after(nbytes)
+        # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
+        # the storage offsets of their parts.
+        return like.new_empty(nbytes)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        self._trim_after(tensor.nbytes)
+
+    def _trim_after(self, nbytes: int) -> None:
+        """Have malloc give the system what it holds and does not use, now and then: by itself it keeps most of it."""
+        self._untrimmed_bytes += nbytes
+        if _MALLOC_TRIM is not None and self._untrimmed_bytes > _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            _MALLOC_TRIM(0)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`. Threads have one each, and nothing that any of them was given is left to do."""
+        return 0
+
+    def record(self, stream: int | None = None) -> Event:
+        """See `Backend.record`."""
+        return _Now(self.clock())
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Errand[Any]:
+        """See `Backend.copy`."""
+        for event in after:
+            self.wait(event)
+        assert self._slab is not None
+        if isinstance(source, torch.Tensor):
+            assert isinstance(target, DiskBuffer)
+            return self._slab.write(source, target.extent)
+        assert isinstance(source, DiskBuffer)
+        assert isinstance(target, torch.Tensor)
+        return self._slab.read(source.extent, target)
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """See `Backend.wait`."""
+        if isinstance(event, Errand):
+            event.wait()
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`. The calling thread is the compute stream."""
+        self.wait(event)
+
+    def clock(self) -> float:
+        """See `Backend.clock`."""
+        return time.perf_counter()
+
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return {"disk": TierUse() if self._slab is None else self._slab.usage()}

@@ -1,0 +1,337 @@
+"""A device that exists only to be unkind: CPU tensors, a virtual clock, and a scheduler that picks the worst moment.
+
+Whatever is queued on a stream, or on a worker of the disk, runs at some legal moment later, which a seed (or
+hypothesis) chooses; only then do bytes really move. Bytes that have not arrived, and those of slots that were given
+back, are poison: a NaN in any floating-point type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from memscale.core.errors import CorrectnessError
+from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.storage.mapping import Bytes
+from memscale.runtime.storage.tiers import TierUse, at_or_below
+
+_POISON = 0xFF
+Choose = Callable[[int], int]
+
+
+class Deadlock(CorrectnessError):
+    """The simulated device can never reach what it was told to wait for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What a copy costs on the virtual clock."""
+
+    bytes_per_second: float = 1e9
+    latency_seconds: float = 1e-6
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+class SimulatedEvent:
+    """A point in a queue; knows when it was passed."""
+
+    def __init__(self, device: SimulatedBackend) -> None:
+        self._device = device
+        self.finished: tuple[float, float] | None = None
+        self.failure: BaseException | None = None
+
+    def done(self) -> bool:
+        self._device.let_time_pass()
+        return self.finished is not None
+
+    def span(self) -> tuple[float, float] | None:
+        return self.finished
+
+    def error(self) -> BaseException | None:
+        return self.failure
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    lane: str  # jobs of one lane run in order
+    after: Sequence[SimulatedEvent]
+    run: Callable[[], None]
+    seconds: float
+    event: SimulatedEvent
+
+
+@dataclasses.dataclass(eq=False)
+class SimulatedBuffer:
+    """A slot of a tier's pool; `place` says which bytes, for the checker."""
+
+    tier: str
+    nbytes: int
+    start: int
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.tier, self.start
+
+
+class _Pool:
+    """The bytes of a tier, handed out first fit, from those that were given back last where they fit."""
+
+    def __init__(self, cap: int) -> None:
+        self.bytes = torch.full((cap,), _POISON, dtype=torch.uint8)
+        self.taken: dict[SimulatedBuffer, None] = {}
+        self.leaving: list[tuple[SimulatedBuffer, Sequence[Event]]] = []
+        self.high_water = 0
+
+    def take(self, tier: str, nbytes: int) -> SimulatedBuffer | None:
+        spans = sorted((buffer.start, buffer.start + buffer.nbytes) for buffer in self.taken)
+        start = 0
+        for first, stop in spans:
+            if first - start >= nbytes:
+                break
+            start = max(start, stop)
+        if start + nbytes > len(self.bytes):
+            return None
+        buffer = SimulatedBuffer(tier, nbytes, start)
+        self.taken[buffer] = None
+        self.high_water = max(self.high_water, sum(taken.nbytes for taken in self.taken))
+        return buffer
+
+    def usage(self) -> TierUse:
+        ends = [0, *sorted(end for buffer in self.taken for end in (buffer.start, buffer.start + buffer.nbytes))]
+        gaps = [stop - start for start, stop in zip(ends[::2], [*ends[1::2], len(self.bytes)], strict=True)]
+        return TierUse(self.high_water, len(self.bytes), sum(gaps), max(gaps))
+
+    def of(self, buffer: SimulatedBuffer) -> torch.Tensor:
+        return self.bytes[buffer.start : buffer.start + buffer.nbytes]
+
+
+class SimulatedBackend:
+    """A device with two copy streams, and disk workers, that run when `choose` says so.
+
+    Args:
+        choose: ``choose(n)`` is a number from 0 to n - 1: what happens next. All nondeterminism comes from here.
+        caps: bytes of each tier, nearest first; one called ``"disk"`` is written and read by workers.
+        link: the cost of a copy, on the virtual clock.
+        fails: asked before each write to disk; what it returns, if not `None`, is how the write fails.
+        patience: an engine that asks a full pool more often, with nothing under way that could free any of it, is taken
+            to wait forever.
+    """
+
+    def __init__(
+        self,
+        choose: Choose,
+        caps: Mapping[str, int],
+        *,
+        link: Link | None = None,
+        fails: Callable[[], BaseException | None] = lambda: None,
+        patience: int = 100,
+    ) -> None:
+        self.tiers = tuple(caps)
+        self.patience = patience
+        self.now = 0.0
+        self._choose = choose
+        self._pools = {tier: _Pool(cap) for tier, cap in caps.items()}
+        self._link = link or Link()
+        self._fails = fails
+        self._jobs: list[_Job] = []
+        self._free_at: dict[str, float] = {}
+        self._workers = 0
+        self._refusals = 0
+
+    def allocate(self, nbytes: int, tier: str) -> SimulatedBuffer | None:
+        """See `Backend.allocate`."""
+        self.let_time_pass()
+        for name in at_or_below(self.tiers, tier):
+            pool = self._pools[name]
+            self._reclaim(pool)
+            buffer = pool.take(name, nbytes)
+            if buffer is not None:
+                self._refusals = 0
+                return buffer
+        self._refusals += 1
+        if self._refusals > self.patience and not self._jobs:
+            raise Deadlock(
+                f"deadlock on an exhausted pool: {nbytes} bytes were asked for {self._refusals} times on "
+                f"{list(self.tiers)}, nothing is under way, and only the caller could free anything"
+            )
+        return None
+
+    def _reclaim(self, pool: _Pool) -> None:
+        waiting = []
+        for buffer, events in pool.leaving:
+            if all(event.done() for event in events):
+                pool.of(buffer).fill_(_POISON)
+                del pool.taken[buffer]
+            else:
+                waiting.append((buffer, events))
+        pool.leaving = waiting
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`."""
+        assert isinstance(buffer, SimulatedBuffer)
+        self._refusals = 0
+        self._pools[buffer.tier].leaving.append((buffer, after))
+
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map`. The array is the pool itself, so a copy at its worst moment meets what the CPU does."""
+        assert isinstance(buffer, SimulatedBuffer)
+        found: Bytes = self._pools[buffer.tier].of(buffer).numpy()
+        return found
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`."""
+        return like.new_full((nbytes,), _POISON)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        tensor.fill_(_POISON)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`."""
+        return 0
+
+    def record(self, stream: int | None = None) -> SimulatedEvent:
+        """See `Backend.record`. CPU operators have run by the time they return."""
+        event = SimulatedEvent(self)
+        event.finished = (self.now, self.now)
+        return event
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> SimulatedEvent:
+        """See `Backend.copy`."""
+        tensor = source if isinstance(source, torch.Tensor) else target
+        buffer = target if isinstance(source, torch.Tensor) else source
+        assert isinstance(tensor, torch.Tensor)
+        assert isinstance(buffer, SimulatedBuffer)
+        event = SimulatedEvent(self)
+        before = [wanted for wanted in after if isinstance(wanted, SimulatedEvent)]
+        memory, out = _Memory(tensor), tensor is source
+        slot = self._pools[buffer.tier].of(buffer)
+        seconds = self._link.seconds(buffer.nbytes)
+        if buffer.tier == "disk":
+            self._copy_through_worker(memory, slot, stream, before, event, seconds, out=out)
+        else:
+            run = (lambda: memory.read_into(slot)) if out else (lambda: memory.write_from(slot))
+            self._jobs.append(_Job(stream, before, run, seconds, event))
+        self.let_time_pass()
+        return event
+
+    def _copy_through_worker(
+        self,
+        memory: _Memory,
+        slot: torch.Tensor,
+        stream: Stream,
+        before: Sequence[SimulatedEvent],
+        event: SimulatedEvent,
+        seconds: float,
+        *,
+        out: bool,
+    ) -> None:
+        staging = torch.full_like(slot, _POISON)
+        halfway = SimulatedEvent(self)
+        self._workers += 1
+        worker = f"worker {self._workers}"  # workers take what they find: no order among them
+
+        def write() -> None:
+            event.failure = self._fails()
+            if event.failure is None:
+                slot.copy_(staging)
+
+        if out:
+            self._jobs.append(_Job(stream, before, lambda: memory.read_into(staging), seconds, halfway))
+            self._jobs.append(_Job(worker, [halfway], write, seconds, event))
+        else:
+            self._jobs.append(_Job(worker, before, lambda: _assign(staging, slot), seconds, halfway))
+            self._jobs.append(_Job(stream, [halfway], lambda: memory.write_from(staging), seconds, event))
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """See `Backend.wait`. Operators run at once here, so what the compute stream waits for must happen now."""
+        self._reach(event, "the compute stream")
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`. The thread that waits is the one whose operators are the compute stream."""
+        self._reach(event, "the calling thread")
+
+    def _reach(self, event: Event, who: str) -> None:
+        assert isinstance(event, SimulatedEvent)
+        while event.finished is None:
+            if not self._run_some():
+                raise Deadlock(f"deadlock: {who} waits for a copy that nothing will ever start")
+        self.now = max(self.now, event.finished[1])
+
+    def clock(self) -> float:
+        """See `Backend.clock`."""
+        return self.now
+
+    def compute(self, seconds: float) -> None:
+        """Let the caller compute for so long on the virtual clock."""
+        self.now += seconds
+        self.let_time_pass()
+
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`."""
+        return {tier: pool.usage() for tier, pool in self._pools.items()}
+
+    def let_time_pass(self) -> None:
+        """Run some of what is queued, or nothing."""
+        while self._jobs and self._choose(3) == 0 and self._run_some():
+            pass
+
+    def _run_some(self) -> bool:
+        lanes: set[str] = set()
+        runnable = []
+        for job in self._jobs:
+            if job.lane not in lanes and all(event.finished is not None for event in job.after):
+                runnable.append(job)
+            lanes.add(job.lane)
+        if not runnable:
+            return False
+        job = runnable[self._choose(len(runnable))]
+        self._jobs.remove(job)
+        ready = [event.finished[1] for event in job.after if event.finished is not None]
+        start = max([self._free_at.get(job.lane, 0.0), *ready])
+        self._free_at[job.lane] = start + job.seconds
+        job.run()
+        job.event.finished = (start, start + job.seconds)
+        return True
+
+
+class _Memory:
+    """Some bytes of a tensor, without keeping its memory alive: a queued copy on a device does not either."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Python's reference, not PyTorch's `StorageWeakRef`, whose own finalizer may have run when that of a handle,
+        # in the same garbage, lets queued copies run.
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._start, self._stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
+
+    def _bytes(self) -> torch.Tensor | None:
+        storage = self._storage()
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self._start, (self._stop - self._start,), (1,))
+
+    def read_into(self, target: torch.Tensor) -> None:
+        found = self._bytes()
+        if found is None:
+            target.fill_(_POISON)
+        else:
+            target.copy_(found)
+
+    def write_from(self, source: torch.Tensor) -> None:
+        found = self._bytes()
+        if found is not None:
+            found.copy_(source)
+
+
+def _assign(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

@@ -1,0 +1,110 @@
+"""The backend of fake tensors: counts what would lie where and what would cross the link, and moves nothing.
+
+The engine above runs as it does for real, so a fake tensor's storage is let go of, and made anew for backward, at the
+moments at which a real one would be: a simulation that watches storages sees the memory that offloading saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.storage.mapping import Bytes
+from memscale.runtime.storage.tiers import TierUse, at_or_below
+
+
+class _Passed:
+    """An event of a device on which everything happens at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def span(self) -> None:
+        return None
+
+    def error(self) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CountedBuffer:
+    """Bytes that would lie on a tier."""
+
+    tier: str
+    nbytes: int
+
+
+class TraceBackend:
+    """A device of fake tensors.
+
+    Args:
+        caps: for each tier, nearest first, the most bytes that it takes; `None` for no cap.
+    """
+
+    def __init__(self, caps: Mapping[str, int | None]) -> None:
+        self.tiers = tuple(caps)
+        self._caps = dict(caps)
+        self._used = dict.fromkeys(caps, 0)
+        self._high_water = dict.fromkeys(caps, 0)
+
+    def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
+        """See `Backend.allocate`."""
+        for name in at_or_below(self.tiers, tier):
+            cap = self._caps[name]
+            if cap is None or self._used[name] + nbytes <= cap:
+                self._used[name] += nbytes
+                self._high_water[name] = max(self._high_water[name], self._used[name])
+                return CountedBuffer(name, nbytes)
+        return None
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`."""
+        self._used[buffer.tier] -= buffer.nbytes
+
+    def map(self, buffer: Buffer) -> Bytes:
+        """See `Backend.map`."""
+        raise AssertionError(
+            f"{buffer.nbytes} bytes on {buffer.tier} are only counted in a trace and have no memory to map; a "
+            f"simulation makes its own tensors"
+        )
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`. `like` knows its fake mode, which need not be active where backward runs."""
+        return like.new_empty(nbytes)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """See `Backend.lend`."""
+
+    def compute_stream(self) -> int:
+        """See `Backend.compute_stream`."""
+        return 0
+
+    def record(self, stream: int | None = None) -> Event:
+        """See `Backend.record`."""
+        return _Passed()
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Event:
+        """See `Backend.copy`."""
+        return _Passed()
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """See `Backend.wait`."""
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
+
+    def clock(self) -> float:
+        """See `Backend.clock`. Nothing takes time here."""
+        return 0.0
+
+    def usage(self) -> Mapping[str, TierUse]:
+        """See `Backend.usage`. Nothing lies anywhere, so nothing is in pieces."""
+        return {tier: TierUse(self._high_water[tier], used, 0, 0) for tier, used in self._used.items()}

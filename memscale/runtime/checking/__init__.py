@@ -1,0 +1,1 @@
+"""Races between copies, found whether or not they went wrong."""

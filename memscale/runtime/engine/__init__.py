@@ -1,0 +1,1 @@
+"""The offload engine: tensors out to another tier and back, in time."""

@@ -1,0 +1,131 @@
+"""What to load before it is asked for: the order is learned, and how far ahead is measured."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+from memscale.runtime.backends.protocol import Event
+
+Key = TypeVar("Key", bound=Hashable)
+
+# A process that never lets go of its last graph must not remember the order of all the graphs it ever had.
+MOST_HINTS = 1 << 16
+_SMOOTHING = 1 / 8  # the weight of the newest measurement in an average
+_MOST_UNREAD = 64  # measurements whose events are not done yet
+
+
+class Ahead(Generic[Key]):
+    """Predicts requests from those of the pass before. A hint: a wrong guess costs time, never correctness.
+
+    Depth is as many requests as pass while one copy is under way, at most `most`: the memory of a step is planned for
+    `most`, so measuring only ever takes less.
+
+    >>> ahead = Ahead(most=2)
+    >>> for _ in range(2):
+    ...     ahead.begin()
+    ...     for key in "abc":
+    ...         _ = ahead.asked(key, at=None)
+    ...         print(key, [after for after, _ in ahead.upcoming()])
+    a []
+    b []
+    c []
+    a ['b', 'c']
+    b ['c']
+    c []
+
+    Args:
+        most: the largest depth; 0 for none.
+        guess: what follows a request after which nothing was seen yet, or `None`.
+        repeats: whether a pass asks for one thing several times; otherwise the second time begins a new pass.
+    """
+
+    def __init__(
+        self, most: int, *, guess: Callable[[Key], Key | None] = lambda key: None, repeats: bool = True
+    ) -> None:
+        self.most = most
+        self.first: Key | None = None  # what the last pass that asked for anything began with
+        self._guess = guess
+        self._repeats = repeats
+        self._next: dict[Key, Key] = {}
+        self._passed: set[Key] = set()
+        self._last: Key | None = None
+        self._last_at: Event | None = None
+        self._gaps: deque[tuple[Event, Event]] = deque(maxlen=_MOST_UNREAD)
+        self._copies: deque[Event] = deque(maxlen=_MOST_UNREAD)
+        self._asked = self._copied = 0
+        self._gap_seconds: float | None = None
+        self._copy_seconds: float | None = None
+
+    def begin(self) -> None:
+        """A new pass: what comes first does not follow what came last."""
+        self._last = self._last_at = None
+        self._passed.clear()
+
+    def asked(self, key: Key, *, at: Event | None) -> bool:
+        """Note a request, and where in the compute stream it came; `False` if this pass has asked for it before."""
+        if key in self._passed:
+            if self._repeats or key == self._last:
+                return False
+            self.begin()
+        if self._last is None:
+            self.first = key
+        else:
+            if len(self._next) >= MOST_HINTS:
+                self._next.clear()
+            self._next[self._last] = key
+            if at is not None and self._last_at is not None:
+                self._gaps.append((self._last_at, at))
+        self._asked += 1
+        self._passed.add(key)
+        self._last, self._last_at = key, at
+        return True
+
+    def copied(self, event: Event) -> None:
+        """Note a copy that ends with `event`."""
+        self._copied += 1
+        self._copies.append(event)
+
+    def upcoming(self) -> Iterator[tuple[Key, float]]:
+        """The requests that are expected next, nearest first, each with the seconds until then."""
+        key = self._last
+        gap = self._gap_seconds or 0.0
+        for distance in range(1, self.depth() + 1):
+            if key is None:
+                return
+            after = self._next.get(key)
+            key = self._guess(key) if after is None else after
+            if key is None or key in self._passed:
+                return
+            yield key, distance * gap
+
+    def depth(self) -> int:
+        """How many requests ahead it is worth to load."""
+        for gap in _finished(self._gaps, lambda pair: pair[1]):
+            first, last = gap[0].span(), gap[1].span()
+            if first is not None and last is not None:
+                self._gap_seconds = _average(self._gap_seconds, last[0] - first[0])
+        for copy in _finished(self._copies, lambda event: event):
+            span = copy.span()
+            if span is not None:
+                self._copy_seconds = _average(self._copy_seconds, span[1] - span[0])
+        if self.most == 0 or self._gap_seconds is None or self._copy_seconds is None:
+            return self.most
+        copying = self._copy_seconds * self._copied / self._asked  # a request may be for several copies, or none
+        if copying >= self.most * self._gap_seconds:
+            return self.most
+        return max(1, math.ceil(copying / self._gap_seconds))
+
+
+Item = TypeVar("Item")
+
+
+def _finished(items: deque[Item], end: Callable[[Item], Event]) -> Iterator[Item]:
+    while items and end(items[0]).done():
+        yield items.popleft()
+
+
+def _average(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _SMOOTHING * (seconds - before)

@@ -1,0 +1,400 @@
+"""The offload engine: `stash` a tensor, `fetch` it later; in between its bytes live on another tier.
+
+**The last keeper moves.** A storage that something else keeps alive (a parameter, a view that the caller holds) is not
+copied, since that frees nothing. Nobody can know this when a tensor is stashed, for the operator that made it still
+holds it. So a stashed storage waits on the device, and the engine looks again at every later stash: once nobody but its
+handles refers to it, it moves. From then on it is out of everyone's reach, so its bytes and its version are final.
+
+**Handles own their bytes.** There is no table of a step's tensors that a dropped graph could leave entries in: the
+bytes of a storage go when the last handle on one of its views does, on whatever tier they are at that moment.
+
+**Order is a hint.** In which order backward asks is learned from the backward before, and only decides what is loaded
+ahead. A wrong guess costs time, never correctness.
+
+Parameters that live on another tier are `Homes`' matter, which uses the same entries, loads and links.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from memscale.runtime.backends.protocol import Backend, Buffer
+from memscale.runtime.engine.ahead import Ahead
+from memscale.runtime.engine.copies import Copies
+from memscale.runtime.engine.entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
+from memscale.runtime.engine.leftovers import Leftovers
+from memscale.runtime.engine.link import Copy
+from memscale.runtime.engine.locks import new_lock
+from memscale.runtime.engine.refusals import warn_of_staying
+from memscale.runtime.parameters.gradients import Gradients
+from memscale.runtime.parameters.home import home_on_device, is_used
+from memscale.runtime.parameters.homes import Homes
+from memscale.runtime.parameters.rooms import Rooms
+from memscale.runtime.stats import Counters, Stats, Timeline, add
+
+# How many waiting storages a stash looks at. What the caller holds for long must not make every stash slow.
+_LOOKS = 32
+
+
+class Engine:
+    """Moves tensors of one device with one backend. Threads may share it.
+
+    Args:
+        backend: what does the moving.
+        depth: the most copies that may be on their way in each direction for what is asked for later; 0 is
+            synchronous. Measured times decide how many of them are worth it. Also the most of the tail of a forward
+            that stays on the device, since the first loads of backward would bring it right back.
+        timeline: where to note copies and waits, or `None`.
+    """
+
+    def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
+        self.backend = backend
+        self.depth = depth
+        self.lock = new_lock()
+        self._counters = Counters()
+        self.copies = Copies(backend, self._counters, timeline)
+        self.leftovers = Leftovers(self.lock)
+        self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
+        self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
+        self._tail: deque[Entry] = deque()
+        self._leaving: deque[tuple[int, Entry]] = deque()  # each with how many regions had run by then
+        self._regions = 0
+        self._back: dict[Entry, None] = {}  # loaded ones that still have their bytes on the device
+        self._moved: dict[int, Entry] = {}
+        self._count = 0
+        self._count_before = 0  # how many moved in the forward before this one
+        self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # by the order of the forward
+        self._task = -1
+        self._warned = False
+        self.rooms = Rooms(self)
+        self.homes = Homes(self)
+        self.gradients = Gradients(self)
+
+    def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
+        """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
+
+        Args:
+            tensor: a strided tensor of the backend's device.
+            tier: the first tier to try, by name, or ``"auto"``.
+        """
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if (home := home_on_device(tensor)) is not None:
+            return home.save(tensor)
+        with self.lock:
+            record = Record(tensor.detach(), version(tensor))
+            entry = self._by_storage.get(key)
+            if entry is None or not entry.live():  # one that is about to be closed was of another storage there
+                entry = Entry(self, key, tier, nbytes)
+            if (stream := self.backend.compute_stream()) not in entry.streams:
+                entry.streams += (stream,)
+            handle = Handle(entry, record)
+            if self._by_storage.get(key) is not entry:
+                self._by_storage[key] = entry
+                self._waiting.append(entry)
+            self._look()
+            self.copies.pump()
+        self.go_on()
+        return handle
+
+    def fetch(self, handle: Handle) -> torch.Tensor:
+        """The tensor behind `handle`, with its values; it shares memory with other views of its storage.
+
+        Raises:
+            CorrectnessError: it was changed in place after it was stashed.
+        """
+        with self.lock:
+            tensor = self._fetch(handle)
+            self.copies.pump()
+        self.go_on()
+        return tensor
+
+    def look_again(self) -> None:
+        """Move what nobody else keeps any more. Called where tensors go out of use: at the end of a region."""
+        with self.lock:
+            self._regions += 1
+            self._look()
+            # At the end of a forward nothing follows that would push these out; its peak is yet to come.
+            while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
+                self._retire_first()
+            self.copies.pump()
+        self.go_on()
+
+    def settle(self) -> None:
+        """Move all that nobody else keeps by now, and wait until it has arrived. What was loaded ahead goes."""
+        with self.lock:
+            self.homes.forget_awaited()
+            self._look(len(self._waiting))
+            while self._leaving:
+                self._retire_first()
+            self._come_home()
+            self.copies.pump()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Called by whoever has held the lock: close what ended meanwhile."""
+        self.leftovers.collect()
+
+    def stats(self) -> Stats:
+        """What the engine has done, and what it holds now."""
+        self.leftovers.collect()
+        with self.lock:
+            return self._counters.frozen(self.backend.usage())
+
+    # ------------------------------------------------------------------------------------------------------ out
+
+    def _look(self, most: int = _LOOKS) -> None:
+        for _ in range(min(len(self._waiting), most)):
+            entry = self._waiting.popleft()
+            if entry.state is not State.DEVICE or not entry.live():
+                continue
+            if not entry.is_last_keeper():
+                self._waiting.append(entry)
+                continue
+            if entry.ordinal is None:
+                entry.ordinal = self._count
+                self._count += 1
+                self._moved[entry.ordinal] = entry
+            depth = self._ahead.depth()
+            if depth == 0 or not 0 < self._count_before <= entry.ordinal + depth:
+                self._move(entry)
+                continue
+            self._tail.append(entry)
+            self._counters.resident_bytes += entry.nbytes
+            if len(self._tail) > depth:
+                self._counters.resident_bytes -= self._tail[0].nbytes
+                self._move(self._tail.popleft())
+
+    def _move(self, entry: Entry) -> None:
+        records = entry.live()
+        if entry.state is not State.DEVICE or not records:
+            return
+        if not entry.is_last_keeper():  # it was in the tail, and backward has it
+            self._waiting.append(entry)
+            return
+        start, stop = hull(records)
+        if start == stop:  # views of no elements
+            return
+        source = records[0].bytes_between(start, stop)
+        entry.like = source.new_empty(0)
+        entry.buffer = self._allocate(stop - start, entry.tier)
+        if entry.buffer is None:
+            self._keep(entry)
+            return
+        # Whatever is interrupted from here on: the entry has its bytes, and `_retire` goes on where this stops.
+        self._leaving.append((self._regions, entry))
+        entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
+        del self._by_storage[entry.key]
+        for record in records:
+            record.leave(start)
+        self._copy_out(entry)
+        while len(self._leaving) > self._ahead.depth():
+            self._retire_first()
+
+    def _allocate(self, nbytes: int, tier: str) -> Buffer | None:
+        buffer = self.backend.allocate(nbytes, tier)
+        if buffer is not None:
+            self.count_live(buffer.tier, nbytes)
+        return buffer
+
+    def _copy_out(self, entry: Entry) -> Copy:
+        assert entry.base is not None
+        assert entry.buffer is not None
+        # The sooner it is out, the sooner its memory is free.
+        entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
+        self.copies.pump()
+        return entry.departure
+
+    def _retire_first(self) -> None:
+        """Free the device's memory of the entry that has been on its way out for longest, once its bytes are out."""
+        _, entry = self._leaving[0]
+        if entry.state is State.LEAVING:
+            self._retire(entry)
+        self._leaving.popleft()  # only now: what an exception stops is taken up again
+
+    def _retire(self, entry: Entry) -> None:
+        departure = entry.departure or self._copy_out(entry)
+        event = self.copies.release(departure)
+        while (error := event.error()) is not None:
+            if not self._try_below(entry):
+                entry.state, entry.departure = State.KEPT, None
+                self._keep(entry, error)
+                return
+            event = self.copies.release(self._copy_out(entry))
+        base = entry.base
+        self._empty(entry)
+        if base is not None and is_unshared(base):  # backward may have asked for it on its way out
+            self.backend.discard(base)
+
+    def _empty(self, entry: Entry) -> None:
+        entry.base = None
+        entry.state = State.AWAY
+        for record in entry.live():
+            record.fetched = False
+
+    def _try_below(self, entry: Entry) -> bool:
+        """Room on a tier below the one where the copy failed; the bytes are still on the device."""
+        assert entry.buffer is not None
+        below = self.backend.tiers[self.backend.tiers.index(entry.buffer.tier) + 1 :]
+        buffer = self._allocate(entry.nbytes, below[0]) if below else None
+        self._free_buffer(entry)
+        entry.buffer = buffer
+        return buffer is not None
+
+    def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
+        self._counters.resident_bytes += entry.nbytes
+        self.warn_of(entry.nbytes, error)
+
+    def warn_of(self, nbytes: int, error: BaseException | None = None) -> None:
+        """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
+        warned, self._warned = self._warned, True
+        if not warned:
+            warn_of_staying(nbytes, self.backend.tiers, error)
+
+    def count_live(self, tier: str, nbytes: int) -> None:
+        """Count `nbytes` more on `tier`, which may be negative."""
+        add(self._counters.live_bytes, tier, nbytes)
+
+    # ------------------------------------------------------------------------------------------------------- in
+
+    def _fetch(self, handle: Handle) -> torch.Tensor:
+        entry, record = handle.entry, handle.record
+        in_backward = self.follow_backward()  # first of all: a backward that raises is one too
+        record.check()
+        if record.alias is None and entry.base is None:
+            self.load(entry)
+        if in_backward and entry.home is not None:
+            self.homes.asked_in_backward(entry.home.group)
+        elif in_backward and entry.ordinal is not None:
+            self._load_ahead(entry.ordinal)
+        if record.alias is not None:
+            return record.alias
+        assert record.layout is not None
+        tensor = record.layout.of(self.arrived(entry))
+        record.fetched = in_backward
+        if not in_backward or all(record.fetched for record in entry.live()):
+            self.let_go(entry)
+        return tensor
+
+    def arrived(self, entry: Entry) -> torch.Tensor:
+        """The bytes of an entry that was loaded; what the caller's stream is given from here on may read them."""
+        assert entry.base is not None
+        if entry.arrival is not None:
+            error = self.copies.arrive(entry.arrival, entry.base).error()
+            if error is not None:
+                self._unload(entry)
+                raise error
+        return entry.base
+
+    def load(self, entry: Entry, *, seconds: float = 0.0) -> None:
+        """Ask for the bytes of an entry that is away; they are expected to be needed in `seconds`."""
+        assert entry.buffer is not None
+        assert entry.like is not None
+        room = entry.nbytes + -entry.nbytes % ALIGNMENT
+        with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
+            base = self.backend.empty(room, entry.like)
+        # Memory and order are those of now; when the copy itself starts, the link decides.
+        after = [self.backend.record()]
+        if entry.departure is not None:
+            after.append(entry.departure.need())
+        target, home = base[: entry.nbytes], entry.home
+        started = self._ahead.copied if home is None else self.homes.loading(home, base)
+        group = None if home is None else home.group
+        arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started, group=group)
+        # In one go, and before anything starts: memory that nothing was asked to fill would pass for what arrived.
+        entry.base, entry.arrival, entry.state = base, arrival, State.BACK
+        self._back[entry] = None
+        self.copies.pump()
+
+    def _load_ahead(self, ordinal: int) -> None:
+        self._ahead.asked(ordinal, at=self.backend.record())
+        for ordinal, seconds in self._ahead.upcoming():
+            candidate = self._moved.get(ordinal)
+            if candidate is not None and candidate.state is State.AWAY and candidate.live():
+                try:
+                    self.load(candidate, seconds=seconds)
+                except torch.OutOfMemoryError:  # it may well fit once it is needed
+                    return
+
+    def let_go(self, entry: Entry) -> None:
+        """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
+        if entry.state is not State.BACK or is_used(entry.home):
+            return
+        if entry.arrival is not None:
+            self.copies.no_longer(entry.arrival)
+        self._unload(entry)
+
+    def _unload(self, entry: Entry) -> None:
+        self._empty(entry)
+        self._back.pop(entry, None)
+
+    def follow_backward(self) -> bool:
+        """Whether autograd is running backward here; arranges to hear of its end."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return False
+        if task != self._task:
+            self._task = task
+            self._ahead.begin()
+            self._come_home()  # after a backward that an exception ended
+            self.homes.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return True
+
+    def _end_backward(self) -> None:
+        """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
+        with self.lock:
+            self._task = -1
+            for entry in list(self._back):
+                self.let_go(entry)
+            self._come_home()
+            self.copies.pump()
+        self.go_on()
+
+    def _come_home(self) -> None:
+        self.gradients.end_backward()
+        self.homes.end_backward()
+
+    def drop(self, entry: Entry) -> None:
+        """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
+        if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
+            return
+        self.leftovers.leave(entry, self._close)
+
+    def _close(self, entry: Entry) -> None:
+        if entry.live():
+            if entry.state is State.BACK and all(record.fetched for record in entry.live()):
+                self.let_go(entry)
+            return
+        if entry.home is not None:  # its bytes are the parameter's, and stay
+            entry.records.clear()
+            self.let_go(entry)
+            return
+        if entry.state is State.DEVICE and entry.ordinal is None:
+            self._counters.held_bytes += entry.nbytes
+        if self._by_storage.get(entry.key) is entry:
+            del self._by_storage[entry.key]
+        try:
+            for copy in (entry.arrival, entry.departure):
+                if entry.base is not None and copy is not None:
+                    self.copies.no_longer(copy)
+        except Exception:  # the bytes on the tier are given back all the same
+            self._forget(entry)
+            raise
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._unload(entry)
+        if entry.buffer is not None:
+            self._free_buffer(entry)
+        if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:
+            self._count_before, self._count = self._count, 0
+            self._tail.clear()
+
+    def _free_buffer(self, entry: Entry) -> None:
+        assert entry.buffer is not None
+        self.count_live(entry.buffer.tier, -entry.nbytes)
+        buffer, entry.buffer = entry.buffer, None
+        self.backend.free(buffer, after=entry.events())

@@ -1,0 +1,239 @@
+"""What the engine remembers of a storage that it was given: the views of it, and where its bytes are."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from memscale.core.errors import CorrectnessError
+from memscale.runtime.backends.protocol import Buffer, Event
+from memscale.runtime.engine.link import Copy
+
+if TYPE_CHECKING:
+    from memscale.runtime.engine.engine import Engine
+    from memscale.runtime.parameters.home import Home
+
+# What moves starts at a multiple of this in its storage, as it does when it comes back: kernels choose their path, and
+# with it the order of sums, by alignment. It is also what makes any dtype's view of the bytes possible.
+ALIGNMENT = 64
+
+
+class State(enum.Enum):
+    """Where the bytes of an entry are."""
+
+    DEVICE = "where they were"
+    LEAVING = "on the device and on their way out"
+    AWAY = "on a tier"
+    BACK = "on a tier and on the device again, or on their way there"
+    KEPT = "on the device, in memory of ours, since they could not be copied to any tier"
+
+
+class Layout(NamedTuple):
+    """A view of some bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    negative: bool
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The view of the uint8 tensor `base`."""
+        elements = base.view(self.dtype)
+        tensor = elements.as_strided(self.size, self.stride, elements.storage_offset() + self.offset)
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch._neg_view(tensor) if self.negative else tensor
+
+
+class Record:
+    """One tensor that was stashed: first the tensor itself, cut from its graph; once its bytes moved, its layout."""
+
+    __slots__ = ("alias", "changed", "fetched", "layout", "version")
+
+    def __init__(self, alias: torch.Tensor, version: int) -> None:
+        self.alias: torch.Tensor | None = alias
+        self.version = version
+        self.layout: Layout | None = None
+        self.changed: int | None = None  # the version it had when its bytes left, where that was another one
+        self.fetched = False  # since its bytes last came back
+
+    def extent(self) -> tuple[int, int]:
+        """The first byte of its storage that the tensor covers, and the one after the last."""
+        alias = self.alias
+        assert alias is not None
+        if alias.numel() == 0:
+            return 0, 0
+        first = int(alias.storage_offset())
+        last = first + sum((size - 1) * stride for size, stride in zip(alias.size(), alias.stride(), strict=True))
+        return first * alias.element_size(), (last + 1) * alias.element_size()
+
+    def bytes_between(self, start: int, stop: int) -> torch.Tensor:
+        """Those bytes of its storage as a uint8 tensor."""
+        alias = self.alias
+        assert alias is not None
+        if alias.is_conj():
+            alias = alias.conj()
+        if alias.is_neg():
+            alias = torch._neg_view(alias)
+        elements = alias.untyped_storage().nbytes() // alias.element_size()
+        # Detached, since a view keeps the tensor that it was made from.
+        return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
+
+    def leave(self, start: int) -> None:
+        """Let go of the tensor; its bytes are those of a base that begins at byte `start` of its storage."""
+        alias = self.alias
+        assert alias is not None
+        offset = int(alias.storage_offset()) - start // alias.element_size() if alias.numel() else 0
+        self.layout = Layout(alias.dtype, alias.size(), alias.stride(), offset, alias.is_conj(), alias.is_neg())
+        # Nobody else can reach the storage now, so this is the last moment at which its version can differ.
+        now = version(alias)
+        self.changed = now if now != self.version else None
+        self.alias = None
+
+    def check(self) -> None:
+        """Raise `CorrectnessError` if the tensor was changed in place after it was stashed."""
+        alias = self.alias
+        if alias is not None and (now := version(alias)) != self.version:
+            raise changed_error(kept_tensor(alias.dtype, alias.size()), now, self.version)
+        if self.changed is not None:
+            assert self.layout is not None
+            raise changed_error(kept_tensor(self.layout.dtype, self.layout.size), self.changed, self.version)
+
+
+class Handle:
+    """Owns a stashed tensor. Dropping it lets go of the tensor's bytes, wherever they are."""
+
+    __slots__ = ("entry", "index")
+
+    def __init__(self, entry: Entry, record: Record) -> None:
+        index = len(entry.records)
+        self.entry, self.index = entry, index
+        entry.records.append(record)  # last: a record without a handle would keep its tensor for good
+
+    @property
+    def record(self) -> Record:
+        record = self.entry.records[self.index]
+        assert record is not None, "a record lives as long as its handle"
+        return record
+
+    def __del__(self) -> None:
+        if not hasattr(self, "entry"):  # interrupted before it owned anything
+            return
+        self.entry.records[self.index] = None  # a tensor that never left is let go of right here
+        self.entry.engine.drop(self.entry)
+
+
+class Entry:
+    """One storage: the tensors stashed from it, and its bytes."""
+
+    __slots__ = (
+        "arrival",
+        "base",
+        "buffer",
+        "departure",
+        "engine",
+        "home",
+        "key",
+        "like",
+        "nbytes",
+        "ordinal",
+        "records",
+        "state",
+        "streams",
+        "tier",
+    )
+
+    def __init__(self, engine: Engine, key: int, tier: str, nbytes: int) -> None:
+        self.engine = engine
+        self.key = key
+        self.tier = tier
+        self.nbytes = nbytes  # of the storage; once moved, of what moved
+        self.records: list[Record | None] = []
+        # The compute streams that it was stashed on: autograd uses it there, so there it was written, and there it may
+        # be freed. Whichever stream is current once it moves has seen nothing of that.
+        self.streams: tuple[int, ...] = ()
+        self.state = State.DEVICE
+        self.ordinal: int | None = None
+        self.buffer: Buffer | None = None
+        self.base: torch.Tensor | None = None  # all its bytes, on the device
+        self.like: torch.Tensor | None = None
+        self.departure: Copy | None = None
+        self.arrival: Copy | None = None
+        self.home: Home | None = None  # the parameter whose bytes these are; they are always away
+
+    def live(self) -> list[Record]:
+        """The records whose handles are alive."""
+        return [record for record in self.records if record is not None]
+
+    def events(self) -> list[Event]:
+        """The ends of its copies that have started."""
+        copies = (self.departure, self.arrival)
+        return [copy.event for copy in copies if copy is not None and copy.event is not None]
+
+    def is_moving(self) -> bool:
+        """Whether a copy of its bytes is under way, so that its memory on the device cannot be freed at once."""
+        copies = (self.arrival, self.departure)
+        return self.base is not None and any(copy is not None and copy.is_under_way() for copy in copies)
+
+    def is_last_keeper(self) -> bool:
+        """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""
+        # Held while counting: a handle may be dropped in between, and its storage with it.
+        records = self.live()
+        return len(records) > 0 and _references(self.key) <= len(records)
+
+
+def hull(records: Sequence[Record]) -> tuple[int, int]:
+    """The bytes of the storage that the records cover together, from an aligned start."""
+    extents = [extent for record in records if (extent := record.extent()) != (0, 0)]
+    if not extents:
+        return 0, 0
+    start = min(start for start, _ in extents)
+    return start - start % ALIGNMENT, max(stop for _, stop in extents)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """The version counter of `tensor`, which in-place changes raise; -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def described(what: str, dtype: torch.dtype, size: torch.Size) -> str:
+    """What an error calls the tensor `what`: with its type and shape."""
+    return f"{what}, {str(dtype).removeprefix('torch.')}{list(size)},"
+
+
+def kept_tensor(dtype: torch.dtype, size: torch.Size) -> str:
+    """What an error calls a tensor that was saved."""
+    return described("a tensor kept by offload()", dtype, size)
+
+
+def changed_error(
+    what: str, now: int, expected: int, remedy: str = "Change a clone of it, or call backward first"
+) -> CorrectnessError:
+    """The error that autograd raises for a saved tensor that was changed."""
+    return CorrectnessError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {now}, expected version {expected}. {remedy}"
+    )
+
+
+def is_unshared(tensor: torch.Tensor, *, besides: int = 0) -> bool:
+    """Whether nothing but `tensor`, and as many others as are known, refers to its storage."""
+    return _references(tensor.untyped_storage()._cdata) == 1 + besides
+
+
+def _references(storage: int) -> int:
+    """How many tensors refer to the storage at that address."""
+    return int(torch._C._storage_Use_Count(storage)) - _references_of_no_tensor()
+
+
+@functools.cache
+def _references_of_no_tensor() -> int:
+    # Asking for a storage's address makes a Python object, which PyTorch then keeps with the storage; whether that one
+    # counts has changed between versions.
+    probe = torch.empty(1)
+    return int(torch._C._storage_Use_Count(probe.untyped_storage()._cdata)) - 1

@@ -1,0 +1,1 @@
+"""Parameters and gradients that live on another tier, above the engine."""

@@ -1,0 +1,34 @@
+"""Which parameters may live elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale.core.simulating import simulating
+from memscale.runtime.engine.entry import is_unshared
+
+
+def is_movable(parameter: torch.Tensor) -> bool:
+    """Whether moving `parameter` frees its memory, and disturbs nobody."""
+    if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
+        return False
+    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
+        return False
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
+        return False
+    if parameter.is_cpu and storage.is_shared():  # with other processes
+        return False
+    step = simulating()
+    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,190 @@
+"""A runtime: the engines of one process's devices, made when they are first needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core.simulating import simulating
+from memscale.planning.config import AsyncOffloadConfig
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.backends.protocol import Backend
+from memscale.runtime.backends.trace import TraceBackend
+from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.locks import new_lock
+from memscale.runtime.stats import Stats, Timeline
+from memscale.runtime.storage.budget import HostBudget
+
+
+class Runtime:
+    """Where `offload` moves tensors to, and what it has moved. One for a process is usual, and `None` means that one.
+
+    >>> import torch, memscale as ms
+    >>> from memscale.runtime import Runtime
+    >>> runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=4096, prefetch_depth=0), disk_bytes=2**20)
+    >>> f = ms.offload().on(runtime)(lambda x: (x * 2).sin().exp())
+    >>> out = f(torch.ones(2048, requires_grad=True))
+    >>> runtime.stats()["cpu"].live_bytes  # the sine's input; its result is what `exp` returned, and the caller has it
+    {'disk': 8192}
+    >>> del out
+    >>> runtime.stats()["cpu"].live_bytes
+    {'disk': 0}
+
+    Args:
+        config: sizes of the engine; `None` is the defaults of `AsyncOffloadConfig`.
+        disk_directory: where the file of the disk tier is, which has no name there; `None` is the first directory for
+            temporary files that is not in RAM.
+        disk_bytes: the most bytes on disk; `None` is as much as there is.
+        host_bytes: the most bytes of RAM that tensors of accelerators may take, pinned and pageable together; `None`
+            is as much as there is. Pinned are at most ``config.pool_bytes`` of them, for each device.
+        backend: what moves the tensors of every device, in place of the one that fits the device.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        config: AsyncOffloadConfig | None = None,
+        *,
+        disk_directory: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
+        host_bytes: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, AsyncOffloadConfig):
+            raise ConfigError(f"Runtime(config={config!r}) must be an AsyncOffloadConfig; build one, or pass None")
+        for name, nbytes in (("disk_bytes", disk_bytes), ("host_bytes", host_bytes)):
+            if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
+                raise ConfigError(f"Runtime({name}={nbytes!r}) must be an int of at least 0; None is no limit")
+        self.config = config or AsyncOffloadConfig()
+        self._disk_directory = disk_directory
+        self._disk_bytes = disk_bytes
+        self._host_bytes = host_bytes
+        self._budget = None if host_bytes is None else HostBudget(host_bytes)  # one for all devices
+        self._backend = backend
+        self._lock = new_lock()
+        self._engines: dict[torch.device, Engine] = {}
+        # One for each simulation: what it counts is about that one, and ends with it.
+        self._simulated: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
+        self._timeline: Timeline | None = None
+
+    def engine(self, tensor: torch.Tensor) -> Engine:
+        """The engine that moves `tensor`.
+
+        Raises:
+            RuntimeUnavailable: no backend here moves tensors of that device.
+        """
+        device = tensor.device
+        with self._lock:
+            engines = self._engines
+            step = simulating()
+            if step is not None:
+                engines = self._simulated.setdefault(step, {})
+            elif isinstance(tensor, FakeTensor):
+                engines = self._simulated.setdefault(tensor.fake_mode, {})
+            engine = engines.get(device)
+            if engine is None:
+                backend = self._new_backend(tensor) if step is not None or self._backend is None else self._backend
+                engine = engines[device] = _engine_of(backend, self.config, self._timeline)
+                if step is not None:
+                    step.engines.append(engine)
+            return engine
+
+    def stats(self) -> Mapping[str, Stats]:
+        """What was moved and what is held, by device; simulated devices are called ``"fake cuda"`` and the like."""
+        with self._lock:
+            found = {str(device): engine for device, engine in self._engines.items()}
+            for engines in self._simulated.values():
+                found.update({f"fake {device}": engine for device, engine in engines.items()})
+        return {name: engine.stats() for name, engine in found.items()}
+
+    def settle(self) -> None:
+        """Move all that nobody else keeps by now, and wait for every copy that is on its way out."""
+        with self._lock:
+            engines = list(self._engines.values())
+        for engine in engines:
+            engine.settle()
+
+    @contextmanager
+    def record(self) -> Iterator[Timeline]:
+        """Note the copies and waits of the body in a `Timeline`, which writes them for a trace viewer."""
+        timeline = Timeline()
+        self._note_in(timeline)
+        try:
+            yield timeline
+        finally:
+            self._note_in(None)
+
+    def _note_in(self, timeline: Timeline | None) -> None:
+        with self._lock:
+            self._timeline = timeline
+            for engine in self._engines.values():
+                engine.copies.timeline = timeline
+
+    def _new_backend(self, tensor: torch.Tensor) -> Backend:
+        step = simulating()
+        kind = tensor.device.type if step is None else step.device_type
+        if step is not None or isinstance(tensor, FakeTensor) or kind == "meta":
+            return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else self._caps())
+        if kind == "cpu":
+            return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
+        if kind == "cuda":
+            from memscale.runtime.backends.cuda import CudaBackend  # the only module that loads CuPy
+
+            return CudaBackend(
+                tensor.device,
+                pinned_bytes=self._caps()["pinned"] or 0,
+                budget=self._budget,
+                disk_bytes=self._disk_bytes,
+                disk_directory=self._disk_directory,
+            )
+        raise RuntimeUnavailable(
+            f"offload() cannot move tensors of device {str(tensor.device)!r}: there is no backend for {kind!r} here; "
+            "leave offload() out of the plan on this device"
+        )
+
+    def _caps(self) -> dict[str, int | None]:
+        """The most bytes on each tier below an accelerator."""
+        pinned, pageable = self.config.pool_bytes, None
+        if self._host_bytes is not None:
+            pinned = min(pinned, self._host_bytes)
+            pageable = self._host_bytes - pinned
+        return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
+
+    def __reduce__(self) -> Any:
+        # The process's own runtime becomes that of the process that a pickled region wakes up in. Any other takes its
+        # settings along, for a cap must not get lost. A backend does not travel: its device is this process's.
+        if self is default_runtime():
+            return (default_runtime, ())
+        make = functools.partial(
+            Runtime, disk_directory=self._disk_directory, disk_bytes=self._disk_bytes, host_bytes=self._host_bytes
+        )
+        return (make, (self.config,))
+
+    def __deepcopy__(self, memo: Any) -> Runtime:
+        return self  # a resource: copies of a model share the link
+
+
+def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: Timeline | None) -> Engine:
+    if config.debug:
+        return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
+    return Engine(backend, depth=config.prefetch_depth, timeline=timeline)
+
+
+@functools.cache
+def default_runtime() -> Runtime:
+    """The runtime of this process."""
+    return Runtime()
+
+
+os.register_at_fork(after_in_child=default_runtime.cache_clear)

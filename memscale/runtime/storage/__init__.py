@@ -1,0 +1,1 @@
+"""Where moved bytes lie: arenas, files and their budgets."""

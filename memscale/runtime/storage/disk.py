@@ -1,0 +1,369 @@
+"""Moved tensors on disk: one slab file, a small thread pool, and futures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
+from memscale.runtime.storage.arena import PAGE_BYTES
+from memscale.runtime.storage.courier import Courier, Errand
+from memscale.runtime.storage.mapping import Bytes, Mapping
+from memscale.runtime.storage.slab_file import DiskTierError, DiskTierFull, FileIO, SlabFile, bytes_of
+from memscale.runtime.storage.spans import FreeSpans
+from memscale.runtime.storage.tiers import TierUse
+
+__all__ = ["DiskSlab", "DiskTierError", "DiskTierFull", "Extent", "FileIO"]
+
+T = TypeVar("T")
+
+UNLIMITED_BYTES = 1 << 62  # the disk ends first
+_FIRST_BYTES = 64 * 1024**2
+
+
+class Extent:
+    """Room on disk for the bytes of one tensor, until it is freed."""
+
+    __slots__ = ("_mapping", "_pieces", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self._pieces: dict[int, tuple[int, int | None]] = {}  # what was written where: its bytes and checksum
+        self._mapping: weakref.ref[Mapping] | None = None  # once it was mapped, for as long as somebody uses that
+
+    @property
+    def span(self) -> int:
+        """The bytes it takes up, in whole pages."""
+        return _in_pages(self.nbytes)
+
+
+class DiskSlab:
+    """Bytes on disk behind futures, in one preallocated file without a name: nothing survives the process.
+
+    The file doubles when it is full, up to its cap.
+
+    Reads and writes pass the page cache by where the filesystem can; fastest for memory that starts on a page.
+    Threads may share it. ``free`` takes no lock and so may run in a finalizer at any moment.
+
+    Args:
+        directory: where the file is; None is the first temporary directory that is not in RAM.
+        cap_bytes: the most that the file may grow to, at least one page.
+        first_bytes: the size of the file at first, where the cap and the filesystem allow that.
+        threads: how many transfers run at a time.
+        checksum: verify a checksum at each read, for disks that are not trusted; costs a pass over the bytes.
+        io: the system calls, for tests.
+
+    Raises:
+        ConfigError: a size is out of range.
+        DiskTierFull: the filesystem is full.
+        RuntimeUnavailable: there is no such file to be had here.
+
+    >>> slab = DiskSlab(cap_bytes=2**20)
+    >>> extent = slab.write(torch.arange(10, dtype=torch.uint8)).result()
+    >>> into = torch.empty(10, dtype=torch.uint8)
+    >>> slab.read(extent, into).result()
+    >>> into.tolist(), slab.used_bytes
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 4096)
+    >>> slab.free(extent)
+    >>> slab.used_bytes
+    0
+    >>> slab.close()
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        cap_bytes: int,
+        first_bytes: int = _FIRST_BYTES,
+        threads: int = 2,
+        checksum: bool = False,
+        io: FileIO | None = None,
+    ) -> None:
+        if cap_bytes < PAGE_BYTES:
+            raise ConfigError(
+                f"DiskSlab(cap_bytes={cap_bytes}) must be at least {PAGE_BYTES}; pass how large the file may grow"
+            )
+        if threads < 1:
+            raise ConfigError(f"DiskSlab(threads={threads}) must be at least 1; pass how many transfers run at a time")
+        self.cap_bytes = cap_bytes // PAGE_BYTES * PAGE_BYTES
+        self._checksum = checksum
+        self._file: SlabFile | None
+        first_bytes, io = _in_pages(min(first_bytes, self.cap_bytes)), io or FileIO()
+        try:
+            self._file = SlabFile(directory, first_bytes, io)
+        except DiskTierFull:  # what is asked for may be less
+            first_bytes = PAGE_BYTES
+            self._file = SlabFile(directory, first_bytes, io)
+        self._courier = Courier(threads, "disk")
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._used_bytes = self._high_water_bytes = 0
+        self._spans = FreeSpans()
+        self._spans.give(0, first_bytes)
+        # The collector may run a finalizer that frees an extent while this thread holds the lock, so `free` and the
+        # ends of transfers only append here; whoever holds the lock next settles them.
+        self._live: set[Extent] = set()
+        self._freed: deque[Extent] = deque()
+        self._ended: deque[Extent] = deque()
+        self._transfers: Counter[Extent] = Counter()
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers pass the page cache by."""
+        return self._open_file().direct
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that are taken, in whole pages."""
+        with self._lock:
+            self._settle()
+            return self._used_bytes
+
+    def usage(self) -> TierUse:
+        """What the file holds, in whole pages, and held at most."""
+        file = self._open_file()
+        with self._lock:
+            self._settle()
+            return TierUse(self._high_water_bytes, file.size_bytes, self._spans.free_bytes, self._spans.largest_bytes)
+
+    def reserve(self, nbytes: int) -> Extent | None:
+        """Room for ``nbytes``, or None where neither the cap nor the filesystem leaves any in one piece.
+
+        Raises:
+            ConfigError: ``nbytes`` is negative.
+            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+        """
+        if nbytes < 0:
+            raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
+        file, span = self._open_file(), _in_pages(nbytes)
+        with self._lock:
+            self._settle()
+            offset = self._spans.take(span)
+            if offset is None and self._grow(file, span):
+                offset = self._spans.take(span)
+            if offset is None:
+                return None
+            self._used_bytes += span
+            self._high_water_bytes = max(self._high_water_bytes, self._used_bytes)
+            extent = Extent(offset, nbytes)
+            self._live.add(extent)
+            return extent
+
+    def map(self, extent: Extent) -> Bytes:
+        """The extent's bytes as memory that the CPU reads and writes in place, and a fork of this process too.
+
+        What is written there, a later ``read`` brings, and what ``write`` wrote is there once its future is done. Both
+        copy from and to this memory from now on, by way of the page cache, and leave none of it in this process.
+        Nothing is checked against a checksum. The memory goes with the last array or tensor made of it, whatever
+        becomes of the slab. Pages are read from the disk as they are touched; a disk that fails then is a SIGBUS.
+
+        Args:
+            extent: one that was neither mapped nor written before. The array must not be used once it is freed.
+
+        Raises:
+            AssertionError: the extent was mapped, written or freed before, or is another slab's.
+            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner; the filesystem does not
+                preallocate, so that a full disk would kill the process, or does not map files.
+        """
+        file = self._open_file()
+        with self._lock:
+            self._settle()
+            assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
+            is_new = extent._mapping is None and not extent._pieces and not self._transfers[extent]
+            assert is_new, f"the extent of {extent.nbytes} bytes at {extent.offset} was mapped or copied before"
+            mapping = file.map(extent.offset, extent.span)
+            extent._mapping = weakref.ref(mapping)
+        return mapping.bytes()[: extent.nbytes]
+
+    def write(self, source: torch.Tensor, extent: Extent | None = None, *, at: int = 0) -> Errand[Extent]:
+        """Start writing; ``source``, a contiguous uint8 CPU tensor, must not change until the future is done.
+
+        The future raises DiskTierFull or DiskTierError where the disk fails; the bytes are then in ``source`` only.
+
+        Args:
+            source: the bytes.
+            extent: where to; None reserves one of the size of ``source``, and frees it where the write fails.
+            at: the first byte of the extent that is written, a multiple of the page.
+
+        Raises:
+            ConfigError: the tensor is of another kind, or the piece does not fit into the extent.
+            DiskTierFull: there is no room; nothing was started.
+            AssertionError: the extent was freed, or is another slab's.
+            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+        """
+        _check(source, "write(source)")
+        place = self.reserve(source.nbytes) if extent is None else extent
+        if place is None:
+            raise DiskTierFull(
+                f"{source.nbytes} bytes do not fit: the disk tier uses {self.used_bytes} of at most {self.cap_bytes} "
+                f"bytes and grows no more; raise its cap, or free disk space"
+            )
+
+        mapping = self._mapping_of(place)
+
+        def run(file: SlabFile) -> Extent:
+            if mapping is not None:
+                mapping.write(np.asarray(bytes_of(source)), at)
+                return place
+            try:
+                checksum = zlib.crc32(bytes_of(source)) if self._checksum else None
+                file.write(source, place.offset + at)
+            except BaseException:
+                if extent is None:
+                    self.free(place)
+                raise
+            place._pieces[at] = (source.nbytes, checksum)
+            return place
+
+        return self._start(run, place, source, at, "write(source)")
+
+    def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Errand[None]:
+        """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
+
+        The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written or
+        their checksum differs.
+
+        Args:
+            extent: where from. It stays taken; freed before the future is done, it is reused only afterwards.
+            into: a contiguous uint8 CPU tensor of the piece's size.
+            at: the first byte of the piece in the extent.
+
+        Raises:
+            ConfigError: the tensor is of another kind, or the piece does not fit into the extent.
+            AssertionError: the extent was freed, or is another slab's.
+            RuntimeUnavailable: the slab is closed, or this process is a fork of its owner.
+        """
+
+        def run(file: SlabFile) -> None:
+            if mapping is not None:
+                mapping.read(np.asarray(bytes_of(into)), at)
+                return
+            written_bytes, checksum = extent._pieces.get(at, (0, None))
+            if written_bytes != into.nbytes:
+                raise CorrectnessError(
+                    f"{into.nbytes} bytes are read from the disk tier where {written_bytes} were written; read the "
+                    f"pieces that were written, after they were"
+                )
+            file.read(into, extent.offset + at)
+            if checksum is not None and zlib.crc32(bytes_of(into)) != checksum:
+                raise CorrectnessError(
+                    f"{into.nbytes} bytes came back changed from the disk in {file.directory!r}; use another disk"
+                )
+
+        _check(into, "read(into)")
+        mapping = self._mapping_of(extent)
+        return self._start(run, extent, into, at, "read(into)")
+
+    def free(self, extent: Extent) -> None:
+        """Give the extent's bytes up; they are reused once the reads under way are done.
+
+        Raises:
+            AssertionError: the extent was freed before, or is another slab's.
+        """
+        try:
+            self._live.remove(extent)
+        except KeyError:
+            raise AssertionError(f"the extent of {extent.nbytes} bytes at {extent.offset} was freed twice") from None
+        self._freed.append(extent)
+
+    def close(self) -> None:
+        """Finish the transfers that were started and give the disk space back. Closing again does nothing."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if os.getpid() == self._process:  # a fork has no threads to wait for
+            self._courier.close()
+        file.close()
+
+    def _open_file(self) -> SlabFile:
+        if os.getpid() != self._process:
+            raise RuntimeUnavailable(
+                f"process {os.getpid()} is a fork of {self._process}, whose disk tier it cannot use: the threads that "
+                f"move bytes are not in the fork; start processes with 'spawn', or offload in one of them only"
+            )
+        if self._file is None:
+            raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab")
+        return self._file
+
+    def _start(self, run: Callable[[SlabFile], T], extent: Extent, data: torch.Tensor, at: int, name: str) -> Errand[T]:
+        """Queue ``run``, and keep the extent's room from being reused before it has ended."""
+        file = self._open_file()
+        if at < 0 or at % PAGE_BYTES or at + data.nbytes > extent.nbytes:
+            raise ConfigError(
+                f"{name} has {data.nbytes} bytes for byte {at} on of an extent of {extent.nbytes}; pass a piece that "
+                f"fits and starts at a multiple of {PAGE_BYTES}"
+            )
+        with self._lock:
+            assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
+            self._transfers[extent] += 1
+
+        ended = self._ended
+
+        def transfer() -> T:
+            try:
+                return run(file)
+            finally:
+                ended.append(extent)
+
+        try:
+            return self._courier.submit(transfer)
+        except RuntimeError as error:  # closed by another thread a moment ago, or the interpreter ends
+            ended.append(extent)
+            raise RuntimeUnavailable("the disk tier was closed; make a new DiskSlab") from error
+
+    def _mapping_of(self, extent: Extent) -> Mapping | None:
+        """Where the extent was mapped, its memory: still that, or again where nobody holds it any more.
+
+        Never past the page cache instead, where what was written in place may still be: open(2) warns of that mixture.
+        """
+        if extent._mapping is None:
+            return None
+        return extent._mapping() or self._open_file().map(extent.offset, extent.span)
+
+    def _grow(self, file: SlabFile, span: int) -> bool:
+        room = self.cap_bytes - file.size_bytes
+        usual = max(span, min(file.size_bytes, room))
+        for nbytes in (usual, span):
+            if nbytes <= room:
+                start = file.size_bytes
+                with contextlib.suppress(DiskTierError):
+                    file.extend(nbytes)
+                    self._spans.give(start, nbytes)
+                    return True
+        return False
+
+    def _settle(self) -> None:
+        """Take up what `free` and the ends of transfers left behind. The lock is held."""
+        while self._ended:
+            self._transfers[self._ended.popleft()] -= 1
+        for _ in range(len(self._freed)):
+            extent = self._freed.popleft()
+            if self._transfers[extent]:
+                self._freed.append(extent)
+            else:
+                del self._transfers[extent]
+                self._spans.give(extent.offset, extent.span)
+                self._used_bytes -= extent.span
+
+
+def _in_pages(nbytes: int) -> int:
+    return max(-(-nbytes // PAGE_BYTES), 1) * PAGE_BYTES
+
+
+def _check(tensor: torch.Tensor, name: str) -> None:
+    if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name} is {tensor.dtype} of strides {tensor.stride()} on {tensor.device}; pass a contiguous uint8 CPU "
+            f"tensor, as x.view(torch.uint8) is"
+        )

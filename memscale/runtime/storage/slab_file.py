@@ -1,0 +1,314 @@
+"""A file that only this process can reach, and moving bytes between it and memory without the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from memscale.core.errors import MemscaleError, RuntimeUnavailable
+from memscale.core.host_memory import read_or_empty
+from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
+from memscale.runtime.storage.mapping import Mapping
+
+_STAGING_BYTES = 2 * 1024**2
+_MOST_STALLS = 8
+# Of the memory that the kernel moves without a copy. What PyTorch allocates on a CPU starts at a multiple of 64, which
+# most disks take; older kernels and others ask for a sector, or for a page.
+_ALIGNMENTS = (64, 512, PAGE_BYTES)
+# What filesystems say that have no unbuffered access, no unnamed files or no preallocation.
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR, errno.ENOENT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskTierError(MemscaleError, RuntimeError):
+    """The disk failed. A write lost nothing, its source is still the caller's; what a read asked for is gone."""
+
+
+class DiskTierFull(DiskTierError):
+    """There is no room on the disk, or none under its cap. Nothing was lost."""
+
+
+class FileIO:
+    """The system calls of a slab file; a test overrides one to make it fail."""
+
+    def open(self, directory: str) -> int:
+        """A new file without a name, readable and writable by this user only."""
+        unnamed = getattr(os, "O_TMPFILE", 0)
+        if unnamed:
+            try:
+                return os.open(directory, unnamed | os.O_RDWR | os.O_EXCL, 0o600)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+        descriptor, path = tempfile.mkstemp(dir=directory)
+        os.unlink(path)
+        return descriptor
+
+    def make_direct(self, descriptor: int) -> None:
+        """Let reads and writes pass the page cache by; OSError where the system or the filesystem cannot."""
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
+        self._set_flags(descriptor, lambda flags: flags | os.O_DIRECT)
+
+    def make_buffered(self, descriptor: int) -> None:
+        """Undo :meth:`make_direct`."""
+        if hasattr(os, "O_DIRECT"):
+            self._set_flags(descriptor, lambda flags: flags & ~os.O_DIRECT)
+
+    def _set_flags(self, descriptor: int, change: Callable[[int], int]) -> None:
+        import fcntl  # not there on Windows, where a slab file is refused before
+
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, change(fcntl.fcntl(descriptor, fcntl.F_GETFL)))
+
+    def preallocate(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Give a part of the file its blocks now, so that the disk cannot fill up under it."""
+        os.posix_fallocate(descriptor, offset, nbytes)
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write from ``buffers`` in turn; the bytes written, which may be fewer."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into ``buffers`` in turn; the bytes read, which may be fewer."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def map(self, descriptor: int, offset: int, nbytes: int) -> Mapping:
+        """A part of the file as memory."""
+        return Mapping(descriptor, offset, nbytes)
+
+
+class _Piece(NamedTuple):
+    """One call: where on disk, from or to which memory, and the bytes that stand in for a part of the tensor."""
+
+    offset: int
+    buffers: list[memoryview]
+    part: memoryview
+    staged: memoryview
+
+
+class SlabFile:
+    """A file without a name, whose blocks are there before they are used: gone when the process ends, however it ends.
+
+    Args:
+        directory: where; None is the first temporary directory that is not in RAM.
+        size_bytes: its first size, a multiple of the page.
+        io: the system calls.
+
+    Raises:
+        DiskTierFull: the filesystem has less room.
+        DiskTierError: the filesystem failed.
+        RuntimeUnavailable: the system or the directory cannot have such a file, or no temporary directory is on disk.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, size_bytes: int, io: FileIO) -> None:
+        if not hasattr(os, "preadv"):
+            raise RuntimeUnavailable("offloading to disk needs os.preadv, which this system has not; use another tier")
+        self.directory = _directory_on_disk() if directory is None else os.fspath(directory)
+        self._io = io
+        self._own = threading.local()
+        self.size_bytes = 0
+        self._with_blocks_bytes = 0  # up to there, the file has its blocks
+        self._alignment = PAGE_BYTES
+        try:
+            self._descriptor = io.open(self.directory)
+        except OSError as error:
+            raise RuntimeUnavailable(
+                f"no file can be made in {self.directory!r} ({error.strerror}); pass a directory that you can write to"
+            ) from error
+        # Transfers hold the file, so the descriptor outlives the last of them and its number is never another file's.
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self.extend(size_bytes)
+            self.direct = self._make_direct()
+        except BaseException:
+            self._close()
+            raise
+        if directory is not None and _is_in_memory(self.directory):
+            warnings.warn(
+                f"{self.directory!r} is in RAM, so offloading to it frees nothing; pass a directory on a disk",
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Let go of the file, which frees its disk space. No transfer may be under way."""
+        self._close()
+
+    def extend(self, nbytes: int) -> None:
+        """Make the file that much larger.
+
+        Raises:
+            DiskTierFull: the filesystem has less room; the file is as it was.
+            DiskTierError: the filesystem failed.
+        """
+        try:
+            self._io.preallocate(self._descriptor, self.size_bytes, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise self._failure(error, nbytes, "added to") from error
+            os.ftruncate(self._descriptor, self.size_bytes + nbytes)
+        else:
+            if self._with_blocks_bytes == self.size_bytes:
+                self._with_blocks_bytes += nbytes
+        self.size_bytes += nbytes
+
+    def map(self, offset: int, nbytes: int) -> Mapping:
+        """A part of the file, in whole pages, as memory.
+
+        Raises:
+            RuntimeUnavailable: the filesystem did not give that part its blocks, or the system does not map it.
+        """
+        what = f"{nbytes} bytes of the slab file in {self.directory!r} cannot be used in place"
+        # A page that finds no block when it is written is no error but a signal, which ends the process.
+        if offset + nbytes > self._with_blocks_bytes:
+            raise RuntimeUnavailable(
+                f"{what}: the filesystem does not set blocks aside for them, so a full disk would end the process; "
+                f"pass a directory on another filesystem, or use another tier"
+            )
+        try:
+            return self._io.map(self._descriptor, offset, nbytes)
+        except OSError as error:
+            raise RuntimeUnavailable(
+                f"{what} ({error.strerror}); raise vm.max_map_count where the process has that many mappings, pass a "
+                f"directory on another filesystem, or use another tier"
+            ) from error
+
+    def write(self, source: torch.Tensor, offset: int) -> None:
+        """Write a uint8 tensor at ``offset``, a multiple of the page, and anything up to the end of its last page.
+
+        Raises:
+            DiskTierFull: the disk is full.
+            DiskTierError: the disk failed.
+        """
+        for piece in self._pieces(source, offset):
+            _copy(piece.part, piece.staged)
+            self._move(self._io.write, piece, "written to")
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        """Fill a uint8 tensor from ``offset``, a multiple of the page.
+
+        Raises:
+            DiskTierError: the disk failed.
+        """
+        for piece in self._pieces(target, offset):
+            self._move(self._io.read, piece, "read from")
+            _copy(piece.staged, piece.part)
+
+    def _pieces(self, tensor: torch.Tensor, offset: int) -> Iterator[_Piece]:
+        data, nothing = bytes_of(tensor), memoryview(bytearray())
+        if not self.direct:
+            yield _Piece(offset, [data], nothing, nothing)
+        elif tensor.data_ptr() % self._alignment == 0:
+            # Whole pages move straight between memory and disk; what is left shares the call, in a page of ours.
+            whole = len(data) // PAGE_BYTES * PAGE_BYTES
+            part = data[whole:]
+            page = self._staging()[: PAGE_BYTES if part else 0]
+            yield _Piece(offset, [data[:whole], page], part, page[: len(part)])
+        else:
+            # The kernel refuses such memory, so it goes through ours.
+            for start in range(0, len(data), _STAGING_BYTES):
+                part = data[start : start + _STAGING_BYTES]
+                pages = self._staging()[: -(-len(part) // PAGE_BYTES) * PAGE_BYTES]
+                yield _Piece(offset + start, [pages], part, pages[: len(part)])
+
+    def _move(self, call: Callable[..., int], piece: _Piece, what: str) -> None:
+        """Call until everything has moved: the system may stop anywhere (2 GiB a call, a signal, the disk's end)."""
+        unit = PAGE_BYTES if self.direct else 1
+        total, done, stalls = sum(map(len, piece.buffers)), 0, 0
+        while done < total:
+            try:
+                moved = call(self._descriptor, _after(piece.buffers, done), piece.offset + done)
+            except OSError as error:
+                raise self._failure(error, total, what) from error
+            # Unbuffered access goes on from whole pages only, so a page that moved in part moves again.
+            stalls = stalls + 1 if moved < unit else 0
+            if moved == 0 or stalls > _MOST_STALLS:
+                stalled = OSError(errno.EIO, f"the system moves no more than {done} of them")
+                raise self._failure(stalled, total, what)
+            done = min(total, done + moved // unit * unit)
+
+    def _failure(self, error: OSError, nbytes: int, what: str) -> DiskTierError:
+        kind = DiskTierFull if error.errno in _FULL else DiskTierError
+        return kind(f"{nbytes} bytes could not be {what} the slab file in {self.directory!r}: {error.strerror}")
+
+    def _staging(self) -> memoryview:
+        """Memory of this thread that starts on a page."""
+        if not hasattr(self._own, "staging"):
+            self._own.staging = bytes_of(page_aligned_memory(_STAGING_BYTES))
+        staging: memoryview = self._own.staging
+        return staging
+
+    def _make_direct(self) -> bool:
+        """Turn unbuffered access on, and find out what it asks of memory."""
+        try:
+            self._io.make_direct(self._descriptor)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise self._failure(error, 0, "written to") from error
+            return False
+        for alignment in _ALIGNMENTS:
+            try:
+                self._io.write(self._descriptor, [self._staging()[alignment : alignment + PAGE_BYTES]], 0)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise self._failure(error, PAGE_BYTES, "written to") from error
+            else:
+                self._alignment = alignment
+                return True
+        # Some filesystems take the flag and then refuse every transfer.
+        self._io.make_buffered(self._descriptor)
+        return False
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 CPU tensor."""
+    return tensor.reshape(-1).numpy().data
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    # A memoryview copies with the interpreter locked, which would stop the training loop; numpy lets go of it.
+    np.copyto(np.asarray(target), np.asarray(source))
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``buffers`` once their first ``done`` bytes have moved."""
+    left = []
+    for buffer in buffers:
+        if done < len(buffer):
+            left.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return left
+
+
+def _directory_on_disk() -> str:
+    candidates = list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp"]))
+    for candidate in candidates:
+        if os.path.isdir(candidate) and not _is_in_memory(candidate):
+            return candidate
+    raise RuntimeUnavailable(
+        f"the temporary directories {candidates} are in RAM, so offloading to them frees nothing; pass a directory on "
+        f"a disk, or set TMPDIR to one"
+    )
+
+
+def _is_in_memory(directory: str) -> bool:
+    """Whether a directory is on a filesystem that lives in RAM; False where the system does not say."""
+    try:
+        device = os.stat(directory).st_dev
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in read_or_empty(Path("/proc/self/mountinfo")).splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        if mount.split()[2] == number:
+            return filesystem.split()[0] in ("tmpfs", "ramfs")
+    return False

@@ -1,0 +1,1 @@
+"""A step that never ran: its memory and its time."""

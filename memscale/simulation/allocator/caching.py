@@ -1,0 +1,356 @@
+"""What PyTorch's CUDA allocator would reserve: its rules, replayed over a stream of events in pure Python.
+
+The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.10 to 2.13, for one
+device and one stream, without CUDA graphs and private pools. Method names follow the C++ functions, so that
+both read side by side.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memscale.core.errors import ConfigError
+from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
+from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
+
+__all__ = ["AllocatorSettings", "Replay", "replay"]
+
+_MIB = 1 << 20
+_SMALL_BYTES = 1 * _MIB  # kSmallSize: up to here a request goes to the small pool
+_SMALL_SEGMENT_BYTES = 2 * _MIB  # kSmallBuffer
+_ROUND_LARGE_BYTES = 2 * _MIB  # kRoundLarge
+# Without a capacity an expandable segment has room for everything; with one it gets 9/8 of it, as in
+# ExpandableSegment's constructor.
+_UNLIMITED_SPACE_BYTES = 1 << 50
+
+_DEFAULTS = AllocatorSettings()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the allocator did with a stream of events.
+
+    Args:
+        allocated_peak_bytes: the most that blocks in use held at once, what
+            ``torch.cuda.max_memory_allocated`` says.
+        reserved_peak_bytes: the most that was taken from the device at once, what
+            ``torch.cuda.max_memory_reserved`` says.
+        allocated_end_bytes: in use after the last event.
+        reserved_end_bytes: taken from the device after the last event.
+        fragmentation_bytes: reserved and not in use once the event of the reserved peak was done.
+        segments: separate pieces of device memory held at that moment: live ``cudaMalloc`` calls, or address
+            ranges with expandable segments.
+        out_of_memory_at: the index of the event that did not fit; the replay ends there. None if all fit.
+    """
+
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    allocated_end_bytes: int
+    reserved_end_bytes: int
+    fragmentation_bytes: int
+    segments: int
+    out_of_memory_at: int | None
+
+
+def replay(
+    events: Iterable[tuple[int, int]],
+    *,
+    settings: AllocatorSettings = _DEFAULTS,
+    capacity_bytes: int | None = None,
+) -> Replay:
+    """Return what PyTorch's caching allocator would hand out and reserve for ``events``.
+
+    A 1 KiB and a 3 MiB tensor come from two segments, of 2 and of 20 MiB:
+
+    >>> replay([(1, 1024), (2, 3 << 20)]).reserved_peak_bytes >> 20
+    22
+    >>> conf = AllocatorSettings(expandable_segments=True)
+    >>> replay([(1, 12 << 20), (1, -(12 << 20)), (2, 13 << 20)], settings=conf).reserved_peak_bytes >> 20
+    20
+
+    Args:
+        events: pairs of a block's id and its bytes, in the order of a step. Positive bytes allocate, negative
+            bytes free the block of that id whatever their size, and 0 does nothing: an empty tensor has no
+            block. Blocks that lived before the step come first, as allocations.
+        settings: what ``PYTORCH_CUDA_ALLOC_CONF`` says.
+        capacity_bytes: what the process can get from the device, at least 1; None is no limit. When it is
+            reached, cached segments are given back and the request is tried again, as PyTorch does.
+
+    Raises:
+        ConfigError: an event allocates a live id or frees one that is not live, or the capacity is below 1.
+
+    Cost: about 2 microseconds an event.
+    Source: ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp``. Addresses of segments are
+    taken to grow with each ``cudaMalloc``; they only break ties between free blocks of one size.
+    """
+    if capacity_bytes is not None and capacity_bytes < 1:
+        raise ConfigError(f"replay(capacity_bytes={capacity_bytes}) must be at least 1, or None for no limit")
+    allocator = _Allocator(settings, capacity_bytes)
+    live: dict[int, Block] = {}
+    reserved_peak = fragmentation = segments = 0
+    failed = None
+    for index, (name, nbytes) in enumerate(events):
+        if nbytes > 0:
+            if name in live:
+                raise ConfigError(f"event {index} allocates block {name}, which is live; free it first")
+            block = allocator.malloc(nbytes)
+            if block is not None:
+                live[name] = block
+            if allocator.reserved_peak > reserved_peak:
+                reserved_peak = allocator.reserved_peak
+                fragmentation = reserved_peak - allocator.allocated
+                segments = allocator.segments
+            if block is None:
+                failed = index
+                break
+        elif nbytes < 0:
+            if name not in live:
+                raise ConfigError(
+                    f"event {index} frees block {name}, which is not live; begin with the blocks that lived before"
+                )
+            allocator.free(live.pop(name))
+    return Replay(
+        allocated_peak_bytes=allocator.allocated_peak,
+        reserved_peak_bytes=reserved_peak,
+        allocated_end_bytes=allocator.allocated,
+        reserved_end_bytes=allocator.reserved,
+        fragmentation_bytes=fragmentation,
+        segments=segments,
+        out_of_memory_at=failed,
+    )
+
+
+class _Allocator:
+    """The state of ``DeviceCachingAllocator``: two pools and the bytes taken from the device."""
+
+    def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None) -> None:
+        self.settings = settings
+        self.capacity = capacity_bytes
+        self.allowed: int | None = None
+        if capacity_bytes is not None and settings.memory_fraction < 1:
+            self.allowed = int(settings.memory_fraction * capacity_bytes)
+        self.max_split = settings.max_split_size_bytes
+        self.expandable = settings.expandable_segments
+        self.small = Pool(small=True, segment_bytes=_SMALL_SEGMENT_BYTES)
+        self.large = Pool(small=False, segment_bytes=settings.large_segment_bytes)
+        self.allocated = self.allocated_peak = 0
+        self.reserved = self.reserved_peak = 0
+        self.segments = 0
+        self.next_address = 0
+
+    def malloc(self, nbytes: int) -> Block | None:
+        size = self.settings.rounded_bytes(nbytes)
+        pool = self.small if size <= _SMALL_BYTES else self.large
+        block = self._get_free_block(pool, size)
+        if block is None:
+            self._garbage_collect_cached_blocks()
+            block = self._alloc_block(pool, size)
+            if block is None and self._release_available_cached_blocks(pool, size):
+                block = self._alloc_block(pool, size)
+            if block is None:
+                self._release_blocks(self.large)
+                self._release_blocks(self.small)
+                block = self._alloc_block(pool, size)
+            if block is None:
+                return None
+        left = block.size - size
+        # should_split: a large remainder has to be worth keeping, a small or expandable one always is.
+        if (
+            left >= MIN_BLOCK_BYTES
+            if pool.small or self.expandable
+            else left > _SMALL_BYTES and (self.max_split is None or size < self.max_split)
+        ):
+            rest = Block(pool, block.address + size, left)
+            rest.insert_after(block)
+            block.size = size
+            pool.insert(rest)
+        self.allocated += block.size
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
+        return block
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+        block.pool.merge(block)
+        block.pool.insert(block)
+
+    def _get_free_block(self, pool: Pool, size: int) -> Block | None:
+        pool.searches += 1
+        index = bisect_left(pool.keys, size << ADDRESS_BITS)
+        if index == len(pool.keys):
+            return None
+        block = pool.blocks[pool.keys[index]]
+        if self.expandable:
+            # The size that counts is the one a block can grow to, so a larger block may be the better fit.
+            while index + 1 < len(pool.keys):
+                following = pool.blocks[pool.keys[index + 1]]
+                if _expandable_size(following) >= _expandable_size(block):
+                    break
+                block = following
+                index += 1
+        if self.max_split is not None:
+            if size < self.max_split <= block.size:
+                return None
+            if size >= self.max_split and block.size >= size + self.settings.max_non_split_rounding_bytes:
+                return None
+        pool.remove(block)
+        return block
+
+    def _alloc_block(self, pool: Pool, size: int) -> Block | None:
+        if pool.small or size < MIN_LARGE_BYTES:  # get_allocation_size
+            segment_bytes = pool.segment_bytes
+        else:
+            segment_bytes = round_up(size, _ROUND_LARGE_BYTES)
+        if self.allowed is not None and self.reserved + segment_bytes > self.allowed:
+            return None
+        if self.expandable:
+            return self._try_allocate_expandable_block(pool, size)
+        if not self._reserve(segment_bytes):
+            return None
+        return self._new_segment(pool, segment_bytes)
+
+    def _reserve(self, nbytes: int) -> bool:
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            return False
+        self.reserved += nbytes
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        return True
+
+    def _new_segment(self, pool: Pool, nbytes: int, *, mapped: bool = True) -> Block:
+        # Aligned, so that the pages of an expandable segment are those of its addresses.
+        address = round_up(self.next_address, pool.segment_bytes)
+        self.next_address = address + nbytes
+        self.segments += 1
+        return Block(pool, address, nbytes, mapped=mapped)
+
+    def _release_block(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved -= block.size
+        self.segments -= 1
+
+    def _release_available_cached_blocks(self, pool: Pool, size: int) -> bool:
+        """Free one unsplittable block that is large enough, or the largest ones until they make up the size."""
+        if self.max_split is None or self.expandable:
+            return False
+        wanted = max(size, self.max_split)
+        index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        if index < len(pool.keys):
+            self._release_block(pool.blocks[pool.keys[index]])
+            return True
+        released = 0
+        while released < wanted and pool.keys and pool.keys[-1] >> ADDRESS_BITS >= self.max_split:
+            block = pool.blocks[pool.keys[-1]]
+            released += block.size
+            self._release_block(block)
+        return released >= wanted
+
+    def _release_blocks(self, pool: Pool) -> None:
+        """Give back all that no block in use shares: whole segments, or whole pages of expandable ones."""
+        for block in [pool.blocks[key] for key in pool.keys]:
+            if self.expandable:
+                self._unmap_block(block)
+            elif block.whole:
+                self._release_block(block)
+
+    def _garbage_collect_cached_blocks(self) -> None:
+        threshold = self.settings.garbage_collection_threshold
+        if self.allowed is None or threshold == 0:
+            return
+        excess = self.reserved - int(threshold * self.allowed)
+        pool = self.large
+        whole = [block for block in map(pool.blocks.__getitem__, pool.keys) if block.whole]
+        total_age = sum(pool.searches - block.born for block in whole)
+        while excess > 0 and whole:
+            # The oldest go first, down to the mean age, and all of them although the target may be passed.
+            mean_age = total_age / len(whole)
+            kept = []
+            for block in whole:
+                age = pool.searches - block.born
+                if age < mean_age:
+                    kept.append(block)
+                    continue
+                self._release_block(block)
+                excess -= block.size
+                total_age -= age
+            whole = kept
+
+    def _find_expandable_block(self, pool: Pool, size: int) -> Block:
+        """The lowest address from which free and unmapped neighbours make up ``size``."""
+        for address in pool.unmapped_at:
+            candidate = pool.unmapped[address]
+            if candidate.prev is not None and candidate.prev.free:
+                candidate = candidate.prev
+            room, block = 0, candidate
+            while True:
+                room += block.size
+                if room >= size:
+                    return candidate
+                if block.next is None or not block.next.free:
+                    break
+                block = block.next
+        space = _UNLIMITED_SPACE_BYTES if self.capacity is None else self.capacity + self.capacity // 8
+        block = self._new_segment(pool, round_up(space, pool.segment_bytes), mapped=False)
+        pool.insert(block)
+        return block
+
+    def _try_allocate_expandable_block(self, pool: Pool, size: int) -> Block | None:
+        block = self._find_expandable_block(pool, size)
+        if not block.mapped and not self._map_block(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            unmapped = block.next
+            assert unmapped is not None
+            if not self._map_block(unmapped, min(size - block.size, unmapped.size)):
+                return None
+            block = unmapped  # it has taken in the free block before it
+        pool.remove(block)
+        return block
+
+    def _map_block(self, block: Block, size: int) -> bool:
+        pool = block.pool
+        mapped_bytes = round_up(size, pool.segment_bytes)
+        if not self._reserve(mapped_bytes):
+            return False
+        pool.remove(block)
+        block.mapped = True
+        if mapped_bytes < block.size:
+            rest = Block(pool, block.address + mapped_bytes, block.size - mapped_bytes, mapped=False)
+            rest.insert_after(block)
+            block.size = mapped_bytes
+            pool.insert(rest)
+        pool.merge(block)
+        pool.insert(block)
+        return True
+
+    def _unmap_block(self, block: Block) -> None:
+        pool = block.pool
+        begin = round_up(block.address, pool.segment_bytes)
+        end = (block.address + block.size) // pool.segment_bytes * pool.segment_bytes
+        if begin >= end:
+            return
+        pool.remove(block)
+        if block.address + block.size > end:
+            after = Block(pool, end, block.address + block.size - end)
+            after.insert_after(block)
+            pool.insert(after)
+        if begin > block.address:
+            # The front keeps the object, so that its neighbour before it needs no change.
+            front, block = block, Block(pool, begin, end - begin)
+            block.insert_after(front)
+            front.size = begin - front.address
+            pool.insert(front)
+        block.size = end - begin
+        block.mapped = False
+        pool.merge(block)
+        pool.insert(block)
+        self.reserved -= end - begin
+        if block.whole:
+            pool.remove(block)
+            self.segments -= 1
+
+
+def _expandable_size(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)

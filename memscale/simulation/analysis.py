@@ -1,0 +1,230 @@
+"""From the books of a simulated step to its `Profile`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memscale.core.errors import ConfigError
+from memscale.hardware.device import Hardware
+from memscale.hardware.roofline import Work, has_rate, seconds
+from memscale.simulation.allocator.caching import replay
+from memscale.simulation.allocator.settings import AllocatorSettings
+from memscale.simulation.ledger import CATEGORIES, Block, Ledger, OpCall, Phase
+from memscale.simulation.results import Holding, Moment, Profile
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_HOLDINGS = 512
+_GRANULE = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+_NAMED_FOR_TENSORS = ("parameter", "buffer", "gradient", "optimizer state")
+
+
+@dataclass(frozen=True)
+class _Peak:
+    nbytes: int
+    event: int
+    alive: tuple[int, ...]
+
+
+def analyse(
+    ledger: Ledger, hardware: Hardware, notes: tuple[str, ...], by_tier: Mapping[str, int] | None = None
+) -> Profile:
+    """The profile of the last step in `ledger` on `hardware`.
+
+    Args:
+        ledger: of at least two steps, the first from a fresh optimizer.
+        hardware: the device; on a CUDA device sizes are rounded as its allocator rounds them.
+        notes: what the simulation assumed.
+        by_tier: the most bytes that each tier below the device held.
+    """
+    ledger.settle()
+    caching = hardware.device_type == "cuda"
+    sizes = [_rounded(block.nbytes) if caching else block.nbytes for block in ledger.blocks]
+    peaks = _peaks(ledger, sizes)
+    _categorise(ledger)
+    steady = peaks[-1]
+    reserved = replay(_stream(ledger, sizes), settings=_settings()).reserved_peak_bytes if caching else None
+    times = _op_seconds(ledger, hardware)
+    first_event, first_op = ledger.steps[-1]
+    by_category: dict[str, int] = defaultdict(int)
+    by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for number in steady.alive:
+        block = ledger.blocks[number]
+        by_category[block.category] += sizes[number]
+        by_module[_module(block)][block.category] += sizes[number]
+    changes, positions, phases = _timeline(ledger, sizes, times)
+    seconds_by_module: dict[str, float] = defaultdict(float)
+    for op, time in zip(ledger.ops[first_op:], times or (), strict=False):
+        seconds_by_module[op.path] += time
+    largest = sorted(steady.alive, key=lambda number: -sizes[number])[:_HOLDINGS]
+    return Profile(
+        method="static",
+        notes=(*notes, *_untimed(ledger, hardware)),
+        hardware=hardware,
+        peak_bytes=steady.nbytes,
+        first_step_peak_bytes=peaks[0].nbytes,
+        reserved_peak_bytes=reserved,
+        moment=_moment(ledger, steady, first_event),
+        by_category=dict(sorted(by_category.items(), key=lambda item: CATEGORIES.index(item[0]))),
+        categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
+        by_tier=dict(by_tier or {}),
+        holdings=tuple(_holding(ledger, number, sizes[number]) for number in largest),
+        flops=sum(op.flops for op in ledger.ops[first_op:]),
+        step_seconds=None if times is None else sum(times),
+        seconds_by_module=dict(sorted(seconds_by_module.items())),
+        changes=changes,
+        positions=positions,
+        position_unit="operators" if times is None else "seconds",
+        phases=phases,
+    )
+
+
+def _settings() -> AllocatorSettings:
+    """The allocator's settings in this environment, which a process that trains would inherit."""
+    return AllocatorSettings.from_env(next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), ""))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _GRANULE) * _GRANULE
+
+
+def _peaks(ledger: Ledger, sizes: list[int]) -> list[_Peak]:
+    """The peak of each step; the first to reach it, if several moments do."""
+    bounds = [event for event, _ in ledger.steps] + [len(ledger.events)]
+    peaks = []
+    live = 0
+    alive: dict[int, None] = {}
+    for event in ledger.events[: bounds[0]]:
+        live += _apply(event, alive, sizes)
+    for begin, end in itertools.pairwise(bounds):
+        start, best, at = dict(alive), live, begin - 1
+        for index in range(begin, end):
+            live += _apply(ledger.events[index], alive, sizes)
+            if live > best:
+                best, at = live, index
+        for event in ledger.events[begin : at + 1]:
+            _apply(event, start, sizes)
+        peaks.append(_Peak(best, at, tuple(start)))
+    return peaks
+
+
+def _apply(event: int, alive: dict[int, None], sizes: list[int]) -> int:
+    if event > 0:
+        alive[event - 1] = None
+        return sizes[event - 1]
+    alive.pop(-event - 1, None)
+    return -sizes[-event - 1]
+
+
+def _categorise(ledger: Ledger) -> None:
+    """Say of each block without a category whether backward waited for it, or whether it came and went."""
+    backwards = [
+        at for at, number in enumerate(ledger.event_ops) if number >= 0 and _is(ledger, number, Phase.BACKWARD)
+    ]
+    died = {-event - 1: at for at, event in enumerate(ledger.events) if event < 0}
+    born = {event - 1: at for at, event in enumerate(ledger.events) if event > 0}
+    following = iter(backwards)
+    next_backward = next(following, None)
+    for number, block in enumerate(ledger.blocks):
+        if block.category:
+            continue
+        at = born.get(number, 0)
+        while next_backward is not None and next_backward < at:
+            next_backward = next(following, None)
+        waited = (
+            _is(ledger, block.op, Phase.FORWARD)
+            and next_backward is not None
+            and died.get(number, len(ledger.events)) > next_backward
+        )
+        block.category = "activation" if waited else "temporary"
+
+
+def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
+    return op >= 0 and ledger.ops[op].phase is phase
+
+
+def _stream(ledger: Ledger, sizes: list[int]) -> list[tuple[int, int]]:
+    # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
+    return [(event - 1, sizes[event - 1]) if event > 0 else (-event - 1, -sizes[-event - 1]) for event in ledger.events]
+
+
+def _module(block: Block) -> str:
+    return block.path.rpartition(".")[0] if block.category in _NAMED_FOR_TENSORS else block.path
+
+
+def _op_seconds(ledger: Ledger, hardware: Hardware) -> list[float] | None:
+    """The time of each operator of the last step, None if the hardware's speed is not known."""
+    try:
+        return [seconds(Work(op.flops, op.nbytes, op.dtype), hardware) for op in ledger.ops[ledger.steps[-1][1] :]]
+    except ConfigError:
+        return None
+
+
+def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:
+    """Why a step has no time on hardware that says how fast it is: it does not compute in the step's dtype."""
+    if not hardware.flops_per_second:
+        return []
+    used = {op.dtype for op in ledger.ops[ledger.steps[-1][1] :] if op.flops}
+    missing = ", ".join(sorted(dtype for dtype in used if not has_rate(dtype, hardware)))
+    if not missing:
+        return []
+    known = ", ".join(sorted(hardware.flops_per_second))
+    return [
+        f"no step time: {hardware.name} has no rate for {missing}, in which the step computes, and the memory is that "
+        f"of a card that has; train in a dtype that it has ({known}), or write the rate down with "
+        "dataclasses.replace(hardware, flops_per_second=...)"
+    ]
+
+
+def _moment(ledger: Ledger, peak: _Peak, begin: int) -> Moment:
+    if peak.event < begin:
+        return Moment("the beginning", "", Phase.FORWARD.value)
+    op = ledger.ops[ledger.event_ops[peak.event]]
+    return Moment(op.name, op.path, op.phase.value)
+
+
+def _holding(ledger: Ledger, number: int, nbytes: int) -> Holding:
+    block = ledger.blocks[number]
+    op: OpCall | None = ledger.ops[block.op] if block.op >= 0 else None
+    return Holding(
+        nbytes,
+        block.category,
+        block.path,
+        op.name if op else "",
+        op.phase.value if op else "",
+        block.shape,
+        block.dtype,
+    )
+
+
+def _timeline(
+    ledger: Ledger, sizes: list[int], times: list[float] | None
+) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[tuple[str, float], ...]]:
+    """The changes of the last step, their positions, and where its phases begin."""
+    begin, first_op = ledger.steps[-1]
+    ends = [0.0]
+    for index in range(first_op, len(ledger.ops)):
+        ends.append(ends[-1] + (1.0 if times is None else times[index - first_op]))
+    alive: dict[int, None] = {}
+    for event in ledger.events[:begin]:
+        _apply(event, alive, sizes)
+    before: dict[int, int] = defaultdict(int)
+    for number in alive:
+        before[CATEGORIES.index(ledger.blocks[number].category)] += sizes[number]
+    changes = sorted(before.items())
+    positions = [0.0] * len(changes)
+    for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
+        number = abs(event) - 1
+        category = CATEGORIES.index(ledger.blocks[number].category)
+        changes.append((category, sizes[number] if event > 0 else -sizes[number]))
+        # An operator's results are there while it runs, and what it was the last to need until it is done.
+        at = ends[max(0, op - first_op + (event < 0))]
+        positions.append(max(at, positions[-1]) if positions else at)
+    phases: list[tuple[str, float]] = []
+    for index, op_call in enumerate(ledger.ops[first_op:]):
+        if not phases or phases[-1][0] != op_call.phase.value:
+            phases.append((op_call.phase.value, ends[index]))
+    return tuple(changes), tuple(positions), tuple(phases)

@@ -1,0 +1,73 @@
+"""Hollow tensors: ordinary CPU tensors whose bytes are address space that nobody touches.
+
+A simulated step must take the path that the real one takes. Fake tensors do not: libraries ask `isinstance(x,
+FakeTensor)` and choose another attention mask, `type(p)` is not `Parameter` for an optimizer's foreach path, and
+PyTorch decomposes an LSTM differently for them. A hollow tensor is a plain `torch.Tensor` on the CPU, with a storage of
+the right size, so everything above the kernels behaves as it would; and since no kernel ever runs on it, the operating
+system never gives it a page.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from memscale.core.errors import RuntimeUnavailable
+
+_SMALLEST_MAPPING = 1 << 40
+# Linux refuses a private mapping larger than memory unless asked not to reserve any; other systems are lazy anyway.
+_NO_RESERVE = 0x4000 if hasattr(mmap, "MAP_NORESERVE") or hasattr(mmap, "MAP_POPULATE") else 0
+
+
+class HollowStorages:
+    """Makes hollow tensors. All of them share one range of addresses, each with a storage object of its own.
+
+    >>> storages = HollowStorages()
+    >>> tensor = storages.tensor(storages.storage(1 << 38), torch.bfloat16, (1 << 18, 1 << 19), (1 << 19, 1))
+    >>> tensor.shape, tensor.nbytes == 1 << 38, type(tensor) is torch.Tensor
+    (torch.Size([262144, 524288]), True, True)
+    """
+
+    def __init__(self) -> None:
+        self._mapping: mmap.mmap | None = None
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """A new storage of `nbytes` bytes that takes no memory."""
+        if nbytes == 0:
+            return torch.UntypedStorage(0)
+        if self._mapping is None or len(self._mapping) < nbytes:
+            self._mapping = _reserve(nbytes)
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+    @staticmethod
+    def tensor(
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """A tensor over `storage`; `offset` and `stride` count elements."""
+        return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), tuple(stride))
+
+    def like(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> torch.Tensor:
+        """A hollow tensor with the layout and dtype of `tensor`, over `storage` or one of its own."""
+        storage = storage or self.storage(tensor.untyped_storage().nbytes())
+        return self.tensor(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    sizes = (max(_SMALLEST_MAPPING, nbytes), nbytes)
+    for size in sizes:
+        try:
+            if _NO_RESERVE:
+                return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            return mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError):
+            continue
+    raise RuntimeUnavailable(
+        f"the simulation needs {nbytes} bytes of address space (no memory behind it) and the system refuses; "
+        "raise the limit on address space (ulimit -v) or allow overcommit (vm.overcommit_memory=0 or 1)"
+    )

@@ -1,0 +1,383 @@
+"""Which kernel ``F.scaled_dot_product_attention`` takes on a CUDA device, and the same kernel on fake CPU tensors.
+
+The rules are those of PyTorch 2.10 to 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
+sdp_utils_cpp.h for the choice, aten/src/ATen/native/transformers/attention.cpp for what happens around a kernel.
+Nested tensors and float8 are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from memscale.core.errors import ConfigError
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+Capability = tuple[int, int]
+
+_SDPA = F.scaled_dot_product_attention
+_HALVES = (torch.float16, torch.bfloat16)
+_NEWEST: Capability = (12, 1)  # the last architecture that the fused kernels accept
+_DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
+_NAMES: Mapping[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # aten/src/ATen/SDPBackend.h
+# What the wheels of PyPI bring along, in cuDNN's own numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
+# of torch 2.10.0 to 2.13.0. A newer PyTorch is taken to bring at least the last of these.
+_BUNDLED_CUDNN = {"2.10": 91002, "2.11": 91900, "2.12": 92000, "2.13": 92000}
+
+
+@dataclass(frozen=True)
+class AttentionFlags:
+    """The settings of a process that decide between the attention kernels.
+
+    Args:
+        flash, efficient, cudnn, math: what the user allows, as ``torch.backends.cuda.flash_sdp_enabled()`` and its
+            siblings say.
+        order: the kernels from the most to the least wanted.
+        deterministic: ``torch.use_deterministic_algorithms(True)``, without ``warn_only``.
+        cudnn_version: of the library that is loaded, such as 91900 for 9.19.0; 0 for none.
+        prefer_cudnn: false where the variable ``TORCH_CUDNN_SDPA_DEPRIORITIZED`` is 1.
+
+    >>> with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    ...     AttentionFlags.current().flash
+    False
+    """
+
+    flash: bool = True
+    efficient: bool = True
+    cudnn: bool = True
+    math: bool = True
+    order: tuple[Kernel, ...] = _DEFAULT_ORDER
+    deterministic: bool = False
+    cudnn_version: int = _BUNDLED_CUDNN["2.13"]
+    prefer_cudnn: bool = True
+
+    @classmethod
+    def current(cls) -> AttentionFlags:
+        """Read the flags of this process; without CUDA, cuDNN is the one that comes with this PyTorch on PyPI."""
+        release = ".".join(torch.__version__.split(".")[:2])
+        bundled = _BUNDLED_CUDNN.get(release, max(_BUNDLED_CUDNN.values()))
+        return cls(
+            flash=torch.backends.cuda.flash_sdp_enabled(),
+            efficient=torch.backends.cuda.mem_efficient_sdp_enabled(),
+            cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
+            math=torch.backends.cuda.math_sdp_enabled(),
+            order=tuple(_NAMES[kernel] for kernel in torch._C._get_sdp_priority_order() if kernel in _NAMES),
+            deterministic=torch.are_deterministic_algorithms_enabled()
+            and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn_version=torch.backends.cudnn.version() or bundled,
+            prefer_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
+        )
+
+    def ordered(self, capability: Capability) -> tuple[Kernel, ...]:
+        """The kernels in the order in which they are tried on a device."""
+        # check_prefer_cudnn_attention: Hopper and the data-center Blackwells, from cuDNN 9.15.1 on. PyTorch replaces
+        # the default order once; an order that a user sets afterwards stands.
+        fast = capability[0] in (9, 10) and capability[1] in (0, 3) and self.cudnn_version > 91500
+        if self.prefer_cudnn and fast and self.order == _DEFAULT_ORDER:
+            return ("cudnn", "flash", "efficient", "math")
+        return self.order
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one attention, as ``sdp_params``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+
+    @property
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+
+    def has_dtypes(self, allowed: tuple[torch.dtype, ...]) -> bool:
+        return self.query.dtype == self.key.dtype == self.value.dtype and self.query.dtype in allowed
+
+    def has_shapes(self, *, shared_heads: bool, unequal_heads: bool = False) -> bool:
+        """Four dimensions, one batch size, nothing empty, and heads that fit together."""
+        if not self.query.dim() == self.key.dim() == self.value.dim() == 4:
+            return False
+        if not self.query.size(0) == self.key.size(0) == self.value.size(0):
+            return False
+        if self.query.size(2) == 0 or self.key.size(2) == 0:
+            return False
+        heads, key_heads, value_heads = self.query.size(1), self.key.size(1), self.value.size(1)
+        if not (self.enable_gqa and shared_heads):
+            return heads == key_heads == value_heads
+        if key_heads != value_heads and not unequal_heads:
+            return False
+        return heads % key_heads == 0 and heads % value_heads == 0
+
+    def has_unit_strides(self, *, ignore_singleton: bool) -> bool:
+        inputs = self.query.stride(-1) == self.key.stride(-1) == self.value.stride(-1) == 1
+        inputs = inputs or (ignore_singleton and self.query.size(-1) == 1)
+        return inputs and (self.attn_mask is None or self.attn_mask.stride(-1) == 1)
+
+
+def attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    capability: Capability,
+    flags: AttentionFlags,
+) -> Kernel:
+    """Return the kernel that ``F.scaled_dot_product_attention`` runs for these arguments on a CUDA device.
+
+    >>> q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
+    >>> [attention_kernel(q, q, q, None, 0.0, True, False, cc, AttentionFlags()) for cc in ((7, 5), (8, 0), (9, 0))]
+    ['math', 'flash', 'cudnn']
+
+    Args:
+        query, key, value: of shape (batch, heads, length, head size); only what describes them is read.
+        attn_mask: a bool or an additive mask, or None.
+        dropout_p, is_causal, enable_gqa: as the function's arguments.
+        capability: the device's compute capability, (major, minor).
+        flags: what the process allows and prefers, :meth:`AttentionFlags.current`.
+
+    Raises:
+        ConfigError: no kernel that the flags allow takes these arguments; PyTorch raises there too.
+
+    Source: ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    for kernel in flags.ordered(capability):
+        if getattr(flags, kernel) and _RULES[kernel](call, capability, flags):
+            return kernel
+    allowed = [kernel for kernel in flags.ordered(capability) if getattr(flags, kernel)]
+    raise ConfigError(
+        f"a device of capability {capability} has no attention kernel among {allowed} for a query of shape "
+        f"{tuple(query.shape)} and dtype {query.dtype}; allow another one, such as SDPBackend.MATH"
+    )
+
+
+def _takes_flash(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+    """``can_use_flash_attention``."""
+    head = call.query.size(-1)
+    return (
+        (8, 0) <= capability <= _NEWEST
+        and call.attn_mask is None
+        and call.has_shapes(shared_heads=True)
+        and head == call.key.size(-1) == call.value.size(-1)
+        and head <= 256
+        and call.has_dtypes(_HALVES)
+        and not (call.is_causal and call.query.size(-2) != call.key.size(-2))
+        and call.has_unit_strides(ignore_singleton=True)
+        and not (
+            call.trains
+            and ((8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1))
+            and (192 < head <= 224 or (head > 224 and call.dropout_p > 0))
+        )
+    )
+
+
+def _takes_efficient(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+    """``can_use_mem_efficient_attention``; it shares no heads before PyTorch 2.14."""
+    half = call.query.dtype in _HALVES
+    # minimum_gemm_alignment: 16 bytes where tensor cores are used.
+    alignment = 1
+    if capability >= (8, 0) or (half and capability >= (7, 0)):
+        alignment = 8 if half else 4
+    heads = call.query.size(-1), call.value.size(-1)
+    return (
+        (5, 0) <= capability <= _NEWEST
+        and call.has_dtypes((*_HALVES, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32))
+        and call.has_shapes(shared_heads=False)
+        and call.query.size(-1) == call.key.size(-1)
+        and all(head > 0 and head % alignment == 0 for head in heads)
+        and call.has_unit_strides(ignore_singleton=False)
+    )
+
+
+def _takes_cudnn(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+    """``can_use_cudnn_attention`` for cuDNN 9.0 and later."""
+    if flags.cudnn_version < 90000 or (call.dropout_p > 0 and 91100 < flags.cudnn_version < 91400):
+        return False
+    if flags.deterministic or not (8, 0) <= capability <= _NEWEST or not call.has_dtypes(_HALVES):
+        return False
+    if not call.has_shapes(shared_heads=True, unequal_heads=True) or not call.has_unit_strides(ignore_singleton=True):
+        return False
+    queries, keys = call.query.size(2), call.key.size(2)
+    head, value_head = call.query.size(3), call.value.size(3)
+    largest = 128
+    if capability == (9, 0) and flags.cudnn_version >= 91000:
+        largest = 256
+    if capability[0] == 10 and flags.cudnn_version >= 91100 and (head, value_head) == (192, 128):
+        largest = 192
+    return (
+        max(head, value_head) <= largest
+        and head % 8 == value_head % 8 == 0
+        and keys > 1
+        and not (queries == 1 and call.dropout_p > 0)
+        and _mask_broadcasts(call)
+    )
+
+
+def _mask_broadcasts(call: _Call) -> bool:
+    """``check_attn_mask_shape``."""
+    mask = call.attn_mask
+    if mask is None:
+        return True
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    full = (*call.query.shape[:3], call.key.size(2))
+    return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(full), strict=False))
+
+
+def _takes_math(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+    return True
+
+
+_RULES: Mapping[Kernel, Callable[[_Call, Capability, AttentionFlags], bool]] = {
+    "flash": _takes_flash,
+    "efficient": _takes_efficient,
+    "cudnn": _takes_cudnn,
+    "math": _takes_math,
+}
+
+
+@contextmanager
+def replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``torch.nn.functional.name`` is ``function``.
+
+    A mode is off inside its own handler. ``F.multi_head_attention_forward`` goes to the handlers too, so what it
+    calls would go past them.
+    """
+    original = getattr(F, name)
+    setattr(F, name, function)
+    try:
+        yield
+    finally:
+        setattr(F, name, original)
+
+
+class CudaAttention(TorchFunctionMode):
+    """Runs ``F.scaled_dot_product_attention`` on fake CPU tensors as a CUDA device would.
+
+    The kernel's own op is called, so that the step keeps what it keeps on the device (padded inputs, the
+    log-sum-exp, the mask as the kernel wants it) and has the gradients of its backward op.
+
+    >>> from torch._subclasses.fake_tensor import FakeTensorMode
+    >>> kept = []
+    >>> with FakeTensorMode(), CudaAttention((8, 0)):
+    ...     q = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+    ...     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)), lambda t: t):
+    ...         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    >>> (1, 2, 1024) in kept  # the log-sum-exp, and no 1024 by 1024 matrix
+    True
+
+    Args:
+        capability: the device's compute capability, (major, minor).
+        flags: None reads those of the process at each call.
+
+    The seed and offset of a kernel's dropout, 16 and 8 bytes a call, stay out: their fakes have no device.
+    """
+
+    def __init__(self, capability: Capability, flags: AttentionFlags | None = None) -> None:
+        super().__init__()
+        self.capability = capability
+        self.flags = flags
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Take over the attention; everything else passes."""
+        kwargs = kwargs or {}
+        if func is _SDPA:
+            return self.attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with replaced("scaled_dot_product_attention", self.attend):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attention as ``F.scaled_dot_product_attention`` gives it, by the kernel of the device."""
+        if not (query.numel() and key.numel() and value.numel()):
+            # No kernel runs for nothing.
+            return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        flags = self.flags or AttentionFlags.current()
+        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        kernel = attention_kernel(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, self.capability, flags
+        )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
+            additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
+            attn_mask = torch.where(attn_mask, torch.zeros_like(additive), additive)
+        run = {"flash": _run_flash, "efficient": _run_efficient, "cudnn": _run_cudnn, "math": _run_math}[kernel]
+        return run(call, attn_mask, scale)
+
+
+def _run_flash(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    head = call.query.size(-1)
+    padding = -head % 8
+    inputs = [F.pad(x, (0, padding)) if padding else x for x in (call.query, call.key, call.value)]
+    # The scale is that of the head before padding.
+    out = torch.ops.aten._scaled_dot_product_flash_attention.default(
+        *inputs, call.dropout_p, call.is_causal, scale=1 / math.sqrt(head) if scale is None else scale
+    )[0]
+    return cast(torch.Tensor, out[..., :head] if padding else out)
+
+
+def _run_efficient(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    if mask is not None:
+        # pad_bias: rows of the mask have to begin at multiples of 8 elements, so a copy with longer rows is made.
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            keys = mask.size(-1)
+            mask = F.pad(mask, (0, 8 - keys % 8))[..., :keys]
+        mask = mask.expand(*call.query.shape[:3], call.key.size(2))
+    out = torch.ops.aten._scaled_dot_product_efficient_attention.default(
+        call.query, call.key, call.value, mask, call.trains, call.dropout_p, call.is_causal, scale=scale
+    )[0]
+    return cast(torch.Tensor, out)
+
+
+def _run_cudnn(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+        call.query, call.key, call.value, mask, call.trains, call.dropout_p, call.is_causal, False, scale=scale
+    )[0]
+    return cast(torch.Tensor, out)
+
+
+def _run_math(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    out = torch.ops.aten._scaled_dot_product_attention_math.default(
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        call.dropout_p,
+        call.is_causal,
+        None,
+        scale=scale,
+        enable_gqa=call.enable_gqa,
+    )[0]
+    return cast(torch.Tensor, out)

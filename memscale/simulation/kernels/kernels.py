@@ -1,0 +1,74 @@
+"""What the kernels of the target device do that the operators' results do not show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from memscale.hardware.device import Hardware
+from memscale.runtime import home_of
+from memscale.simulation.kernels.attention import CudaAttention, replaced
+from memscale.simulation.kernels.cuda_probe import CudaProbe
+from memscale.simulation.kernels.scratch import CpuScratch
+from memscale.simulation.kernels.workspaces import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
+
+_DEFAULT_CAPABILITY = (8, 0)
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
+
+
+class Kernels:
+    """The kernels of a device, for a step that is simulated on another."""
+
+    def __init__(self, hardware: Hardware, *, probe: bool) -> None:
+        self.device_type = hardware.device_type
+        self.is_cuda = hardware.device_type == "cuda"
+        self.capability = hardware.capability or _DEFAULT_CAPABILITY
+        self._cpu = CpuScratch(probe=probe)
+        self._cuda = CudaProbe() if self.is_cuda and probe else None
+
+    def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> int:
+        """The bytes that `op`, which does `flops` of arithmetic, allocates and frees again inside one call."""
+        if self._cuda is not None:
+            # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
+            with contextlib.suppress(RuntimeError):
+                return self._cuda.nbytes(op, args, kwargs)
+        if self.is_cuda:
+            return cuda_scratch_bytes(str(op), args, result, self.capability)
+        return self._cpu.nbytes(op, args, kwargs, flops)
+
+    def workspace_bytes(self, op: OpOverload) -> int:
+        """The workspace that the first operator of this kind leaves allocated for good."""
+        return cublas_workspace_bytes(self.capability) if self.is_cuda and op._opname in _PRODUCTS else 0
+
+    def notes(self, modules: Iterable[nn.Module]) -> list[str]:
+        """What these modules do on the device that is not known."""
+        recurrent = sorted({type(module).__name__ for module in modules if isinstance(module, nn.RNNBase)})
+        if not (self.is_cuda and recurrent):
+            return []
+        return [
+            f"{', '.join(recurrent)}: simulated with the CPU's kernels. On CUDA cuDNN runs it: what that keeps "
+            "for backward (the reserve space) and its workspace are not modelled, since only cuDNN knows their size"
+        ]
+
+    @contextmanager
+    def chosen(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+        """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
+        with ExitStack() as stack:
+            if self.is_cuda:
+                # In place of the functions and not as modes, which are off while `Tensor.backward` runs, and so while a
+                # checkpoint recomputes.
+                stack.enter_context(replaced("scaled_dot_product_attention", CudaAttention(self.capability).attend))
+                stack.enter_context(replaced("dropout", CudaDropout().drop))
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        # A loop over single tensors where some live on the CPU, as those that are streamed do.
+                        one_device = all(home_of(parameter) is None for parameter in group["params"])
+                        if "foreach" in group and group["foreach"] is None and not group.get("fused") and one_device:
+                            group["foreach"] = True  # put back with everything else that the simulation reached
+            yield

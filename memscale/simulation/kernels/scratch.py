@@ -1,0 +1,196 @@
+"""Memory that a CPU kernel takes inside one call, beside its results: found by running it, on less than it gets.
+
+A convolution reorders its tensors into blocked layouts, and which ones depends on the processor's instruction set, the
+shape and the dtype; only oneDNN knows. So it is asked: the kernel runs on zeros, on as many samples as are cheap and on
+half as many. The sizes that it allocates are affine in the number of samples, each by itself (their peak, a maximum, is
+not), so the sequence for all samples follows. Operators that only move numbers are not asked, nor what would take more
+than some tenths of a second; `probe` asks all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.kernel_cache import KernelCache, Sounding
+from memscale.simulation.kernels.shapes import replaced, tensors_in, written_by
+
+aten = torch.ops.aten
+
+# A call of this many floating point operations takes some tenths of a second on one core.
+_LARGEST_SOUNDING_FLOPS = 1 << 33
+_FLOPS_PER_BYTE = 16  # what a core computes while it moves a byte
+
+# Scratch memory that grows with the batch, and how many of the first arguments have it as their first dimension.
+_BATCHED = {
+    aten.convolution.default: 1,
+    aten.convolution_backward.default: 2,
+    aten.native_batch_norm.default: 1,
+    aten.native_batch_norm_backward.default: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
+    aten.mse_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+}
+# Products in 16 bits take a buffer that no longer grows with the rows from some hundred on; which argument has them.
+_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+_ENOUGH_ROWS = 512
+# A picture's channels go last and back; its backward also gets the shape of all that it had.
+_BATCHED |= {
+    getattr(aten, f"upsample_{how}{direction}").default: 1
+    for how in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    for direction in ("", "_backward")
+}
+# Not worth asking, since they move numbers and no more. All else is asked: of PyTorch's own samples of its operators,
+# those of about one in five take something that their results do not show, and new operators come with each release.
+_MOVES = {
+    "clone", "copy_", "fill_", "zero_", "_to_copy", "_unsafe_view", "unsafe_split", "select_backward", "slice_backward",
+    "constant_pad_nd",
+}  # fmt: skip
+_MAKES = ("empty", "zeros", "ones", "full", "new_")
+_LOOPS = ("_foreach_", "_fused_")  # an optimizer's, over the whole model
+# They take memory if a tensor is not whole, which they then copy.
+_COPIES = ("native_layer_norm", "_softmax", "_log_softmax", "embedding", "nll_loss", "max_pool2d", "avg_pool2d")
+_SUMS = {"sum", "mean", "var", "var_mean", "std", "linalg_vector_norm"}  # of 16 bits in 32, of flags in 64
+_CONVERTS = {"cat", "stack"}  # operands of another dtype, as pointwise operators do
+_COMPOSED = {"isinf", "ldexp", "mvlgamma"}  # pointwise, and made of others
+_FACTORISES = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr")
+_WIDE = (torch.float32, torch.float64)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+_profiler: Any = torch.autograd  # PyTorch's stubs do not know these functions
+_RECORD_MEMORY = _profiler.ProfilerConfig(
+    _profiler.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+)
+
+
+class CpuScratch:
+    """The scratch memory of this machine's kernels, remembered on disk.
+
+    Args:
+        probe: run every kernel once on all that it gets.
+    """
+
+    def __init__(self, *, probe: bool) -> None:
+        self._probe = probe
+        self._cache = KernelCache()
+
+    def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
+        """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
+        if self._probe:
+            return self._sound(op, args, kwargs).scratch_bytes
+        if op in _BATCHED and args[0].dim() > 0:
+            return self._of_batch(op, args, kwargs, flops)
+        if op in _PRODUCTS:
+            expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
+            if expanded:  # no product takes such a matrix as it is
+                return sum(tensor.nbytes for tensor in expanded)
+            if args[-1].dtype not in _HALF:
+                return 0
+            at = _PRODUCTS[op]
+            rows = args[at][:_ENOUGH_ROWS] if args[at].dim() == 2 else args[at]
+            return self._sound(op, (*args[:at], rows, *args[at + 1 :]), kwargs).scratch_bytes
+        if not _may_take_memory(op, args, kwargs):
+            return 0
+        tensors = tensors_in(args, kwargs)
+        if op._opname.startswith(_FACTORISES):
+            matrices = [tensor for tensor in tensors if tensor.dim() > 1]
+            flops += sum(4 * tensor.numel() * max(tensor.shape[-2:]) for tensor in matrices)
+            if flops > _LARGEST_SOUNDING_FLOPS:
+                return sum(tensor.nbytes for tensor in matrices)  # LAPACK works in place, so on a copy
+        if _cost(flops, tensors) > _LARGEST_SOUNDING_FLOPS:
+            return 0
+        # A kernel may refuse zeros, or indices into what is no longer there, and take the user's numbers.
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            return self._sound(op, args, kwargs).scratch_bytes
+        return 0
+
+    def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
+        batched = args[: _BATCHED[op]]
+        samples = batched[0].shape[0]
+        affordable = samples * _LARGEST_SOUNDING_FLOPS // max(1, _cost(flops, batched))
+        if affordable >= samples:
+            return self._sound(op, args, kwargs).scratch_bytes
+        if affordable < 2:
+            # Too slow to try. Both large tensors in another layout: what contiguous float32 tensors take.
+            return sum(tensor.nbytes for tensor in batched)
+        few, more = affordable // 2, affordable
+        of_few, of_more = (
+            self._sound(op, _first(args, len(batched), count), _first_named(kwargs, samples, count))
+            for count in (few, more)
+        )
+        return of_few.extended(of_more, (samples - more) / (more - few)).scratch_bytes
+
+    def _sound(self, op: OpOverload, args: Any, kwargs: Any) -> Sounding:
+        return self._cache.get(op, args, kwargs, lambda: sound(op, args, kwargs))
+
+
+def _first(args: Any, batched: int, count: int) -> Any:
+    """`args` of the first `count` of the samples, which the first `batched` have, and a shape of all of them."""
+    whole = list(args[0].shape)
+
+    def cut(arg: Any) -> Any:
+        is_shape = isinstance(arg, (list, tuple)) and len(arg) == len(whole) and arg[0] == whole[0]
+        return [count, *arg[1:]] if is_shape else arg
+
+    return (*(tensor[:count] for tensor in args[:batched]), *map(cut, args[batched:]))
+
+
+def _first_named(kwargs: Any, samples: int, count: int) -> Any:
+    """`kwargs` with the first `count` of the samples in tensors that have one entry for each, as a mask may."""
+    return {
+        name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
+        for name, value in kwargs.items()
+    }
+
+
+def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:
+    return flops + _FLOPS_PER_BYTE * sum(tensor.nbytes for tensor in tensors)
+
+
+def _may_take_memory(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether `op` is worth asking about arguments like these."""
+    name = op._opname
+    tensors = tensors_in(args, kwargs)
+    random = torch.Tag.nondeterministic_seeded in op.tags  # a draw more would be another draw for all that follow
+    if op.namespace != "aten" or random or not tensors or name in _MOVES or name.startswith((*_MAKES, *_LOOPS)):
+        return False
+    if name in _SUMS:
+        return (kwargs.get("dtype") or tensors[0].dtype) is not tensors[0].dtype or tensors[0].dtype not in _WIDE
+    if (torch.Tag.pointwise in op.tags and name not in _COMPOSED) or name in _CONVERTS:
+        # An operand of another dtype is converted whole, and a gradient of another layout copied.
+        floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 0]
+        other_dtype = len({tensor.dtype for tensor in tensors if tensor.dim() > 0}) > 1
+        return other_dtype or (name.endswith("_backward") and not all(tensor.is_contiguous() for tensor in floating))
+    return not (name.startswith(_COPIES) and all(tensor.is_contiguous() for tensor in tensors))
+
+
+def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
+    """Run `op` once and return what it allocated.
+
+    It gets zeros in place of the caller's numbers. They are hollow, so that they take no memory, except where the
+    operator writes to them; `native_batch_norm` writes to running statistics without saying so, and must not reach the
+    caller's.
+    """
+    hollow = HollowStorages()
+    own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
+    own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
+    args, kwargs = replaced(tuple(args), own), replaced(kwargs, own)
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
+    # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
+    _profiler._enable_profiler_legacy(_RECORD_MEMORY)
+    try:
+        result = op(*args, **kwargs)
+    finally:
+        threads = _profiler._disable_profiler_legacy()
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    changes = tuple(event.cpu_memory_usage() for event in events)
+    storages = {tensor.untyped_storage() for tensor in tensors_in((result,), {})}
+    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in given}
+    return Sounding(changes, sum(returned.values()))

@@ -1,0 +1,271 @@
+"""What an operator returns, without running it: shapes, strides, dtypes and which outputs are its arguments."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memscale.simulation.hollow import HollowStorages
+
+
+class Kind(enum.Enum):
+    """How the simulation treats an operator."""
+
+    RUN = enum.auto()  # it touches no data: a view, a change of a tensor's own shape
+    IN_PLACE = enum.auto()  # it returns its first argument, whose shape stays
+    MAKE = enum.auto()  # it returns new tensors
+
+
+def kind_of(op: OpOverload) -> Kind:
+    """How to treat `op`, by its schema and tags.
+
+    >>> kind_of(torch.ops.aten.t.default).name, kind_of(torch.ops.aten.add_.Tensor).name
+    ('RUN', 'IN_PLACE')
+    >>> kind_of(torch.ops.aten.mm.default).name
+    'MAKE'
+    """
+    if torch.Tag.inplace_view in op.tags and op not in _RESIZES:
+        return Kind.RUN
+    returns = op._schema.returns
+    aliases = [value.alias_info for value in returns]
+    if returns and all(alias is not None and not alias.is_write for alias in aliases):
+        return Kind.RUN
+    if op._schema.is_mutable and all(alias is not None and alias.is_write for alias in aliases):
+        return Kind.IN_PLACE
+    return Kind.MAKE
+
+
+_RESIZES = {torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default}
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that an operator makes, over the new storage at index `storage`."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A result that is the operator's tensor argument at `index`, or shares its storage if `run` says so."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an operator returns: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
+
+    outputs: Any
+    storage_bytes: tuple[int, ...]
+    #: True if a result shares an argument's storage although the schema does not say so: run it, it is a view.
+    is_view: bool = False
+
+    def build(self, hollow: HollowStorages, arguments: Sequence[torch.Tensor]) -> Any:
+        """The results, as hollow tensors."""
+        return _build(self.outputs, hollow, [hollow.storage(nbytes) for nbytes in self.storage_bytes], arguments)
+
+
+# A function of the module and not a closure: one that calls itself is a cycle, which would keep the tensors that it
+# holds alive until the next garbage collection.
+def _build(
+    output: Any, hollow: HollowStorages, storages: list[torch.UntypedStorage], arguments: Sequence[torch.Tensor]
+) -> Any:
+    match output:
+        case NewTensor():
+            storage = storages[output.storage]
+            return hollow.tensor(storage, output.dtype, output.shape, output.stride, output.offset)
+        case Argument():
+            return arguments[output.index]
+        case list() | tuple():
+            return type(output)([_build(part, hollow, storages, arguments) for part in output])
+    return output
+
+
+def layout_of(result: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+    """The layout of `result`, which an operator returned for `arguments`."""
+    storages: dict[int, tuple[int, int]] = {}
+    outputs = _describe(result, arguments, storages)
+    given = {tensor.untyped_storage()._cdata for tensor in arguments}
+    return Layout(outputs, tuple(nbytes for _, nbytes in storages.values()), is_view=not given.isdisjoint(storages))
+
+
+def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int, tuple[int, int]]) -> Any:
+    if isinstance(output, (list, tuple)):
+        return type(output)([_describe(part, arguments, storages) for part in output])
+    if not isinstance(output, torch.Tensor):
+        return output
+    for index, argument in enumerate(arguments):
+        if output is argument:
+            return Argument(index)
+    if output.layout != torch.strided:
+        raise NotImplementedError(f"results of layout {output.layout} cannot be simulated")
+    storage = output.untyped_storage()
+    at, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
+    return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), int(output.storage_offset()))
+
+
+# Real kernels allocate a result with an element for each row, shrink its shape to a scalar and keep its storage
+# (aten/src/ATen/native/BinaryOps.cpp); the fake ones make a scalar.
+_REDUCED_LATE = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+}
+
+# Real kernels return these whole and in order, or in channels_last where the argument at this index is in that format;
+# the fake ones keep the strides of an argument (found by running PyTorch's own samples of each operator, permuted).
+# A gradient in the other order costs a copy in each kernel that it goes through.
+_ORDERED_AS: dict[OpOverload, int | None] = {
+    torch.ops.aten.native_layer_norm_backward.default: None,
+    torch.ops.aten._log_softmax_backward_data.default: None,
+    torch.ops.aten.mse_loss_backward.default: None,
+    torch.ops.aten.smooth_l1_loss_backward.default: None,
+    torch.ops.aten.huber_loss_backward.default: None,
+    torch.ops.aten.log_sigmoid_forward.default: None,
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten._native_batch_norm_legit.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+    torch.ops.aten.channel_shuffle.default: 0,
+    torch.ops.aten.max_unpool2d.default: 0,
+    torch.ops.aten.replication_pad2d_backward.default: 1,
+}
+
+
+def _with_whole_storage(layout: Layout, args: Sequence[Any]) -> Layout:
+    elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
+
+
+def _in_order(layout: Layout, memory_format: torch.memory_format) -> Layout:
+    def ordered(output: Any) -> Any:
+        if isinstance(output, (list, tuple)):
+            return type(output)(map(ordered, output))
+        if not isinstance(output, NewTensor):
+            return output
+        whole = memory_format if len(output.shape) in (4, 5) else torch.contiguous_format
+        return replace(output, stride=torch.empty(output.shape, device="meta", memory_format=whole).stride())
+
+    return replace(layout, outputs=ordered(layout.outputs))
+
+
+def _as_real(op: OpOverload, layout: Layout, args: Sequence[Any]) -> Layout:
+    """`layout`, where the fake kernel is known to differ from the real one."""
+    if op in _REDUCED_LATE:
+        return _with_whole_storage(layout, args)
+    if op in _ORDERED_AS:
+        decides = _ORDERED_AS[op]
+        return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
+    if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+        # Statistics are in the dtype of the weight, which under autocast is not that of the input.
+        result, *statistics = layout.outputs
+        wide = [replace(tensor, dtype=args[2].dtype) for tensor in statistics]
+        nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
+        return Layout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
+    return layout
+
+
+class FakeKernels:
+    """Runs operators on fake tensors, one call at a time, to learn their layouts."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._log = logging.getLogger(fake_tensor.__name__)
+
+    def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+        """What `op` returns for arguments with the layouts of these.
+
+        Raises:
+            Exception: whatever the operator's fake kernel raises, as when the shape depends on values.
+        """
+        was_disabled, self._log.disabled = self._log.disabled, True  # it prints a traceback of what is handled here
+        try:
+            with self._mode, torch.no_grad():
+                fakes = {id(tensor): _like(tensor) for tensor in arguments}
+                result = op(*replaced(args, fakes), **replaced(kwargs, fakes))
+                layout = layout_of(result, [fakes[id(tensor)] for tensor in arguments])
+                return _as_real(op, layout, args)
+        finally:
+            self._log.disabled = was_disabled
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def replaced(tree: Any, by_id: dict[int, Any]) -> Any:
+    """`tree`, an operator's arguments, with the values whose id is in `by_id` replaced."""
+    if isinstance(tree, torch.Tensor):
+        return by_id.get(id(tree), tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([replaced(item, by_id) for item in tree])
+    if isinstance(tree, dict):
+        return {key: replaced(value, by_id) for key, value in tree.items()}
+    return tree
+
+
+def written_by(op: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among its arguments that `op` writes to, by its schema."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
+    return found
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, one entry for each time one appears."""
+    return [*_tensors(args), *(_tensors(kwargs.values()) if kwargs else ())]
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def signature(op: OpOverload, args: Any, kwargs: Any, loose: bool) -> Any:
+    """A key under which equal calls have equal layouts; `loose` leaves out the values of floats.
+
+    Raises:
+        TypeError: an argument cannot be part of a key.
+    """
+    part: Callable[[Any], Any] = _loose_part if loose else _part
+    key = (op, *map(part, args))
+    if kwargs:
+        key = (*key, *((name, part(value)) for name, value in kwargs.items()))
+    hash(key)
+    return key
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_part, value))
+    return (value.__class__, value)  # 1, 1.0 and True are equal, and promote differently
+
+
+def _loose_part(value: Any) -> Any:
+    if value.__class__ is float:
+        return float
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_loose_part, value))
+    return _part(value)

@@ -1,0 +1,1 @@
+"""The empirical way: real steps, seen through the allocator's events."""

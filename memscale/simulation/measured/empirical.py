@@ -1,0 +1,150 @@
+"""Real steps, measured by the allocator, for a step that cannot be simulated; everything they change is put back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core.pytrees import tensors as tensors_of
+from memscale.hardware.device import Hardware
+from memscale.planning.config import Config
+from memscale.regions.scope import put_back
+from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
+from memscale.simulation.reach import Reach
+from memscale.simulation.results import Moment, Profile
+from memscale.simulation.world import gradients_set_aside, random_states_kept, versions_kept
+
+# The allocator's categories that have another name here; it cannot tell buffers from parameters, nor scratch memory.
+_NAMES = {"unknown": "other"}
+
+
+def measured_profile(
+    model: Any,
+    step: Callable[[], object],
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    config: Config,
+    hardware: Hardware,
+    reason: str,
+) -> Profile:
+    """The profile of real steps: ``config.warmup_steps`` of them, and one that is measured.
+
+    Raises:
+        ConfigError: the step itself fails.
+        RuntimeUnavailable: it cannot run here (tensors on ``meta``), or not on the device that was asked for.
+    """
+    reach = Reach(model if isinstance(model, nn.Module) else None, optimizer, step, batch)
+    tensors = list({id(tensor): tensor for _, _, tensor in reach.tensors}.values())
+    device = _device(tensors, hardware, reason)
+    optimizers = list({id(found): found for found in (*reach.optimizers, optimizer) if found is not None}.values())
+    with _put_back(reach, tensors), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            first = measure(step, device=device, roles=_roles(reach, optimizers, batch))
+            for _ in range(config.warmup_steps):
+                step()
+            trace = measure(step, device=device, roles=_roles(reach, optimizers, batch))
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
+                "before its memory can be told; check that the batch is what the model is called with"
+            ) from error
+    notes = [f"measured on real steps, since it cannot be simulated: {reason}"]
+    notes += dict.fromkeys(str(warning.message) for warning in caught if "upper bound" in str(warning.message))
+    return _profile(trace, first, hardware, tuple(notes))
+
+
+def _device(tensors: list[torch.Tensor], hardware: Hardware, reason: str) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if any(device.type == "meta" for device in devices):
+        raise RuntimeUnavailable(
+            f"the step cannot be simulated ({reason}) and not be run either, with tensors on meta; build the model on "
+            "a real device, or make its control flow independent of computed values"
+        )
+    accelerators = sorted({device for device in devices if device.type != "cpu"}, key=str)
+    device = accelerators[0] if accelerators else torch.device("cpu")
+    if device.type != hardware.device_type:
+        raise RuntimeUnavailable(
+            f"the step cannot be simulated ({reason}), and on {device} it cannot be measured for {hardware.name}; run "
+            "it there, or make its control flow independent of computed values"
+        )
+    return device
+
+
+def _roles(reach: Reach, optimizers: list[torch.optim.Optimizer], batch: Any) -> Callable[[], dict[str, Any]]:
+    modules = nn.ModuleList(module for module in reach.modules)
+
+    def roles() -> dict[str, Any]:
+        found = dict(training_roles(modules, None, batch)())
+        found["optimizer state"] = tensors_of([list(optimizer.state.values()) for optimizer in optimizers])
+        return found
+
+    return roles
+
+
+@contextmanager
+def _put_back(reach: Reach, tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Undo what real steps change. The copies are in host memory, where the device's allocator does not count them."""
+    with torch.no_grad():
+        before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        stack.enter_context(versions_kept(tensors))
+        stack.callback(_copy_back, before)
+        stack.enter_context(gradients_set_aside(tensors))
+        stack.callback(put_back, reach)
+        yield
+
+
+def _copy_back(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, value in before:
+            tensor.copy_(value)
+
+
+def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, notes: tuple[str, ...]) -> Profile:
+    total = trace.timeline.total_bytes
+    peak = int(total.argmax())
+    live = trace.timeline.live_bytes
+    changes, positions, events = [], [], []
+    for name, values in live.items():
+        category = CATEGORIES.index(_NAMES.get(name, name))
+        deltas = np.diff(values, prepend=0)
+        for at in np.flatnonzero(deltas):
+            changes.append((category, int(deltas[at])))
+            positions.append(float(trace.timeline.seconds[at]))
+            events.append(int(at))
+    order = sorted(range(len(changes)), key=events.__getitem__)
+    backward = trace.backward_seconds
+    at_peak = float(trace.timeline.seconds[peak])
+    phases = (("forward", 0.0), *((("backward", backward),) if backward is not None else ()))
+    return Profile(
+        method="empirical",
+        notes=notes,
+        hardware=hardware,
+        peak_bytes=trace.peak_bytes,
+        first_step_peak_bytes=first.peak_bytes,
+        reserved_peak_bytes=torch.cuda.max_memory_reserved() if hardware.device_type == "cuda" else None,
+        moment=Moment("", "", "forward" if backward is None or at_peak < backward else "backward"),
+        by_category={_NAMES.get(name, name): int(values[peak]) for name, values in live.items() if values[peak]},
+        categories_by_module={},
+        by_tier={},
+        holdings=(),
+        flops=0,
+        step_seconds=trace.seconds,
+        seconds_by_module={},
+        changes=tuple(changes[at] for at in order),
+        positions=tuple(positions[at] for at in order),
+        position_unit="seconds",
+        phases=phases,
+    )

@@ -1,0 +1,244 @@
+"""`profile`: the memory of a training step, simulated; measured on real steps where it cannot be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra.apply import PlanLike, transform
+from memscale.core.errors import ConfigError, MemscaleError
+from memscale.hardware.device import Hardware
+from memscale.planning.config import Config
+from memscale.simulation.analysis import analyse
+from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.measured.empirical import measured_profile
+from memscale.simulation.needs_values import NeedsValues
+from memscale.simulation.results import Profile, as_hardware
+from memscale.simulation.step import Loss, training_step
+from memscale.simulation.world import Simulation
+
+_STEPS = 2  # the first makes the optimizer's states, the second has them
+
+
+def profile(
+    model: nn.Module | Callable[[], object],
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    plan: PlanLike | None = None,
+    hardware: Hardware | str | None = None,
+    accumulate: int = 1,
+    probe: bool = False,
+) -> Profile:
+    """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
+
+    Forward, loss, backward, optimizer step and the dropping of gradients run twice with every kernel left out; what
+    each tensor would take is recorded from its birth to its death. Nothing is changed: model, optimizer, gradients and
+    random states are as before, also after an error.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> profile = ms.profile(model, torch.ones(32, 64), optimizer=optimizer, loss=lambda y, _: y.square().mean())
+    >>> profile.peak_bytes, profile.moment.phase
+    (438416, 'optimizer')
+    >>> profile.by_category["optimizer state"] == 2 * profile.by_category["parameter"] + 4 * 4  # and four step counts
+    True
+
+    Args:
+        model: a module on any device (``meta`` costs no memory), or a function without arguments that is one pass of a
+            training loop; modules, optimizers and tensors that it uses are found.
+        batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
+            mapping keyword arguments. None for a function.
+        optimizer: the one that trains the model; None leaves the step at backward.
+        loss: ``loss(output, batch)``, a scalar tensor. None takes the output's ``loss``, or the output if it is a
+            tensor.
+        plan: transforms to apply first, as in `transform`; the model stays as it is.
+        hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
+            model's device.
+        accumulate: forward and backward passes for each optimizer step.
+        probe: run each kernel once for real, on the device and on inputs of zeros, to see what memory it takes inside;
+            otherwise that is known by formulas (CUDA), or asked of the kernels that take much (CPU). Answers of CPU
+            kernels are kept in a cache on disk.
+
+    Raises:
+        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+        RuntimeUnavailable: the step can be neither simulated nor run here.
+    """
+    profiler = MemoryProfiler(model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe)
+    return profiler.profile(batch, accumulate=accumulate)
+
+
+class MemoryProfiler:
+    """Profiles steps of one model with different batches.
+
+    Static first: the step is simulated, operators without a rule for their shapes run on zeros. If the step reads
+    values that only a real run computes, it is measured on ``config.warmup_steps`` real steps and one more, and
+    everything they changed is put back. ``config.use_static_profiling`` and ``config.use_empirical_fallback`` turn the
+    two off.
+
+    >>> import torch, memscale as ms
+    >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum())
+    >>> small, large = (profiler.profile(torch.ones(rows, 8)).peak_bytes for rows in (10, 20))
+    >>> large - small  # ten rows of input and ten of output
+    640
+
+    Args:
+        model, optimizer, loss, plan, hardware, probe: as in `profile`.
+        config: None is ``Config()``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], object],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        plan: PlanLike | None = None,
+        hardware: Hardware | str | None = None,
+        config: Config | None = None,
+        probe: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.config = config if config is not None else Config()
+        if not isinstance(model, nn.Module):
+            if not callable(model):
+                raise ConfigError(
+                    f"profile(model=...) takes a torch.nn.Module or a function that runs one step, got "
+                    f"{type(model).__name__}; pass the model itself"
+                )
+            if plan is not None:
+                raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
+        elif plan is not None:
+            self.model = transform(model, plan)
+        if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+            raise ConfigError(
+                f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
+                "C++ and cannot be followed; pass the Python module that was scripted or traced"
+            )
+        _check_optimizer(self.model, optimizer)
+        if loss is not None and not callable(loss):
+            raise ConfigError(
+                f"profile(loss=...) must be a function loss(output, batch) that returns a scalar tensor, or None, got "
+                f"{type(loss).__name__} {loss!r}; wrap it in a function, or leave it out if the output has a loss"
+            )
+        self.hardware = as_hardware(hardware, _device_type(self.model))
+        self.kernels = Kernels(self.hardware, probe=probe)
+
+    def profile(self, batch: Any = None, *, accumulate: int = 1) -> Profile:
+        """The memory of a step with this batch; arguments and errors as in `memscale.profile`."""
+        step = self._step(batch, accumulate)
+        if not self.config.use_static_profiling:
+            return self._measure(step, batch, "Config(use_static_profiling=False)")
+        try:
+            return self._simulate(step, batch)
+        except ConfigError:
+            raise
+        except NeedsValues as error:
+            reason = str(error)
+        except MemscaleError:
+            raise
+        except Exception as error:  # the model's own, or one that only a simulation provokes: a real step tells which
+            reason = f"{type(error).__name__}: {error}"
+            if _is_on_meta(self.model):
+                raise ConfigError(
+                    f"the step fails: {reason}. Check that the batch is what the model is called with; if it does run "
+                    "on a real device, build the model there"
+                ) from error
+        return self._measure(step, batch, reason)
+
+    def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
+        if not isinstance(self.model, nn.Module):
+            if batch is not None:
+                raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
+            return self.model
+        if not isinstance(batch, (torch.Tensor, tuple, list)) and not hasattr(batch, "keys"):
+            raise ConfigError(
+                f"profile(model, batch) takes a tensor, a tuple of arguments or a mapping of keyword arguments as the "
+                f"batch, got {type(batch).__name__}; pass what the model is called with"
+            )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "
+                "step; call requires_grad_() on what should train"
+            )
+        return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
+
+    def _simulate(self, step: Callable[[], object], batch: Any) -> Profile:
+        model = self.model if isinstance(self.model, nn.Module) else None
+        with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
+            for _ in range(_STEPS):
+                simulation.step(step)
+        notes = (*simulation.recorder.assumptions, *self.kernels.notes(simulation.reach.modules))
+        by_tier: dict[str, int] = {}
+        for engine in simulation.simulated.engines:
+            for tier, nbytes in engine.stats().high_water_bytes.items():
+                by_tier[tier] = by_tier.get(tier, 0) + nbytes
+        return analyse(
+            simulation.recorder.ledger,
+            self.hardware,
+            notes,
+            {tier: nbytes for tier, nbytes in by_tier.items() if nbytes},
+        )
+
+    def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
+        if not self.config.use_empirical_fallback:
+            raise ConfigError(
+                f"the step cannot be simulated: {reason}. Allow real steps with Config(use_empirical_fallback=True), "
+                "or make the model's control flow independent of computed values"
+            )
+        return measured_profile(self.model, step, self.optimizer, batch, self.config, self.hardware, reason)
+
+
+def _check_optimizer(model: Any, optimizer: Any) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"profile(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; "
+            "pass the optimizer itself"
+        )
+    if not isinstance(model, nn.Module):
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if updated and not any(id(parameter) in own for parameter in updated):
+        raise ConfigError(
+            f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
+            "build it on this model's parameters"
+        )
+    # Of the class: a schedule puts a wrapper on the instance, whose signature has the optimizer itself in it.
+    _, *given = inspect.signature(type(optimizer).step).parameters.items()
+    needed = ", ".join(name for name, parameter in given if _is_required(parameter))
+    if needed:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs {needed}, which the usual step of profile(model, batch) does not "
+            f"give; profile a function that does one step of your loop, as in profile(lambda: optimizer.step({needed}))"
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+
+
+def _is_on_meta(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters())
+
+
+def _device_type(model: Any) -> str:
+    if isinstance(model, nn.Module):
+        for parameter in model.parameters():
+            return parameter.device.type
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,93 @@
+"""Everything that a training step can reach: modules, tensors, optimizers, schedulers, the user's own objects."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.regions.scope import _NOWHERE, Attributes, Scope
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
+_DEEPEST = 6
+_MOST_OBJECTS = 20_000
+_NOT_STATE = (type, nn.Module, torch.Tensor, torch.Generator, types.ModuleType, types.FunctionType, types.MethodType)
+
+
+class Reach(Scope):
+    """A `Scope` that also follows plain objects, since a step calls optimizers, schedulers and trainers.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> optimizer = torch.optim.SGD(layer.parameters())
+    >>> reach = Reach(lambda: optimizer.step())
+    >>> {id(tensor) for _, _, tensor in reach.tensors} == {id(layer.weight), id(layer.bias)}
+    True
+    """
+
+    __slots__ = ("_depth", "_objects", "optimizers")
+
+    def __init__(self, *roots: Any) -> None:
+        self._depth = 0
+        self._objects = 0
+        self.optimizers: list[torch.optim.Optimizer] = []
+        super().__init__(roots)  # type: ignore[arg-type]  # a tuple of roots is visited part by part
+
+    def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
+        if self._depth > _DEEPEST:
+            return
+        self._depth += 1
+        try:
+            super()._visit(thing, home)
+            if id(thing) in self._seen:
+                return
+            if isinstance(thing, (dict, list, set, deque)):  # of a class of its own: a defaultdict, an OrderedDict
+                self._visit_container(thing, home)
+            elif isinstance(getattr(thing, "__dict__", None), dict):
+                self._visit_object(thing)
+        finally:
+            self._depth -= 1
+
+    def _visit_module(self, root: nn.Module) -> None:
+        known = len(self.modules)
+        super()._visit_module(root)
+        for module in self.modules[known:]:
+            # A region's forward remembers what earlier calls changed; hooks may hold optimizers and lists.
+            self._visit(module.__dict__.get("forward"), None)
+            for name in _HOOKS:
+                self._visit_hooks(module.__dict__.get(name))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._visit_hooks(parameter._backward_hooks)
+                    self._visit_hooks(parameter._post_accumulate_grad_hooks)
+
+    def _visit_hooks(self, hooks: dict[int, Any] | None) -> None:
+        if hooks:
+            self._add(hooks)
+            for hook in list(hooks.values()):
+                self._visit(hook, None)
+
+    def _visit_object(self, thing: Any) -> None:
+        if isinstance(thing, _NOT_STATE) or self._objects >= _MOST_OBJECTS:
+            return
+        self._seen.add(id(thing))
+        self._objects += 1
+        for value in self._add(Attributes(thing.__dict__, 0)).values():  # type: ignore[union-attr]
+            if not isinstance(thing, torch.optim.Optimizer):
+                self._visit(value, _NOWHERE)
+        if isinstance(thing, torch.optim.Optimizer):
+            self._visit_optimizer(thing)
+
+    def _visit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.append(optimizer)
+        self._add(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            self._add(group)
+            self._add(group["params"])
+        self._add(optimizer.state)
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                self._add(state)

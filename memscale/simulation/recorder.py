@@ -1,0 +1,399 @@
+"""The dispatch mode under which a step runs without computing: hollow tensors for answers, and books kept on them.
+
+Small integer and boolean tensors are the exception. What a model's control flow reads (lengths, masks, expert numbers)
+is computed for real where it is known, so that `.item()`, `nonzero` and a mixture's routing take a real path.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.core.errors import ConfigError
+from memscale.hardware.roofline import Work, work_of
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.shapes import (
+    FakeKernels,
+    Kind,
+    Layout,
+    kind_of,
+    layout_of,
+    replaced,
+    signature,
+    tensors_in,
+    written_by,
+)
+from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Block, Course, Ledger, OpCall, Phase, Sum
+from memscale.simulation.needs_values import NeedsValues
+from memscale.simulation.storages import LARGEST_KNOWN, Storages, is_small
+
+aten = torch.ops.aten
+
+_MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
+_TORCH = os.path.dirname(torch.__file__)
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
+# What stands for values that are not computed, the one that says least about them first.
+_ASSUMED = {
+    SCALAR: "reads a number computed by the step: one without overflow was assumed",
+    CHOICE: "chooses by activations: random ones were assumed",
+    DRAW: "decides by a random number: one draw was taken",
+}
+# Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
+_IN_PLACE_WITHOUT_MODE = {
+    aten.add.Tensor,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.put.default,
+}
+_LARGEST_GUESS = 1 << 22
+_LARGEST_RUN_BYTES = 1 << 30
+
+_RESIZES = {aten.resize_.default, aten.resize_as_.default}
+_READS = {aten._local_scalar_dense.default, aten.equal.default}
+# Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
+_KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
+# What they return depends on the shape of their argument only.
+_CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+# Shapes, and integer results, follow from the lengths among the arguments.
+_BY_LENGTHS = {aten._pack_padded_sequence.default}
+# Their integer results decide what a model does next: which expert, which beam, which token.
+_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is known of every call with one signature."""
+
+    layout: Layout
+    scratch_bytes: int
+    work: Work
+
+
+class Recorder(TorchDispatchMode):
+    """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `Ledger`.
+
+    Args:
+        kernels: those of the device that is simulated.
+        residents: the category and the name of storages of before the step, by address of their storage object.
+    """
+
+    def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger = Ledger()
+        self.storages = Storages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
+        self.hollow = HollowStorages()
+        self.modules: list[str] = []  # the paths of the modules that are running, innermost last
+        self.course = Course()
+        self.searching = False  # the optimizer decides by values of the loss
+        self.assumptions: dict[str, None] = {}
+        self._kernels = kernels
+        self._threads: set[bool] = set()  # with a cuBLAS workspace: the caller's, and autograd's for the device
+        self._fake = FakeKernels()
+        self._answers: dict[Any, _Answer] = {}
+        self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
+        self._sites: dict[Any, int] = {}  # how often a line of the step has read stand-ins
+        self._sum: Sum | None = None  # the last one
+        self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled during a simulation, and the guard costs several microseconds at each operator.
+        return False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(cls is not torch.Tensor and not issubclass(cls, torch.nn.Parameter) for cls in types):
+            return NotImplemented  # a subclass takes itself apart, and its parts come back here
+        kwargs = kwargs or {}
+        if op.__class__ is not OpOverload:
+            return op(*args, **kwargs)
+        kind, loose = self._kinds.get(op) or self._learn(op)
+        if kind is Kind.RUN:
+            self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
+            return self._note(op, op(*args, **kwargs), Work(0, 0, ""), 0, known=True)
+        tensors = tensors_in(args, kwargs)
+        if _on_meta(tensors, kwargs):
+            return op(*args, **kwargs)  # computes shapes and nothing else, as it is
+        blocks = self.storages.of_arguments(tensors)
+        if op is aten.embedding.default and blocks[1].known:
+            self._check_indices(*tensors[:2])
+        known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))
+        if op in _BY_LENGTHS:
+            return self._from_values(op, args, kwargs, tensors, blocks)
+        if op in _READS:
+            return self._read(op, args, kwargs, blocks, known)
+        try:
+            answer = self._answer(op, args, kwargs, tensors, loose)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._from_values(op, args, kwargs, tensors, blocks)
+        if answer.layout.is_view:
+            return self._note(op, op(*args, **kwargs), answer.work, 0)
+        if kind is Kind.IN_PLACE:
+            return self._in_place(op, args, kwargs, blocks, known, answer)
+        if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
+            return self._compute(op, args, kwargs, blocks, answer)
+        if blocks and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
+            return self._choose(op, args, kwargs, tensors, answer)
+        result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
+        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
+        if op in _IN_PLACE_WITHOUT_MODE:
+            self._maybe_in_place(tensors, result)
+        elif op is aten._safe_softmax.default:
+            self._mask_added_in_place(tensors[0])
+        return result
+
+    def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """Refuse what the kernel would refuse: no fake kernel looks at values."""
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < weight.shape[0]:
+            raise ConfigError(
+                f"the batch asks for rows {int(indices.min())} to {int(indices.max())} of an embedding with "
+                f"{weight.shape[0]} rows{f' ({path})' if (path := self._path()) else ''}; check the tokens or positions"
+            )
+
+    def _learn(self, op: OpOverload) -> tuple[Kind, bool]:
+        reads_nothing = not any("Tensor" in str(value.type) for value in op._schema.returns) and op not in _READS
+        kind = kind_of(op)
+        if reads_nothing and kind is Kind.MAKE and not op._schema.is_mutable:
+            kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
+        loose = kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags
+        self._kinds[op] = (kind, loose)
+        return kind, loose
+
+    def _answer(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], loose: bool) -> _Answer:
+        try:
+            key = signature(op, args, kwargs, loose)
+            answer = self._answers.get(key)
+            if answer is not None:
+                return answer
+        except TypeError:  # a generator or another argument without a hash
+            key = None
+        try:
+            if not op._schema.returns:
+                layout = Layout(None, ())  # all in place: an optimizer's loop over lists, a custom operator's update
+            elif op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
+                layout = self._layout_on_zeros(op, args, kwargs, tensors)
+            else:
+                layout = self._fake.layout(op, args, kwargs, tensors)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise
+        except Exception:
+            # No fake kernel, or one that refuses what the real one takes. The real one, on zeros, also gives the
+            # error that the user would have seen.
+            layout = self._layout_on_zeros(op, args, kwargs, tensors)
+        shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
+        work = work_of(op, args, kwargs, shown)
+        answer = _Answer(layout, self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops), work)
+        if key is not None:
+            self._answers[key] = answer
+        return answer
+
+    def _layout_on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Layout:
+        if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
+            raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", self._path())
+        hollow = {id(tensor): self.hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
+        result = op(*replaced(args, hollow), **replaced(kwargs, hollow))  # the caller's tensors stay out of it
+        return layout_of(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
+
+    def _note(self, op: OpOverload, result: Any, work: Work, scratch_bytes: int, known: bool = False) -> Any:
+        """Record the operator, its scratch memory and the storages of its results that are new."""
+        new = [
+            (storage, tensor)
+            for tensor in _results(result)
+            if (storage := tensor.untyped_storage())._cdata not in self.storages and tensor.device.type != "meta"
+        ]
+        if not new and not work.flops and not work.nbytes and not scratch_bytes:
+            return result
+        ledger, path, records = self.ledger, self._path(), torch.is_grad_enabled()
+        in_backward, in_module = torch._C._current_graph_task_id() != -1, bool(self.modules)
+        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
+        if phase is Phase.FORWARD and records:
+            self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
+        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
+        at = len(ledger.ops) - 1
+        if in_backward not in self._threads and (workspace_bytes := self._kernels.workspace_bytes(op)):
+            self._threads.add(in_backward)
+            ledger.birth(Block(workspace_bytes, at, "workspace", path="cuBLAS"))
+        scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
+        for storage, tensor in new:
+            if storage._cdata not in self.storages:
+                self.storages.enter(storage, tensor, at, "", path, known)
+        if scratch is not None:
+            ledger.death(scratch)
+        return result
+
+    def _path(self) -> str:
+        if self.modules:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
+
+    def _in_place(
+        self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool, answer: _Answer
+    ) -> Any:
+        if op in _RESIZES:
+            return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
+        if known and not any(block.category == "parameter" for block in blocks):
+            op(*args, **kwargs)
+        else:
+            for tensor in written_by(op, args, kwargs):
+                block = self.storages.block(tensor)
+                # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
+                block.known, block.guess = block.known and _stands_in(tensor), SCALAR
+        self._note(op, None, answer.work, answer.scratch_bytes)
+        returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+    def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+        """Resize `tensor` to hollow contents: the caller's storage stays as it is."""
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        nbytes = (math.prod(shape) + offset) * tensor.itemsize
+        grows = nbytes > storage.nbytes()
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        tensor.set_(self.hollow.storage(nbytes) if grows else storage, offset, tuple(shape), stride)
+        if grows:
+            self.storages.moved(tensor, storage)
+        return tensor
+
+    def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
+        result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
+        drawn = torch.Tag.nondeterministic_seeded in op.tags
+        self._trust(result, DRAW if drawn else "" if op._opname in _CONSTANTS else _guess(blocks))
+        return result
+
+    def _trust(self, result: Any, guess: str) -> None:
+        for tensor in _results(result):
+            if tensor.device.type != "meta":
+                block = self.storages.block(tensor)
+                block.known, block.guess = True, guess
+
+    def _choose(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], answer: _Answer) -> Any:
+        """A choice among activations: of random ones, since the real ones are not computed."""
+        source = tensors[0]
+        random = torch.empty_like(source) if not source.is_floating_point() else torch.randn_like(source)
+        chosen = op(*(random if arg is source else arg for arg in args), **kwargs)
+        result = _integers_of(chosen, answer.layout.build(self.hollow, tensors))
+        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
+        return result
+
+    def _read(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool) -> Any:
+        if not known:
+            raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
+        self._assume(op, blocks)
+        return op(*args, **kwargs)
+
+    def _from_values(
+        self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], blocks: list[Block]
+    ) -> Any:
+        """The result of an operator whose shape depends on values: of known ones, or it cannot be simulated."""
+        deciding = [
+            block
+            for tensor, block in zip(tensors, blocks, strict=True)
+            if len(tensors) == 1 or not tensor.is_floating_point()
+        ]
+        if not all(block.known for block in deciding) or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
+            raise NeedsValues(f"the shape of what {op} returns depends on values", self._path())
+        self._assume(op, deciding)
+        result = op(*args, **kwargs)
+        whole = result
+        if not all(block.known for block in blocks):
+            hollow = layout_of(result, tensors).build(self.hollow, tensors)
+            result = _integers_of(result, hollow) if op in _BY_LENGTHS else hollow
+        self._note(op, result, Work(0, 0, ""), 0)
+        trusted = {id(tensor) for tensor in _results(whole)}
+        self._trust([tensor for tensor in _results(result) if id(tensor) in trusted], _guess(deciding))
+        return result
+
+    def _assume(self, op: OpOverload, blocks: list[Block]) -> None:
+        """Note that a value is read which is a stand-in; a model must not decide on a scalar one."""
+        guess = _guess(blocks)
+        if not guess:
+            return
+        if guess == SCALAR and (self.modules or self.searching or self._reads_often()):
+            raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
+        where = self._path() or "the step"
+        self.assumptions[f"{op.name()} in {where} {_ASSUMED[guess]}"] = None
+
+    def _reads_often(self) -> bool:
+        """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
+        frame = sys._getframe(3)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        site = (frame.f_code, frame.f_lineno)
+        self._sites[site] = self._sites.get(site, 0) + 1
+        return bool(self._sites[site] > _MOST_READS)
+
+    def _maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
+        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
+        self._sum = None
+        if len(operands) < 2:
+            return
+        first, second, number = map(self.storages.number, (*operands[:2], total))
+        born = len(self.ledger.events) - 1
+        while self.ledger.events[born] != number + 1:  # scratch memory dies after the result is born
+            born -= 1
+        self._sum = Sum(born, first, second, number)
+        # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
+        by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if not by_engine or sys._getframe(2).f_code.co_name != "_engine_run_backward":
+            return
+        # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
+        if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):
+            self.ledger.sums.append(self._sum)
+
+    def _mask_added_in_place(self, scores: torch.Tensor) -> None:
+        """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
+        if self._sum is not None and self._sum.total == self.storages.number(scores):
+            self.ledger.sums.append(self._sum)
+
+
+def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    return any(tensor.is_meta for tensor in tensors) or (device is not None and torch.device(device).type == "meta")
+
+
+def _integers_of(real: Any, hollow: Any) -> Any:
+    """`hollow`, with the real tensors in place of its integer ones."""
+    if isinstance(hollow, torch.Tensor):
+        return hollow if hollow.is_floating_point() else real
+    return type(hollow)([_integers_of(*pair) for pair in zip(real, hollow, strict=True)])
+
+
+def _guess(blocks: list[Block]) -> str:
+    guesses = {block.guess for block in blocks}
+    return next((guess for guess in _ASSUMED if guess in guesses), "")
+
+
+def _stands_in(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one number, for which a value can stand in."""
+    return tensor.numel() == 1 and (tensor.is_floating_point() or tensor.dtype == torch.bool)
+
+
+def _with_scalars(op: OpOverload, result: Any) -> Any:
+    """`result` with real tensors for single numbers: 1.0, and for flags what finite numbers would give."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_with_scalars(op, part) for part in result])
+    if not isinstance(result, torch.Tensor) or not _stands_in(result):
+        return result
+    storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
+    # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
+    return number.fill_(op._opname != "any")
+
+
+def _results(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for part in result for tensor in _results(part)]
+    return []

@@ -1,0 +1,280 @@
+"""`Profile`: what a training step holds in memory, when, and for how long, as frozen data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memscale.core.errors import ConfigError
+from memscale.hardware.device import Hardware
+from memscale.reports.text import diff_text, differences, profile_text
+from memscale.simulation.ledger import CATEGORIES
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One storage that lives at the peak.
+
+    Attributes:
+        nbytes: its size in bytes.
+        category: what it is for, one of ``memscale.profiling.CATEGORIES``.
+        path: the module that made it, or the parameter or buffer that it belongs to.
+        op: the operator that made it, ``""`` for what was there before the step.
+        phase: the part of the step in which it was made, ``""`` likewise.
+        shape: of the first tensor over it.
+        dtype: of that tensor.
+    """
+
+    nbytes: int
+    category: str
+    path: str
+    op: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When the peak is: during which operator, in which module and part of the step."""
+
+    op: str
+    path: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"in {self.phase}{f', {self.op}' if self.op else ''}{f' of {self.path}' if self.path else ''}"
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Live bytes after each allocation and release of the steady step.
+
+    Attributes:
+        position: float64 of shape (events + 1,), from 0, in `unit`.
+        unit: ``"seconds"`` (estimated or measured), or ``"operators"`` where the hardware's speed is not known.
+        live_bytes: for each category an int64 array of the same shape.
+        phases: the parts of the step, each with the position at which it begins.
+    """
+
+    position: npt.NDArray[np.float64]
+    unit: str
+    live_bytes: Mapping[str, npt.NDArray[np.int64]]
+    phases: tuple[tuple[str, float], ...]
+
+    @property
+    def total_bytes(self) -> npt.NDArray[np.int64]:
+        """The sum over the categories, int64 of shape (events + 1,)."""
+        total: npt.NDArray[np.int64] = np.sum(list(self.live_bytes.values()), axis=0, dtype=np.int64)
+        return total
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The memory of a training step. Prints as a table; `plot` and `html` draw it.
+
+    Attributes:
+        method: ``"static"``, simulated without running, or ``"empirical"``, measured on real steps.
+        notes: what was assumed, and why the step was measured if it was.
+        hardware: the device that the numbers are for.
+        peak_bytes: the most that PyTorch's allocator has handed out at once, in a step after the first (when optimizer
+            states exist). What the CUDA context takes beside that is not in it; see ``Hardware.usable_bytes``.
+        first_step_peak_bytes: the same for the first step.
+        reserved_peak_bytes: what the caching allocator holds of the device at its most; None where there is none (CPU).
+        moment: when the peak is.
+        by_category: bytes at the peak by what they are for.
+        categories_by_module: bytes at the peak by module path and category; empty if not known.
+        by_tier: the most bytes that each tier below the device held, by its name; empty without offloading.
+        holdings: the largest storages at the peak, the largest first.
+        flops: floating point operations of the step in products, convolutions and attention.
+        step_seconds: the step's time by the roofline of the hardware (a lower bound in practice), or as measured;
+            None if the hardware's speed is not known.
+        seconds_by_module: its parts by module path; empty if not known.
+        changes: (index in ``CATEGORIES``, bytes) of each event of the steady step; what is there before it, summed by
+            category, comes first.
+        positions: when each of them was, in `position_unit`.
+        phases: see `MemoryTimeline`.
+
+    >>> import torch, memscale as ms
+    >>> layer = torch.nn.Linear(256, 256)
+    >>> profile = ms.profile(layer, torch.ones(64, 256), loss=lambda y, _: y.sum())
+    >>> profile.method, profile.by_category["parameter"]
+    ('static', 263168)
+    >>> Profile.from_json(profile.to_json()) == profile
+    True
+    """
+
+    method: str
+    notes: tuple[str, ...]
+    hardware: Hardware
+    peak_bytes: int
+    first_step_peak_bytes: int
+    reserved_peak_bytes: int | None
+    moment: Moment
+    by_category: Mapping[str, int]
+    categories_by_module: Mapping[str, Mapping[str, int]]
+    by_tier: Mapping[str, int]
+    holdings: tuple[Holding, ...]
+    flops: int
+    step_seconds: float | None
+    seconds_by_module: Mapping[str, float]
+    changes: tuple[tuple[int, int], ...] = dataclasses.field(repr=False)
+    positions: tuple[float, ...] = dataclasses.field(repr=False)
+    position_unit: str
+    phases: tuple[tuple[str, float], ...]
+
+    @property
+    def fragmentation_bytes(self) -> int | None:
+        """What the caching allocator holds at its most above the most it has handed out; None without one."""
+        return None if self.reserved_peak_bytes is None else self.reserved_peak_bytes - self.peak_bytes
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes at the peak by module path; ``""`` is the model itself and the step around it."""
+        return {path: sum(parts.values()) for path, parts in self.categories_by_module.items()}
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """Live bytes by category over the steady step."""
+        deltas = np.zeros((len(CATEGORIES), len(self.changes) + 1), dtype=np.int64)
+        for at, (category, nbytes) in enumerate(self.changes):
+            deltas[category, at + 1] = nbytes
+        live_bytes = dict(zip(CATEGORIES, deltas.cumsum(axis=1), strict=True))
+        position = np.array([0.0, *self.positions], dtype=np.float64)
+        return MemoryTimeline(position, self.position_unit, live_bytes, self.phases)
+
+    def to_json(self) -> str:
+        """The profile as JSON text, with a schema version."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["hardware"] = json.loads(self.hardware.to_json())
+        fields["moment"] = dataclasses.asdict(self.moment)
+        fields["holdings"] = [dataclasses.asdict(holding) for holding in self.holdings]
+        return json.dumps({"memscale_profile": SCHEMA_VERSION, **fields})
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """The profile that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("memscale_profile")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(
+                "Profile.from_json takes the text that Profile.to_json wrote, and this is not one"
+            ) from None
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"Profile.from_json got schema version {version!r} and reads {SCHEMA_VERSION}; "
+                "read it with the version of memscale that wrote it"
+            )
+        try:
+            data["hardware"] = Hardware.from_json(json.dumps(data["hardware"]))
+            data["moment"] = Moment(**data["moment"])
+            data["holdings"] = tuple(
+                Holding(**{**holding, "shape": tuple(holding["shape"])}) for holding in data["holdings"]
+            )
+            for name in ("changes", "phases"):
+                data[name] = tuple((first, second) for first, second in data[name])
+            for name in ("notes", "positions"):
+                data[name] = tuple(data[name])
+            return cls(**data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"Profile.from_json got a profile with missing or unknown parts: {error}") from error
+
+    def diff(self, other: Profile) -> ProfileDiff:
+        """How `other` differs from this profile: negative bytes are saved by it."""
+        return ProfileDiff(self, other)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
+
+        Raises:
+            ConfigError: the suffix is neither, or the folder does not exist.
+            RuntimeUnavailable: matplotlib is not installed.
+        """
+        from memscale.reports.plot import plot_profile
+
+        plot_profile(self, path)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write a report as one HTML file that needs nothing else, from the network or from disk.
+
+        The step as a picture with the numbers under the pointer; what is at the peak by category, by module (a tree
+        with sums) and by tensor; the notes and the hardware.
+
+        Raises:
+            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+        """
+        from memscale.reports.html import write_html
+
+        write_html(self, path)
+
+    def __str__(self) -> str:
+        return profile_text(self)
+
+
+@dataclass(frozen=True)
+class ProfileDiff:
+    """What changes from one profile to another. Prints as a table.
+
+    >>> import torch, memscale as ms
+    >>> def block():
+    ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    >>> model = torch.nn.Sequential(*[block() for _ in range(4)])
+    >>> step = {"batch": torch.ones(512, 64), "loss": lambda y, _: y.square().mean()}
+    >>> plain = ms.profile(model, **step)
+    >>> plain.diff(ms.profile(model, plan={"*": ms.checkpoint()}, **step)).by_category["activation"] < 0
+    True
+    """
+
+    before: Profile
+    after: Profile
+
+    @property
+    def peak_bytes(self) -> int:
+        """The change of the peak."""
+        return self.after.peak_bytes - self.before.peak_bytes
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """The change at the peaks by category."""
+        return differences(self.before.by_category, self.after.by_category)
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """The change at the peaks by module path, without those that stay."""
+        changes = differences(self.before.by_module, self.after.by_module)
+        return {path: nbytes for path, nbytes in changes.items() if nbytes}
+
+    def __str__(self) -> str:
+        return diff_text(self)
+
+
+def as_hardware(hardware: Any, device_type: str) -> Hardware:
+    """The hardware that a caller means: a `Hardware`, the name of a card, or None for what is here.
+
+    Raises:
+        ConfigError: it is none of these, or no card is called that.
+    """
+    if hardware is None:
+        return Hardware.detect(None if device_type == "meta" else device_type)
+    if isinstance(hardware, str):
+        return Hardware.detect("cpu") if hardware == "cpu" else Hardware.named(hardware)
+    if isinstance(hardware, Hardware):
+        return hardware
+    raise ConfigError(
+        f"hardware={hardware!r} must be a memscale.Hardware, the name of a card such as 'h100', 'cpu', or None for "
+        "the device at hand"
+    )

@@ -1,0 +1,138 @@
+"""Which storage is which block of the ledger, from the moment it is seen until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from memscale.simulation.ledger import Block, Ledger
+
+# Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
+LARGEST_KNOWN = 1 << 20
+_LARGEST_KNOWN_FLOATS = 1 << 14
+
+
+class Storages:
+    """The live storages of a simulation.
+
+    Args:
+        ledger: where births and deaths are recorded.
+        residents: the category and the name of storages of before the step, by address of their storage object.
+        beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
+    """
+
+    def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False) -> None:
+        self.ledger = ledger
+        self._beside_cpu = beside_cpu
+        self.away = False  # whether what is made now is made on another memory tier
+        self._residents = residents
+        self._live: dict[int, int] = {}  # storage -> its block
+        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
+
+    def block(self, tensor: torch.Tensor) -> Block:
+        """The block of the storage under `tensor`, which is recorded as resident if it is seen for the first time."""
+        return self.ledger.blocks[self.number(tensor)]
+
+    def of_arguments(self, tensors: list[torch.Tensor]) -> list[Block]:
+        """The blocks of an operator's arguments; what it makes now lies away if all of these do."""
+        blocks = [self.block(tensor) for tensor in tensors]
+        # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
+        self.away = self._beside_cpu and bool(blocks) and all(block.away for block in blocks)
+        return blocks
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._live
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of that block in the ledger."""
+        storage = tensor.untyped_storage()
+        number = self._live.get(storage._cdata)
+        if number is None:
+            category, path = self._residents.get(storage._cdata, ("other", ""))
+            known = category != "parameter" and not tensor.requires_grad
+            number = self.enter(storage, tensor, -1, category, path, known)
+            if known and is_small(tensor):
+                self._untouched.append((tensor.detach(), tensor.detach().clone()))
+        return number
+
+    def enter(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
+    ) -> int:
+        """Record that operator `op` made `storage`, with `tensor` over it."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        nbytes = 0 if self.away else storage.nbytes()
+        block = Block(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        number = self.ledger.birth(block)
+        key = storage._cdata
+        self._live[key] = number
+        self._deaths[key] = weakref.ref(storage, partial(self._died, key))
+        return number
+
+    def enter_away(self, tensor: torch.Tensor) -> None:
+        """Record a storage of a parameter or a gradient that lies on another memory tier."""
+        before, self.away = self.away, True
+        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
+        self.away = before
+
+    def send_away(self, tensor: torch.Tensor) -> None:
+        """Record that a storage of before the step lies on another memory tier."""
+        block = self.block(tensor)
+        block.nbytes, block.away = 0, True
+
+    def gone(self, storage: torch.UntypedStorage) -> None:
+        """Record that nobody but the simulation holds `storage` any more."""
+        self._died(storage._cdata, None)
+
+    def _died(self, key: int, _: Any) -> None:
+        self._deaths.pop(key, None)
+        number = self._live.pop(key, None)
+        if number is not None:
+            self.ledger.death(number)
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Record that `storage` now has `nbytes` bytes: a new block at another address."""
+        number = self._live.get(storage._cdata)
+        if number is None:
+            return
+        old = self.ledger.blocks[number]
+        fresh = Block(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
+        self._live[storage._cdata] = self.ledger.birth(fresh)
+        self.ledger.death(number)
+
+    def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
+        old = self.ledger.blocks[self._live[storage._cdata]]
+        self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
+        self.gone(storage)
+
+    def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
+        """Say what the storage under `tensor` is for."""
+        block = self.block(tensor)
+        if block.category in ("", "other"):
+            block.category = category
+            block.path = path or block.path
+
+    def is_resident(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage under `tensor` was there before the step."""
+        return self.block(tensor).op < 0
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of `tensor` are real."""
+        return self.block(tensor).known
+
+    def put_back(self) -> None:
+        """Undo what real computation did to the caller's tensors."""
+        with torch.no_grad():
+            for tensor, before in self._untouched:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is computed for real where its values are known."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (_LARGEST_KNOWN_FLOATS if is_number else LARGEST_KNOWN)

@@ -1,0 +1,344 @@
+"""The world of a simulated step: the caller's own objects, made ready and put back exactly as they were."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from memscale.core.errors import ConfigError
+from memscale.core.pytrees import tensors as tensors_of
+from memscale.core.simulating import SimulatedStep, simulation
+from memscale.regions.scope import put_back
+from memscale.runtime import home_of
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.ledger import Course
+from memscale.simulation.needs_values import NeedsValues
+from memscale.simulation.reach import Reach
+from memscale.simulation.recorder import Recorder
+from memscale.transforms.offload.streamed import streamed_in
+
+
+class Simulation:
+    """A context in which the caller's objects can be stepped without computing and without a trace.
+
+    On entry, parameters off the CPU (on ``meta``, on a GPU) get hollow CPU contents; on exit everything reached has
+    what it had: contents, gradients, version counters, optimizer state, attributes, random states.
+
+    Args:
+        step: one pass of the loop.
+        model: the module it trains, whose paths name things; None to find them.
+        optimizer, batch: what else it uses.
+        kernels: those of the device that is simulated.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], object],
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        batch: Any,
+        *,
+        kernels: Kernels,
+    ) -> None:
+        self.reach = Reach(model, optimizer, step, batch)
+        inputs = _parts(tensors_of(dict(batch) if isinstance(batch, Mapping) else batch))
+        reached = [*(tensor for _, _, tensor in self.reach.tensors), *inputs]
+        self._leaves = list({id(tensor): tensor for tensor in reached}.values())
+        self._tensors = _parts(self._leaves)
+        self._inputs = inputs
+        self._kernels = kernels
+        self.simulated = SimulatedStep(kernels.device_type, self._away, self._references)
+        self._stack = ExitStack()
+        self._paths = _module_paths(model, self.reach.modules)
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._aliases: Counter[int] = Counter()  # how many of them each storage has
+        self.recorder: Recorder
+
+    def __enter__(self) -> Simulation:
+        stack = self._stack
+        try:
+            stack.enter_context(random_states_kept())
+            stack.enter_context(versions_kept(self._tensors))
+            stack.enter_context(gradients_set_aside(self._leaves))
+            stack.callback(put_back, self.reach)
+            hollow = HollowStorages()
+            stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
+            self._contents = stack.enter_context(_contents_kept(self._tensors))
+            self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
+            self.recorder = Recorder(self._kernels, self._residents())
+            stack.callback(self.recorder.storages.put_back)
+            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.enter_context(_calls_followed(self.recorder, self._paths))
+            # A compiled function has inlined what the simulation needs to see.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for tensor in self._tensors:
+                if not tensor.is_meta:
+                    self.recorder.storages.block(tensor)
+            stack.enter_context(_reads_checked(self.recorder))
+            stack.enter_context(simulation(self.simulated))
+            stack.enter_context(self.recorder)
+            self._send_home()
+            stack.enter_context(self._kernels.chosen(self.reach.optimizers))
+        except BaseException:
+            stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+        self._contents.clear()  # it holds the caller's storages
+
+    def step(self, step: Callable[[], object]) -> None:
+        """Run `step` and record it as one step."""
+        self.recorder.ledger.begin_step()
+        self.recorder.course = Course()
+        step()
+        self.mark_gradients()
+        self._forget_former_contents()
+
+    def _forget_former_contents(self) -> None:
+        for tensor, alias in self._contents:
+            # It was given other contents; only the simulation still holds the former.
+            if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
+                self.recorder.storages.gone(alias.untyped_storage())
+
+    def _send_home(self) -> None:
+        """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
+        for module in self.reach.modules:
+            for streamed in streamed_in(module.__dict__.get("forward")):
+                streamed.place(list(module.parameters()), torch.device("cpu"))
+        self._forget_former_contents()
+        # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
+        for optimizer in self.reach.optimizers if self._kernels.device_type != "cpu" else ():
+            for parameter, state in optimizer.state.items():
+                if home_of(parameter) is not None:
+                    for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                        self.recorder.storages.send_away(tensor)
+
+    def _away(self, nbytes: int) -> torch.Tensor:
+        hollow = self.recorder.hollow
+        with _disable_current_modes():  # it is made by no operator of the step
+            tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
+        self.recorder.storages.enter_away(tensor)
+        return tensor
+
+    def _references(self, storage: torch.UntypedStorage) -> int:
+        return self._aliases[storage._cdata]
+
+    def mark_gradients(self) -> None:
+        """Record the present gradients of everything reached as gradients."""
+        storages = self.recorder.storages
+        for tensor in self._leaves:
+            if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+                for part in _parts([tensor.grad]):
+                    storages.mark(part, "gradient", storages.block(_parts([tensor])[0]).path)
+
+    def _residents(self) -> dict[int, tuple[str, str]]:
+        """The category and the name of each storage that is there before the step."""
+        found: dict[int, tuple[str, str]] = {}
+
+        def enter(tensor: torch.Tensor | None, category: str, name: str) -> None:
+            for part in _parts([] if tensor is None else [tensor]):
+                found.setdefault(part.untyped_storage()._cdata, (category, name))
+
+        # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
+        order = {key: at for at, key in enumerate(self._paths)}
+        for module in sorted(self.reach.modules, key=lambda module: order.get(id(module), len(order))):
+            prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
+            for name, parameter in module._parameters.items():
+                enter(parameter, "parameter", prefix + name)
+            for name, buffer in module._buffers.items():
+                enter(buffer, "buffer", prefix + name)
+        for optimizer in self.reach.optimizers:
+            for state in optimizer.state.values():
+                for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
+                    enter(tensor, "optimizer state", "")
+        for tensor in self._inputs:
+            enter(tensor, "input", "")
+        for tensor in self._leaves:
+            if tensor.requires_grad and tensor.is_leaf:
+                enter(tensor, "parameter", "")
+        return found
+
+    # -- hooks: where the step is --------------------------------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.mark_gradients()
+        self.recorder.course.optimizing = True
+        # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
+        self.recorder.searching = any(map(callable, (*args[1:], *kwargs.values())))
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+        self.recorder.course.optimizing = self.recorder.searching = False
+        for parameter, state in optimizer.state.items():
+            path = self.recorder.storages.block(_parts([parameter])[0]).path
+            for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                self.recorder.storages.mark(tensor, "optimizer state", path)
+
+
+def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            found += _parts([getattr(tensor, name) for name in names])
+        else:
+            found.append(tensor)
+    return found
+
+
+def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
+    """A name for each module: its path in `model`; elsewhere the class of the outermost module, and the path in it."""
+    paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
+    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    roots = [module for module in modules if id(module) not in children and id(module) not in paths]
+    for root in roots:
+        prefix = "" if model is None and len(roots) == 1 else type(root).__name__
+        for path, module in root.named_modules(prefix=prefix):
+            paths.setdefault(id(module), path)
+    return paths
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
+
+    Yields the tensors, each with an alias of its contents.
+    """
+    before = [(tensor, tensor.detach()) for tensor in tensors]
+    try:
+        yield before
+    finally:
+        for tensor, alias in before:
+            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
+                tensor.data = alias
+
+
+@contextmanager
+def versions_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        for tensor, version in before:
+            if tensor._version != version:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@contextmanager
+def gradients_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+    try:
+        for tensor, _ in before:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+@contextmanager
+def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
+    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    storages: dict[int, torch.UntypedStorage] = {}
+    try:
+        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
+        given = {id(tensor) for tensor in inputs}
+        for tensor in tensors:
+            if tensor.device.type == "cpu" or (tensor.is_meta and real and id(tensor) not in given):
+                continue  # beside real parameters, a model on meta is a skeleton of the caller's
+            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                raise ConfigError(
+                    f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
+                )
+            own = tensor.untyped_storage()
+            if own._cdata not in storages:
+                storages[own._cdata] = hollow.storage(own.nbytes())
+            stand_in = hollow.like(tensor, storages[own._cdata])
+            if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
+                stand_in = tensor.detach().cpu()  # its values may decide what the model does
+            stand_in.requires_grad_(tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, stand_in)
+            swapped.append((tensor, stand_in))
+        yield
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+@contextmanager
+def _calls_followed(recorder: Recorder, paths: dict[int, str]) -> Iterator[None]:
+    """Keep ``recorder.modules`` at the modules that are running.
+
+    Not by forward hooks: they are not told of a forward that ends in an exception outside `Exception`, such as the one
+    that ends a recompute early, and modules take another path while global hooks exist.
+    """
+    call = nn.Module.__call__
+
+    def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.modules.append(paths.get(id(module), type(module).__name__))
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            recorder.modules.pop()
+
+    nn.Module.__call__ = followed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+@contextmanager
+def _reads_checked(recorder: Recorder) -> Iterator[None]:
+    """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
+
+    def checked(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not recorder.storages.is_known(tensor):
+                raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", recorder._path())
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        recorder.storages.resized(storage, nbytes)
+        return storage
+
+    replaced: list[tuple[type, str]] = []
+    try:
+        for name in ("tolist", "numpy"):
+            setattr(torch.Tensor, name, checked(name))
+            replaced.append((torch.Tensor, name))
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        replaced.append((torch.UntypedStorage, "resize_"))
+        yield
+    finally:
+        for owner, name in replaced:
+            delattr(owner, name)  # what the C++ base class has shows again

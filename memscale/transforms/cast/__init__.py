@@ -1,0 +1,1 @@
+"""`cast`: mixed precision as a function of the state."""

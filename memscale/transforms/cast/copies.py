@@ -1,0 +1,79 @@
+"""Copies of tensors in another dtype, and what it takes to have them stand where the originals are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memscale.regions.scope import Content, Scope, holds, read, write
+from memscale.runtime import version
+from memscale.transforms.cast.precision import is_castable
+
+
+class Copies:
+    """The tensors that stand in for others during a call: one for each distinct tensor and dtype."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._originals: dict[int, torch.Tensor] = {}
+        self._versions: list[int] = []
+
+    def of(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor` in `dtype`; itself, if that is its dtype."""
+        if tensor.dtype == dtype:
+            return tensor
+        copy = self._made.get((id(tensor), dtype))
+        if copy is None:
+            copy = self._made[id(tensor), dtype] = tensor.to(dtype)
+            self._originals[id(copy)] = tensor
+            self._versions.append(version(copy))
+        return copy
+
+    def original(self, value: Any) -> Any:
+        """What `value` stands in for; `value` itself if it is not a copy."""
+        return self._originals.get(id(value), value)
+
+    def changed(self) -> list[torch.Tensor]:
+        """The originals of copies that were changed in place."""
+        copies = list(self._made.values())
+        pairs = zip(copies, self._versions, [version(tensor) for tensor in copies], strict=True)
+        return [self._originals[id(copy)] for copy, before, now in pairs if now != before]
+
+    def mentioned_in(self, value: Any) -> bool:
+        """Whether the list or dictionary `value` holds a copy, or a weak reference to one."""
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return any(id(item() if isinstance(item, weakref.ref) else item) in self._originals for item in items)
+
+
+@contextmanager
+def substituted(scope: Scope, dtype: torch.dtype, copies: Copies, lost: list[torch.Tensor]) -> Iterator[None]:
+    """Run the body with copies in `dtype` in the places of what the region captures.
+
+    What the region stores in these places stays there; buffers that it replaced come back, and are put in `lost`.
+    """
+    put: dict[int, Content] = {}
+    for position, key, tensor in scope.tensors:
+        if is_castable(tensor) and tensor.dtype != dtype:
+            put.setdefault(position, scope.contents[position].copy())[key] = copies.of(tensor, dtype)
+    buffers = {id(module._buffers) for module in scope.modules}
+    try:
+        for position, content in put.items():
+            write(scope.places[position], content)
+        yield
+    finally:
+        for position, (place, before) in enumerate(zip(scope.places, scope.contents, strict=True)):
+            if position not in put and holds(place, before):
+                continue
+            now = read(place)
+            for key, value in list(now.items() if isinstance(now, dict) else enumerate(now)):
+                now[key] = copies.original(value)
+                if copies.mentioned_in(value) and isinstance(before, dict) and key in before:
+                    now[key] = before[key]  # what an LSTM rebuilds when it finds other weights than it knows
+                elif id(place) in buffers and position in put and now[key] is not before[key]:
+                    lost.append(before[key])
+                    now[key] = before[key]
+            write(place, now)

@@ -1,0 +1,101 @@
+"""Modules that stand in for others while a compiler traces a region.
+
+A compiler follows writes to objects that were made while it traces, and refuses others inside of a checkpoint. So the
+region runs on doubles: new modules of the same classes over the cast state, which share all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
+
+_OWN = ("_parameters", "_buffers", "_modules", "forward")
+
+
+class Doubles:
+    """The doubles of the modules of a region.
+
+    Args:
+        found: the modules, by what is done with them.
+        dtype: of the state of those that are cast.
+        compute: of what the others are given and return.
+        natural: in which a kept module without any state computes.
+    """
+
+    def __init__(self, found: Survey, dtype: torch.dtype, compute: torch.dtype, natural: torch.dtype | None) -> None:
+        self._found = found
+        self._dtype = dtype
+        self._compute = compute
+        self._natural = natural
+        self._cast = set(found.cast)
+        self._made: dict[nn.Module, nn.Module] = {}
+        self._put: dict[nn.Module, dict[str, Any]] = {}  # cast attributes of doubles
+        self._between: dict[nn.Module, torch.dtype | None] = {module: own or natural for module, own in found.kept}
+        self._between.update(dict.fromkeys(found.inner))
+
+    def rebind(self, part: Any) -> Any:
+        """`part`, which is a module or a function made of modules, over the doubles."""
+        if isinstance(part, nn.Module):
+            return self._double(part)
+        return part if part is None else part.__memscale_remap__(self.rebind)
+
+    def _double(self, module: nn.Module) -> nn.Module:
+        if module in self._made:
+            return self._made[module]
+        if module not in self._between and module not in self._cast:
+            return module
+        double = object.__new__(type(module))
+        self._made[module] = double
+        double.__dict__.update(module.__dict__)
+        self._put[module] = {}
+        forward = module.__dict__.get("forward")
+        if module in self._between:
+            # Its forward is that of the module itself: below it, nothing is cast.
+            double.__dict__["forward"] = Adapted(module, forward, self._between[module], self._compute)
+            return double
+        if hasattr(forward, "__memscale_remap__"):
+            double.__dict__["forward"] = self.rebind(forward)
+        self._put[module] = {key: self._of(value) for key, value in module.__dict__.items() if is_castable(value)}
+        double.__dict__.update(self._put[module])
+        for mapping in ("_parameters", "_buffers"):
+            double.__dict__[mapping] = {name: self._of(value) for name, value in module.__dict__[mapping].items()}
+        double.__dict__["_modules"] = {name: self.rebind(child) for name, child in module._modules.items()}
+        return double
+
+    def _of(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        return value.to(self._dtype) if value is not None and is_castable(value) else value
+
+    def settle(self) -> None:
+        """After the run: attributes that it set on doubles go to the modules themselves."""
+        for module, double in self._made.items():
+            put = self._put[module]
+            for key, value in double.__dict__.items():
+                if key not in _OWN and value is not module.__dict__.get(key) and value is not put.get(key):
+                    module.__dict__[key] = value
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Instead of doubles: run the body with the cast state in the modules themselves.
+
+        For functions of the user's that call modules, of which there can be no copy that calls others.
+        """
+        before: list[tuple[dict[str, Any], str, Any]] = [
+            (mapping, name, value)
+            for module in self._found.cast
+            for mapping in (module._parameters, module._buffers)
+            for name, value in mapping.items()
+        ]
+        with adapted(self._found, self._compute, self._natural):
+            try:
+                for mapping, name, value in before:
+                    mapping[name] = self._of(value)
+                yield
+            finally:
+                for mapping, name, value in before:
+                    mapping[name] = value

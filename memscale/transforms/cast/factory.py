@@ -1,0 +1,345 @@
+"""`cast`: mixed precision as a function of the state.
+
+The region runs on copies of its parameters, buffers and arguments in another dtype. The copies are made by the
+differentiable `Tensor.to`, so gradients arrive where the originals are, in their dtype, and nothing outlives the call
+but what autograd saves. While the region runs, each copy stands in the place where its original was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from memscale.algebra.composition import Transform
+from memscale.algebra.region import Transformed
+from memscale.core import pytrees
+from memscale.core.errors import ConfigError, TransformError
+from memscale.core.paths import matches, misfit
+from memscale.core.values import factory
+from memscale.regions.scope import Scope
+from memscale.transforms.cast.copies import Copies, substituted
+from memscale.transforms.cast.doubles import Doubles
+from memscale.transforms.cast.precision import (
+    NORMS,
+    Survey,
+    adapted,
+    cast_floating,
+    is_castable,
+    is_kept,
+    own_dtype,
+    own_kernels,
+    promoted,
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Cast(Transform):
+    """Made by `cast`."""
+
+    spelling: ClassVar[str] = "cast"
+
+    compute: torch.dtype = torch.bfloat16
+    output: torch.dtype | None = None
+    params: torch.dtype | None = None
+    keep: tuple[str, ...] = (NORMS,)
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        region = Casted(fn, self)
+        if not torch.compiler.is_compiling():
+            region.look_around()
+        return region
+
+
+class Casted(Transformed):
+    """A function in mixed precision.
+
+    Attributes:
+        roots: the modules that `fn` was found to reach when it was made, by which a compiler traces it.
+        traceable: whether these are all that `fn` was found to depend on.
+        rebindable: whether `fn` is a module's forward, of which there can be a copy that calls another module.
+        settled: whether a call in training mode has shown that the region changes no buffer that is cast.
+    """
+
+    def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
+        super().__init__(fn, how)
+        self.roots: list[nn.Module] = []
+        self.traceable = False
+        self.rebindable = False
+        self.settled = False
+
+    def look_around(self) -> None:
+        """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
+        reach = _Reach(self)
+        self.roots = reach.roots
+        self.rebindable = _is_of_modules(self.fn)
+        holders: list[Any] = [m for module in reach.modules for m in (module._parameters, module._buffers)]
+        if self.rebindable:
+            holders += [module.__dict__ for module in reach.modules]
+        owned = {id(value) for mapping in holders for value in mapping.values()}
+        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in reach.tensors)
+        paths = [path for root in self.roots for path, _ in root.named_modules(remove_duplicate=False)]
+        patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
+        if unmatched := [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]:
+            known = [repr(path) for path in paths if path]
+            raise TransformError(
+                f"{self.how!r}: {', '.join(map(repr, unmatched))} in keep matches no submodule of the region; paths "
+                f"are relative to the region, which has {', '.join(known[:8]) or 'no submodules'}"
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
+        try:
+            if torch.compiler.is_compiling():
+                return _traced(self, args, kwargs)
+        finally:
+            pass
+        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
+        return eager(self, args, kwargs)
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Casted:
+        region = super().__memscale_remap__(remap)
+        region.roots = [remap(root) for root in self.roots]
+        region.traceable, region.rebindable, region.settled = self.traceable, self.rebindable, self.settled
+        return region
+
+
+def cast(
+    *,
+    compute: torch.dtype | str = torch.bfloat16,
+    output: torch.dtype | str | None = None,
+    params: torch.dtype | str | None = None,
+    keep: Iterable[str] = (NORMS,),
+) -> Transform:
+    """A transform that computes a function in another floating dtype: mixed precision without a global switch.
+
+    ``cast(compute=d)(f)(x)`` is ``f`` of ``x.to(d)`` on a state of ``p.to(d)``, and its result cast back. The state
+    itself keeps its dtype, and so do its gradients:
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    >>> def show(layer, args, output):
+    ...     print(layer.weight.dtype, output.dtype)
+    >>> hooks = [layer.register_forward_hook(show) for layer in model]
+    >>> y = ms.cast()(model)(torch.ones(3, 4))
+    torch.bfloat16 torch.bfloat16
+    torch.float32 torch.bfloat16
+    torch.bfloat16 torch.bfloat16
+    >>> y.sum().backward()
+    >>> y.dtype, model[0].weight.dtype, model[0].weight.grad.dtype
+    (torch.float32, torch.float32, torch.float32)
+
+    Cast are floating tensors of 16 bits and more: arguments and results at any depth, parameters, buffers, tensors
+    that the function captures. Each distinct tensor is cast once a call, however often it is used. Integer tensors
+    stay. A `cast` inside a `cast` decides for its own region, and starts from the parameters themselves.
+
+    Args:
+        compute: the dtype of floating arguments and activations, as a `torch.dtype` or its name (``"bfloat16"``).
+        output: the dtype of floating results. `None` is the dtype that the region would have returned by itself: the
+            promoted dtype of its floating arguments, or without any that of its state.
+        params: the dtype of the floating state, where that is to differ from `compute`; `None` is `compute`.
+        keep: path patterns, as in a `Plan` but relative to the region, of the submodules that stay in their own
+            precision: they get their floating inputs in the dtype of their own state, and what they return is cast to
+            `compute`. The pattern ``"<norms>"``, which is the default, stands for what should stay by its structure:
+            leaf modules whose parameters are all vectors, leaf modules with an epsilon and no parameters, and modules
+            with floating buffers and no parameters, such as rotary tables and codebooks. ``()`` keeps nothing; the
+            statistics of a BatchNorm stay all the same.
+
+    Raises:
+        ConfigError: a dtype is not a floating dtype of at least 16 bits, or `keep` is not an iterable of patterns.
+        TransformError: when applied, if a pattern of `keep` matches no submodule of the region; when called, if the
+            region changes a tensor that was cast, so that the change would be lost. Under `torch.compile` also if
+            the region captures tensors outside of modules, or if nothing has shown that it leaves its buffers alone.
+
+    Cost: saves the difference in size of what backward keeps; pays one copy of each parameter a call. The copies that
+    backward needs live until then; ``compose(checkpoint(), cast())`` keeps none of them.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1; the three dtypes are those of
+    DeepMind's ``jmp.Policy``.
+    """
+    computed = _dtype("compute", compute)
+    state = None if params is None else _dtype("params", params)
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        raise ConfigError(f"cast(keep=...) takes a tuple of path patterns, got {keep!r}; write keep=({keep!r},)")
+    patterns = tuple(keep)
+    if wrong := [message for pattern in patterns if (message := misfit(pattern))]:
+        raise ConfigError(f"cast(keep=...): {'; '.join(wrong)}")
+    return Cast(
+        compute=computed,
+        output=None if output is None else _dtype("output", output),
+        params=None if state == computed else state,
+        keep=patterns,
+    )
+
+
+def _dtype(argument: str, value: Any) -> torch.dtype:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ConfigError(
+            f"cast({argument}=...) takes a floating dtype of at least 16 bits, such as torch.bfloat16 or 'bfloat16', "
+            f"got {value!r}" + ("; 8-bit floats compute only with their scales" if "float8" in str(value) else "")
+        )
+    return dtype
+
+
+def _casts_in(part: Any) -> list[Casted]:
+    """The casts among the functions that `part` is made of, without those of modules that they call."""
+    found = []
+    stack = [part]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Casted):
+            found.append(part)
+        if not isinstance(part, nn.Module) and hasattr(part, "__memscale_parts__"):
+            stack.extend(part.__memscale_parts__())
+    return found
+
+
+def _is_of_modules(part: Any) -> bool:
+    """Whether `part` is a module, or made of modules only."""
+    if part is None or isinstance(part, nn.Module):
+        return True
+    return hasattr(part, "__memscale_parts__") and all(map(_is_of_modules, part.__memscale_parts__()))
+
+
+def _survey(region: Casted) -> Survey:
+    def is_inner(module: nn.Module) -> bool:
+        forward = module.__dict__.get("forward")
+        casts = _casts_in(forward) if forward is not None else []
+        return len(casts) > 0 and region not in casts
+
+    return Survey(region.how.keep, is_inner)
+
+
+def _is_own(region: Casted, root: nn.Module) -> bool:
+    """Whether `region` is the forward of `root`, and does not just call it."""
+    return region in _casts_in(root.__dict__.get("forward"))
+
+
+def _leaves_alone(region: Casted, root: nn.Module) -> bool:
+    """Whether the module whose forward `region` is keeps its own precision, or is cast by another cast inside."""
+    return is_kept(root, "", region.how.keep) or len(_casts_in(region.fn)) > 0
+
+
+class _Reach(Scope):
+    """What a region depends on, but for what keeps its own precision.
+
+    Attributes:
+        roots: the topmost modules, the region's own among them.
+        survey: the modules below them, sorted.
+    """
+
+    def __init__(self, region: Casted) -> None:
+        self._region = region
+        self.roots: list[nn.Module] = []
+        self.survey = _survey(region)
+        super().__init__(region.fn)
+
+    def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
+        if not isinstance(thing, Casted):  # a cast inside this one casts its own state, from the originals
+            super()._visit(thing, home)
+
+    def _visit_module(self, root: nn.Module) -> None:
+        if root in self.survey.seen:
+            return
+        self.roots.append(root)
+        if _is_own(self._region, root) and _leaves_alone(self._region, root):
+            self.survey.seen.update(root.modules())
+            return
+        added = self.survey.add(root)
+        # Each module by itself: what is below it is visited as one of those that are cast, or not at all.
+        self._seen.update(map(id, self.survey.seen))
+        for module in added:
+            self._seen.discard(id(module))
+            super()._visit_module(module)
+
+
+def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
+    how, copies, reach = self.how, Copies(), _Reach(self)
+    leaves, spec = pytrees.flatten((args, kwargs))
+    natural = promoted(leaves) or promoted(tensor for _, _, tensor in reach.tensors)
+    inside = how.compute
+    for root in reach.roots:
+        if _is_own(self, root) and is_kept(root, "", how.keep):
+            inside = own_dtype(root) or natural or inside
+    args, kwargs = pytrees.unflatten(spec, [copies.of(leaf, inside) if is_castable(leaf) else leaf for leaf in leaves])
+    lost: list[torch.Tensor] = []
+    lies_between = adapted(reach.survey, how.compute, natural)
+    with own_kernels(reach.survey), lies_between, substituted(reach, how.params or how.compute, copies, lost):
+        result = self.fn(*args, **kwargs)
+    if lost := [*lost, *copies.changed()]:
+        kept = ", ".join(map(repr, how.keep))
+        raise TransformError(
+            f"{how!r}: the region changed {_describe(lost[0], reach, leaves)}, and the change went to a copy in "
+            f"another dtype. Add the path of its module to keep=({kept}{',' * (len(how.keep) == 1)}) so that it stays "
+            "in its own precision, or do not change it inside the region"
+        )
+    self.settled = self.settled or any(module.training for module in reach.modules)
+    return _returned(how, natural, result)
+
+
+def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
+    outside = how.output or natural
+    return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
+
+
+def _describe(tensor: torch.Tensor, reach: _Reach, leaves: list[Any]) -> str:
+    what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    for root in reach.roots:
+        for path, candidate in [*root.named_parameters(), *root.named_buffers()]:
+            if candidate is tensor:
+                kind = "parameter" if isinstance(candidate, nn.Parameter) else "buffer"
+                return f"{kind} {path!r} of {type(root).__name__} ({what})"
+    kind = "argument" if any(leaf is tensor for leaf in leaves) else "captured tensor"
+    return f"its {kind} {what}"
+
+
+@functools.cache
+def _without_dynamo() -> Callable[..., Any]:
+    # Dynamo would follow the search for places, and find the same dictionaries changed at every call.
+    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
+
+
+def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
+    """The same under `torch.compile`, which sees nothing of places and of version counts."""
+    how = self.how
+    if not self.traceable:
+        raise TransformError(
+            f"{how!r} under torch.compile: the region captures tensors outside of modules, or was made by code that "
+            "is being compiled; pass the tensors as arguments, and apply the transform before torch.compile"
+        )
+    found = _survey(self)
+    inside = how.compute
+    for root in self.roots:
+        own = _is_own(self, root)
+        if own and is_kept(root, "", how.keep):
+            inside = own_dtype(root) or inside
+        if not (own and _leaves_alone(self, root)):
+            found.add(root)
+    state = [t for module in found.cast for t in (*module._parameters.values(), *module._buffers.values())]
+    if not self.settled and any(
+        module.training and any(is_castable(buffer) for buffer in module._buffers.values()) for module in found.cast
+    ):
+        raise TransformError(
+            f"{how!r} under torch.compile: the region has floating buffers, and only a call outside of torch.compile "
+            "can show that it does not change them; call it once in training mode before, or name them in keep"
+        )
+    leaves, spec = pytrees.flatten((args, kwargs))
+    natural = promoted(leaves) or promoted(state)
+    args, kwargs = pytrees.unflatten(spec, [leaf.to(inside) if is_castable(leaf) else leaf for leaf in leaves])
+    doubles = Doubles(found, how.params or how.compute, how.compute, natural)
+    if self.rebindable:
+        result = doubles.rebind(self.fn)(*args, **kwargs)
+        doubles.settle()
+    else:
+        with doubles.swapped():
+            result = self.fn(*args, **kwargs)
+    return _returned(how, natural, result)
+
+
+factory("cast", cast)

@@ -1,0 +1,191 @@
+"""Which modules of a region compute in the region's precision, and which keep their own.
+
+Found by structure, not by a list of names: what makes a normalisation is that it has nothing but vectors to learn, and
+what makes a table (rotary frequencies, a codebook, running statistics) is that it has buffers and nothing to learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from memscale.core import pytrees
+from memscale.core.paths import matches
+
+NORMS = "<norms>"
+"""Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""
+
+
+def is_castable(value: Any) -> bool:
+    """Whether `value` is a floating tensor that computes by itself; 8-bit floats only do with their scales."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+
+
+def promoted(values: Iterable[Any]) -> torch.dtype | None:
+    """The dtype that arithmetic on the floating tensors of `values` gives, `None` without any."""
+    found: torch.dtype | None = None
+    for value in values:
+        if is_castable(value) and value.dtype != found:
+            found = value.dtype if found is None else torch.promote_types(found, value.dtype)
+    return found
+
+
+def keeps_by_structure(module: nn.Module) -> bool:
+    """Whether `module` is a normalisation, or a table that is computed with and not learned.
+
+    A leaf whose parameters are all vectors or scalars; a leaf without parameters that has an epsilon, as a
+    normalisation without affine parameters does; a module with floating buffers and no parameter in it or below.
+    """
+    if not module._modules:
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        if parameters:
+            return all(parameter.dim() <= 1 for parameter in parameters)
+        if any(name.endswith(("eps", "epsilon")) for name in module.__dict__):
+            return True
+    return not _has_parameters(module) and any(is_castable(buffer) for buffer in module.buffers())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    # At every call for every module: `nn.Module.parameters` takes ten times as long to say so.
+    if any(parameter is not None for parameter in module._parameters.values()):
+        return True
+    return any(child is not None and _has_parameters(child) for child in module._modules.values())
+
+
+class Survey:
+    """The modules that a region reaches, by what a cast does with them.
+
+    Attributes:
+        cast: their parameters and buffers are cast.
+        kept: each with the dtype of its own state, `None` if it has none; inputs and outputs are adapted.
+        inner: regions of another cast, which cast their own state; outputs are adapted.
+        seen: all of them, and those below.
+    """
+
+    def __init__(self, keep: tuple[str, ...], is_inner: Callable[[nn.Module], bool]) -> None:
+        self.cast: list[nn.Module] = []
+        self.kept: list[tuple[nn.Module, torch.dtype | None]] = []
+        self.inner: list[nn.Module] = []
+        self._keep = keep
+        self._is_inner = is_inner
+        self.seen: set[nn.Module] = set()
+
+    def add(self, root: nn.Module) -> list[nn.Module]:
+        """Sort the modules of `root` that are new here; returns those among them that are cast."""
+        start = len(self.cast)
+        stack = [("", root)]
+        while stack:
+            path, module = stack.pop()
+            if module in self.seen:
+                continue
+            self.seen.add(module)
+            if self._is_inner(module):
+                self.inner.append(module)
+                self._skip(module)
+            elif is_kept(module, path, self._keep):
+                self.kept.append((module, own_dtype(module)))
+                self._skip(module)
+            else:
+                if not isinstance(module, _NormBase):
+                    # Kernels of a BatchNorm take float32 statistics with any input, and update them unseen.
+                    self.cast.append(module)
+                for name, child in module._modules.items():
+                    if child is not None:
+                        stack.append((f"{path}.{name}" if path else name, child))
+        return self.cast[start:]
+
+    def _skip(self, module: nn.Module) -> None:
+        if module._modules:
+            self.seen.update(module.modules())
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the floating state of `module`: of its parameters, or without any of its buffers."""
+    if not module._modules:
+        return promoted(module._parameters.values()) or promoted(module._buffers.values())
+    return promoted(module.parameters()) or promoted(module.buffers())
+
+
+def is_kept(module: nn.Module, path: str, keep: tuple[str, ...]) -> bool:
+    """Whether the module at `path` of a region keeps its own precision."""
+    return any(keeps_by_structure(module) if pattern == NORMS else matches(pattern, path) for pattern in keep)
+
+
+def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`tree` with `convert` applied to its floating tensors, at any depth."""
+
+    leaves, spec = pytrees.flatten(tree)
+    return pytrees.unflatten(spec, [convert(leaf) if is_castable(leaf) else leaf for leaf in leaves])
+
+
+class Adapted:
+    """The forward, for the time of a call, of a submodule that does not compute in the region's precision.
+
+    Args:
+        module: the submodule.
+        forward: what its instance had in place of its class's forward, or `None`.
+        inside: the dtype of its floating inputs; `None` leaves them as they come.
+        outside: the dtype of its floating outputs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any] | None,
+        inside: torch.dtype | None,
+        outside: torch.dtype,
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.inside = inside
+        self.outside = outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inside is not None:
+            inside = self.inside
+            args, kwargs = cast_floating((args, kwargs), lambda tensor: tensor.to(inside))
+        if self.forward is not None:
+            result = self.forward(*args, **kwargs)
+        else:
+            result = type(self.module).forward(self.module, *args, **kwargs)
+        return cast_floating(result, lambda tensor: tensor.to(self.outside))
+
+    def __memscale_parts__(self) -> tuple[Any, ...]:
+        return (self.module, self.forward)
+
+
+@contextmanager
+def own_kernels(found: Survey) -> Iterator[None]:
+    """Run the body without the fused kernels of `nn.TransformerEncoder`, which pass a kept submodule's forward by."""
+    mha = torch.backends.mha
+    if not found.kept or not mha.get_fastpath_enabled():
+        yield
+        return
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(True)
+
+
+@contextmanager
+def adapted(found: Survey, compute: torch.dtype, natural: torch.dtype | None) -> Iterator[None]:
+    """Run the body with what lies between the region's precision and that of its submodules in their forwards."""
+    between = [(module, dtype or natural) for module, dtype in found.kept]
+    between += [(module, None) for module in found.inner]
+    before = [module.__dict__.get("forward") for module, _ in between]
+    try:
+        for (module, inside), forward in zip(between, before, strict=True):
+            module.__dict__["forward"] = Adapted(module, forward, inside, compute)
+        yield
+    finally:
+        for (module, _), forward in zip(between, before, strict=True):
+            if forward is not None:
+                module.__dict__["forward"] = forward
+            else:
+                module.__dict__.pop("forward", None)

@@ -1,0 +1,1 @@
+"""`checkpoint`: keep a region's inputs, recompute the rest; and the policies that keep more."""

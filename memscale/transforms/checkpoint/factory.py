@@ -1,0 +1,153 @@
+"""`checkpoint`: keep a region's inputs instead of its intermediate values, and compute those again in backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from memscale.algebra.composition import Transform
+from memscale.algebra.region import Transformed
+from memscale.core.errors import TransformError
+from memscale.core.values import factory
+from memscale.transforms.checkpoint import functorch, recompute
+from memscale.transforms.checkpoint.policies import (
+    EverythingSaveable,
+    Move,
+    NothingSaveable,
+    Policy,
+    Save,
+    Site,
+    batch_dims,
+    check_policy,
+    nothing_saveable,
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Checkpoint(Transform):
+    """Made by `checkpoint`."""
+
+    spelling: ClassVar[str] = "checkpoint"
+    uses_runtime: ClassVar[bool] = True
+
+    policy: Policy = nothing_saveable
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return Checkpointed(fn, self)
+
+
+class Checkpointed(Transformed):
+    """A checkpointed function."""
+
+    how: Checkpoint
+
+    def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
+        super().__init__(fn, how)
+        self.memory = recompute.Memory()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
+        # on a Python object, say) it leaves this frame to Python, where `is_compiling` is false. Outside a `try` it
+        # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
+        try:
+            if torch.compiler.is_compiling():
+                return _traced(self.fn, self.how.policy, args, kwargs)
+        finally:
+            pass
+        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
+        return eager(self, args, kwargs)
+
+
+def checkpoint(*, policy: Policy | None = None) -> Transform:
+    """A transform that keeps a function's inputs for backward and recomputes the rest.
+
+    ``checkpoint()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order:
+
+    >>> import torch, memscale as ms
+    >>> def f(x, w):
+    ...     return torch.tanh(x @ w).exp()
+    >>> x, w = torch.ones(4, 8), torch.ones(8, 100, requires_grad=True)
+    >>> sum(r.nbytes for r in ms.saved_residuals(f, x, w) if r.source == "intermediate")
+    3200
+    >>> sum(r.nbytes for r in ms.saved_residuals(ms.checkpoint()(f), x, w) if r.source == "intermediate")
+    0
+
+    The recompute sees the parameters, buffers, train/eval flags, Python attributes (those of objects that `f` is given,
+    too), random state and autocast that the forward saw, so BatchNorm statistics and counters move once, dropout
+    repeats its mask, and `eval()` before backward changes nothing. It works in plain autograd, under `torch.func` and
+    under `torch.compile`.
+
+    Args:
+        policy: which intermediate values to keep all the same, one of `memscale.policies`; `None` is
+            `policies.nothing_saveable`. Under `torch.func` every policy but `everything_saveable` keeps inputs only,
+            and under `torch.compile`, which does not see labels, policies by name do.
+
+    Raises:
+        ConfigError: `policy` is not a policy.
+        CorrectnessError: in backward, when what the region depends on was changed in place, or when the recompute
+            differs from the run; in forward, when the region changes something that cannot be brought back.
+        RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
+        TransformError: when the policy moves a value under `torch.compile`, when a region under `torch.func` changes a
+            tensor that it is given in place, or when an argument leads to more than 4,096 objects.
+
+    Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4; the policies are those of
+    ``jax.checkpoint``.
+    """
+    if policy is None:
+        policy = nothing_saveable
+    check_policy("checkpoint(policy=...)", policy)
+    return Checkpoint(policy)
+
+
+def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
+    policy = self.how.policy
+    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or functorch.inside_region():
+        return self.fn(*args, **kwargs)
+    if functorch.active():
+        return functorch.run(self.fn, args, kwargs)
+    return recompute.run(self.fn, policy, self.memory, self.runtime, args, kwargs)
+
+
+@functools.cache
+def _without_dynamo() -> Callable[..., Any]:
+    # A region that runs here must not be compiled piecemeal: its recompute runs uncompiled, and would save other
+    # tensors. Asked for only when Dynamo is loaded, for loading it takes longer than importing memscale.
+    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
+
+
+def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    """The same under `torch.compile`, where the compiler decides what to recompute from the tags on the graph."""
+    if isinstance(policy, EverythingSaveable):
+        return fn(*args, **kwargs)
+    if isinstance(policy, NothingSaveable):
+        return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+    # A partial of module-level functions: Dynamo takes no closure here.
+    contexts = functools.partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, functools.partial(_decide, policy)
+    )
+    return torch_checkpoint.checkpoint(fn, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _decide(policy: Policy, context: Any, op: Any, *_: Any, **__: Any) -> torch_checkpoint.CheckpointPolicy:
+    match policy.verdict(Site(op, None, batch_dims(op))):
+        case Save():
+            return torch_checkpoint.CheckpointPolicy.MUST_SAVE
+        case Move(tier):
+            raise TransformError(
+                f"{policy!r} moves {op} to tier {tier!r}, which the graphs of torch.compile cannot; use a policy that "
+                "saves or recomputes there, or leave this region uncompiled"
+            )
+        case _:
+            return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+factory("checkpoint", checkpoint)

@@ -1,0 +1,339 @@
+"""`checkpoint` inside `torch.func` transforms: one differentiable function whose inputs are explicit.
+
+`torch.func` refuses saved-tensor hooks, but differentiates and vectorises an `autograd.Function` that has a vmap rule.
+Such a function only knows its explicit inputs, so everything that the region captures (parameters that
+`functional_call` put in, closure variables, buffers) is found, passed in, and put in its place while the region runs.
+A captured tensor that cannot be found would lose its gradient without a sound; it is an error instead.
+
+A tensor that the region leaves behind (in a list or object that it was given, in an object that it returns, on a
+module) is one more output, and is put where the region left it: whoever uses it later gets its gradient.
+
+Regions inside a region are transparent here, and the whole region is recomputed: early stopping and selective
+policies need hooks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+
+from memscale.core import pytrees
+from memscale.core.errors import CorrectnessError, TransformError
+from memscale.regions.arguments import Remembered
+from memscale.regions.environment import Environment
+from memscale.regions.scope import Content, Place, Scope, holds, read, write
+from memscale.runtime import version
+
+_functorch = torch._C._functorch
+
+
+class _Inside(threading.local):
+    active = False
+
+
+_inside = _Inside()
+
+
+def active() -> bool:
+    """Whether a `torch.func` transform is running here."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def inside_region() -> bool:
+    """Whether a region is running or recomputing under `torch.func` here."""
+    return _inside.active
+
+
+def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` as one recomputed function of its arguments and of all that it captures."""
+    call = _Call(fn, args, kwargs)
+    outputs = _Region.apply(call, *call.inputs)  # type: ignore[no-untyped-call]
+    return call.finish(outputs)
+
+
+class _Call:
+    """One call of a region: what it depends on, where each explicit input goes, and what it left behind."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.fn = fn
+        self.scope = Scope(fn)
+        self.call = Remembered((args, kwargs), self.scope, hold=True)
+        self.environment: Environment | None = None
+        # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.
+        self.inputs: list[torch.Tensor] = []
+        positions: dict[int, int] = {}
+
+        def position_of(tensor: torch.Tensor) -> int:
+            if id(tensor) not in positions:
+                positions[id(tensor)] = len(self.inputs)
+                self.inputs.append(tensor)
+            return positions[id(tensor)]
+
+        self.arguments = [position_of(tensor) for tensor in self.call.tensors]
+        self.captures = [(place, key, position_of(tensor)) for place, key, tensor in self.scope.tensors]
+        buffers = [module._buffers for module in self.scope.modules]
+        self.buffers = {
+            position
+            for place, _, position in self.captures
+            if any(self.scope.places[place] is mapping for mapping in buffers)
+        }
+        # What the region changes must be saved as it was, and what autograd saves must not change: so those that it may
+        # change go in as copies, and `finish` brings the new values back to the tensors themselves.
+        self.targets = list(self.inputs)
+        training = {id(t) for module in self.scope.modules if module.training for t in module._buffers.values()}
+        for position in self.buffers:
+            if id(self.inputs[position]) in training:
+                self.inputs[position] = self.inputs[position].clone()
+        self.silent = {
+            id(buffer)
+            for module in self.scope.modules
+            if isinstance(module, _NormBase) and module.training
+            for buffer in module._buffers.values()
+        }
+        self.out_spec: Any = None
+        self.out_leaves: list[Any] = []
+        self.mutated: list[int] = []
+        self.assigned: list[tuple[Place, Any]] = []
+        self.returned_inputs: dict[int, int] = {}  # autograd does not take an input, as it is, for an output
+        # What the arguments lead to after the run, and where each tensor in it comes from: an input, or an output.
+        self.left: Remembered | None = None
+        self.sources: list[tuple[bool, int]] = []
+        self.made: list[int] = []
+        self.left_count = 0
+
+    def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
+        """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it left."""
+        working = [tensor.clone() if index in self.buffers else tensor for index, tensor in enumerate(inputs)]
+        before = [version(tensor) for tensor in working]
+        values = [working[position] for position in self.arguments]
+        with (
+            self._substituted(working, keep_changes=first) as put,
+            self.call.again(values) as (args, kwargs),
+            _Guard(inputs if first else None),
+        ):
+            result = self.fn(*args, **kwargs)
+            assigned = self._assigned(put)
+            out_leaves, out_spec = pytrees.flatten(result)
+            others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]
+            left = Remembered((args, kwargs, others), Scope(self.fn), hold=True)
+        mutated = [
+            index
+            for index, tensor in enumerate(working)
+            if version(tensor) != before[index] or (index in self.buffers and id(self.targets[index]) in self.silent)
+        ]
+        if other := [index for index in mutated if index not in self.buffers]:
+            raise TransformError(
+                f"checkpoint inside torch.func: the region changes an input of shape {list(inputs[other[0]].shape)}"
+                f"{self._owner(other[0])} in place, which cannot be repeated there; clone it inside the region first"
+            )
+        inside = {id(tensor): index for index, tensor in enumerate(working)}
+        if first:
+            self.out_spec = out_spec
+            self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in out_leaves]
+            self.returned_inputs = {i: inside[id(leaf)] for i, leaf in enumerate(out_leaves) if id(leaf) in inside}
+            self.tensor_outputs = [
+                i
+                for i, leaf in enumerate(out_leaves)
+                if isinstance(leaf, torch.Tensor) and i not in self.returned_inputs
+            ]
+            self.mutated = mutated
+            self.assigned = [(place, key) for place, key, _ in assigned]
+        outputs: list[torch.Tensor] = [out_leaves[i] for i in self.tensor_outputs]
+        outputs += [working[index] for index in mutated]
+        outputs += [tensor for _, _, tensor in assigned]
+        if first:
+            self._find_sources(left, inside, outputs)
+        elif len(left.order) != self.left_count:
+            raise CorrectnessError(
+                f"the recompute differs from the run: the region left {len(left.order)} tensors in what it was given "
+                f"and in objects that it returned, where the run had left {self.left_count}. A checkpointed region "
+                "must do the same at every run with the same inputs"
+            )
+        return (*outputs, *[left.tensors[left.order[occurrence]] for occurrence in self.made])
+
+    def _find_sources(self, left: Remembered, inside: dict[int, int], outputs: list[torch.Tensor]) -> None:
+        """Say where each tensor that the region left comes from, and which of them are outputs of their own.
+
+        These are named by the order in which they are met. A rerun sees other identities: `x.to(x.device)` is `x` in
+        the run, and inside torch.func a tensor of its own.
+        """
+        known = {id(tensor): (True, index) for index, tensor in reversed([*enumerate(outputs)])}
+        known.update({key: (False, index) for key, index in inside.items()})
+        self.made = []
+        for occurrence, index in enumerate(left.order):
+            if (key := id(left.tensors[index])) not in known:
+                known[key] = (True, len(outputs) + len(self.made))
+                self.made.append(occurrence)
+        self.left, self.left_count = left, len(left.order)
+        self.sources = [known[id(tensor)] for tensor in left.tensors]
+
+    def _owner(self, index: int) -> str:
+        """Which object among the arguments holds input `index`, as a part of a sentence."""
+        owner = self.call.owner(self.arguments.index(index)) if index in self.arguments else None
+        return "" if owner is None else f" (held by a {owner})"
+
+    def finish(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Write back what the region changed, and put its outputs together."""
+        assert self.left is not None
+        remaining = iter(outputs)
+        leaves = list(self.out_leaves)
+        for index in self.tensor_outputs:
+            leaves[index] = next(remaining)
+        for index, position in self.returned_inputs.items():
+            leaves[index] = self.targets[position]
+        with torch.no_grad():
+            for index in self.mutated:
+                self.targets[index].copy_(next(remaining))
+        for place, key in self.assigned:
+            content = read(place)
+            content[key] = next(remaining)
+            write(place, content)
+        self.left.put([outputs[index] if is_output else self.targets[index] for is_output, index in self.sources])
+        # What the region left has a graph by now, which holds this record: holding that would keep both for ever.
+        self.left, self.out_leaves = None, []
+        self.call.let_go()
+        return pytrees.unflatten(self.out_spec, leaves)
+
+    @contextmanager
+    def _substituted(self, working: list[torch.Tensor], *, keep_changes: bool) -> Iterator[dict[int, Content]]:
+        """Put `working` where the captured tensors were; other state is as it was when the region first ran."""
+        scope = self.scope
+        before = [read(place) for place in scope.places]
+        contents: list[Content] = [content.copy() for content in scope.contents]
+        for place, key, position in self.captures:
+            contents[place][key] = working[position]
+        touched = {place for place, _, _ in self.captures}
+        was_active = _inside.active
+        try:
+            for index, place in enumerate(scope.places):
+                if index in touched or not holds(place, contents[index]):
+                    write(place, contents[index])
+            _inside.active = True
+            yield {index: contents[index] for index in touched}
+        finally:
+            _inside.active = was_active
+            for index, place in enumerate(scope.places):
+                content = before[index]
+                if keep_changes:
+                    content = read(place)
+                    for captured, key, position in self.captures:
+                        if captured == index and _get(content, key) is working[position]:
+                            content[key] = scope.contents[index][key]
+                if not holds(place, content):
+                    write(place, content)
+
+    def _assigned(self, put: dict[int, Content]) -> list[tuple[Place, Any, torch.Tensor]]:
+        """Tensors that the region stored in one of its places (an auxiliary loss kept on the module, say)."""
+        found = []
+        for index, place in enumerate(self.scope.places):
+            content = put.get(index, self.scope.contents[index])
+            now = read(place)
+            for key, value in now.items() if isinstance(now, dict) else enumerate(now):
+                if isinstance(value, torch.Tensor) and _get(content, key) is not value:
+                    found.append((place, key, value))
+        return found
+
+
+def _get(content: Content, key: Any) -> Any:
+    if isinstance(content, dict):
+        return content.get(key)
+    return content[key] if key < len(content) else None
+
+
+class _Region(torch.autograd.Function):
+    """The recomputed function. Its inputs are saved by autograd, which checks their versions."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        devices = {tensor.device for tensor in inputs if tensor.device.type != "cpu"}
+        call.environment = Environment(devices, host_random=True, generators=call.scope.generators)
+        outputs = call.execute(inputs, first=True)
+        call.environment.settle()
+        return outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        call, *tensors = inputs
+        ctx.call = call
+        ctx.differentiable = [tensor.is_floating_point() or tensor.is_complex() for tensor in output]
+        ctx.mark_non_differentiable(*[t for t, yes in zip(output, ctx.differentiable, strict=True) if not yes])
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        wanted = [index for index in range(len(inputs)) if ctx.needs_input_grad[index + 1]]
+        with ctx.call.environment.reinstate():
+            vjp = torch.func.vjp(_rerun(ctx, inputs, wanted), *[inputs[index] for index in wanted])[1]
+        found = vjp(tuple(grad for grad, yes in zip(grads, ctx.differentiable, strict=True) if yes))
+        result: list[Any] = [None] * (len(inputs) + 1)
+        for index, grad in zip(wanted, found, strict=True):
+            result[index + 1] = grad
+        return tuple(result)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        wanted = [index for index in range(len(inputs)) if tangents[index + 1] is not None]
+        with ctx.call.environment.reinstate():
+            found = torch.func.jvp(
+                _rerun(ctx, inputs, wanted),
+                tuple(inputs[index] for index in wanted),
+                tuple(tangents[index + 1] for index in wanted),
+            )[1]
+        remaining = iter(found)
+        return tuple(next(remaining) if yes else None for yes in ctx.differentiable)
+
+
+def _rerun(ctx: Any, inputs: tuple[torch.Tensor, ...], wanted: list[int]) -> Callable[..., Any]:
+    """The region as a function of its `wanted` inputs, to its differentiable outputs."""
+
+    def run_again(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        full = list(inputs)
+        for index, value in zip(wanted, values, strict=True):
+            full[index] = value
+        outputs = ctx.call.execute(tuple(full), first=False)
+        return tuple(output for output, yes in zip(outputs, ctx.differentiable, strict=True) if yes)
+
+    return run_again
+
+
+class _Guard(TorchFunctionMode):
+    """Raises when a region under `torch.func` uses a tensor that is neither its input nor made from one.
+
+    Such a tensor belongs to a transform level that the region has stepped out of: its gradient, or its batch
+    dimension, would be lost without an error.
+    """
+
+    def __init__(self, inputs: tuple[torch.Tensor, ...] | None) -> None:
+        super().__init__()
+        self._known = None if inputs is None else {id(tensor): tensor for tensor in inputs}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stack = _functorch.peek_interpreter_stack()
+        level = 0 if stack is None else stack.level()
+        for tensor in pytrees.tensors((args, kwargs)):
+            foreign = _functorch.is_functorch_wrapped_tensor(tensor) and _functorch.maybe_get_level(tensor) > level
+            # Autograd is off while the region first runs, so only what came from outside can require a gradient.
+            loses = self._known is not None and tensor.requires_grad and id(tensor) not in self._known
+            if foreign or (loses and not torch.is_grad_enabled()):
+                raise TransformError(
+                    f"checkpoint inside torch.func: the region uses a tensor of shape {list(tensor.shape)} in "
+                    f"{getattr(func, '__name__', func)} that it reached in a way memscale cannot follow, so its "
+                    "gradient would be lost; pass it to the region as an argument"
+                )
+        result = func(*args, **kwargs)
+        if self._known is not None and not torch.is_grad_enabled():
+            # A view of an input says that it requires a gradient, even though autograd is off.
+            self._known.update({id(tensor): tensor for tensor in pytrees.tensors(result) if tensor.requires_grad})
+        return result

@@ -1,0 +1,83 @@
+"""Tensors that a region keeps for its backward, kept the way autograd would have kept them.
+
+If saved-tensor hooks are active where the region is called (an outer checkpoint, an offload, PyTorch's
+`save_on_cpu`), they see these tensors exactly as they would see any saved tensor. That is what makes a checkpoint
+inside a checkpoint hold nothing of its own, and an offload around a checkpoint move the region's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memscale.regions.saved_tensors import RECOMPUTING
+from memscale.runtime import changed_error, described, version
+
+
+class Kept:
+    """Some tensors, held directly or through the saved-tensor hooks active at construction.
+
+    `hooks` are a pair of functions to use in place of those.
+    """
+
+    __slots__ = ("_held", "_unpack", "_versions")
+
+    def __init__(self, tensors: list[torch.Tensor], hooks: Any = None) -> None:
+        hooks = hooks or torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._held: list[Any] = tensors
+        self._unpack: Callable[[Any], torch.Tensor] | None = None
+        self._versions: list[int] = []
+        if hooks is not None:
+            pack, self._unpack = hooks
+            with torch.no_grad():
+                packed = {id(tensor): pack(tensor.detach()) for tensor in tensors}
+            self._held = [packed[id(tensor)] for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def through_hooks(self) -> bool:
+        """Whether the tensors come back from hooks, possibly as copies whose version counters start anew."""
+        return self._unpack is not None
+
+    @property
+    def by_recompute(self) -> bool:
+        """Whether the tensors come back by a recompute of the region around this one."""
+        return getattr(self._unpack, "__module__", None) in RECOMPUTING
+
+    def seal(self, versions: list[int]) -> None:
+        """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
+        if self._unpack is None:
+            self._versions = versions
+
+    def tensor(self, index: int, what: str, refused: dict[int, str] | None = None) -> torch.Tensor:
+        """The tensor at `index`; `what` names it in the error.
+
+        If it was changed, and `refused` is given, the error's message goes there, under the storage.
+
+        Raises:
+            CorrectnessError: it was changed in place since it was sealed.
+        """
+        held = self._held[index]
+        if self._unpack is not None:
+            return self._unpack(held)
+        if self._versions and (now := version(held)) != self._versions[index]:
+            error = changed_error(described(what, held.dtype, held.shape), now, self._versions[index])
+            if refused is None:
+                raise error
+            refused[held.untyped_storage()._cdata] = str(error)
+        return held  # type: ignore[no-any-return]
+
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Hold `tensor` at `index` instead, directly: it is the region's own copy."""
+        if self._unpack is not None:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            assert hooks is not None, "the hooks around a region stay in place while it runs"
+            self._held[index] = hooks[0](tensor)
+        else:
+            self._held = list(self._held)
+            self._held[index] = tensor
+            self._versions = [*self._versions[:index], tensor._version, *self._versions[index + 1 :]]

@@ -1,0 +1,320 @@
+"""`checkpoint` under plain autograd: saved tensors become placeholders that know how to come back.
+
+While a region runs, autograd hands every tensor that it would save to `_Frame.pack`, which keeps a `_Placeholder`
+instead. The first placeholder that backward needs runs the region again, with the same inputs and in the same
+environment, and stops as soon as the last tensor that is still wanted has been seen. The graph that autograd walks
+is the ordinary one, so captured tensors, double backward, partial gradients and hooks work as without checkpoint.
+
+Stopping early is the idea of `torch.utils.checkpoint` (non-reentrant). What differs: the recompute runs in the
+region's own past (`_snapshot`), and all that is kept is let go as soon as no later backward can ask for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from memscale.core.errors import CorrectnessError
+from memscale.regions.arguments import arguments
+from memscale.regions.scope import Scope
+from memscale.regions.snapshot import Habits, Snapshot
+from memscale.runtime import Runtime, changed_error, described, version
+from memscale.transforms.checkpoint.kept_tensors import Kept
+from memscale.transforms.checkpoint.policies import NothingSaveable, Policy
+from memscale.transforms.checkpoint.selective import Recorder, Replayer
+
+_autograd = torch._C._autograd
+_Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
+
+
+class Memory:
+    """What a region has learned about itself from earlier runs, by the train/eval flags of its modules."""
+
+    def __init__(self) -> None:
+        self.habits: dict[Any, Habits] = {}
+
+    def __reduce__(self) -> Any:
+        return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
+
+
+def run(fn: Callable[..., Any], policy: Policy, memory: Memory, runtime: Runtime | None, args: Any, kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, keeping for backward only what `policy` saves."""
+    frame = _Frame(fn, policy, memory, runtime, args, kwargs)
+    _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
+    try:
+        with frame.recorder or nullcontext():
+            result = fn(*args, **kwargs)
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+    frame.settle()
+    return result
+
+
+class _Placeholder:
+    """Stands in autograd's graph for a tensor that was not saved. `found` is there between recompute and use."""
+
+    __slots__ = ("__weakref__", "found", "frame", "index")
+
+    def __init__(self, frame: _Frame, index: int) -> None:
+        self.frame = frame
+        self.index = index
+        self.found: _Found | None = None
+
+
+def _unpack(placeholder: _Placeholder) -> torch.Tensor:
+    found = placeholder.found
+    if found is None:
+        found = placeholder.frame.recompute(placeholder)
+    if _keeps_graph():
+        # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
+        placeholder.found = None
+    tensor, expected = found
+    if tensor._version != expected:  # autograd does not check what comes from hooks
+        what = f"saved tensor {placeholder.index} of a checkpointed region"
+        raise changed_error(described(what, tensor.dtype, tensor.shape), tensor._version, expected)
+    return tensor
+
+
+def _keeps_graph() -> bool:
+    return torch._C._current_graph_task_id() == -1 or _autograd._get_current_graph_task_keep_graph()
+
+
+class _Stop(BaseException):
+    """Ends a recompute. Not an `Exception`, for a region's own ``except Exception`` must not swallow it."""
+
+
+class _Frame:
+    """One run of a region: its inputs, its snapshot, and the placeholders that autograd holds for it."""
+
+    __slots__ = (
+        "_argument_versions",
+        "_call",
+        "_fn",
+        "_inputs",
+        "_memory",
+        "_mode",
+        "_placeholders",
+        "_requires_grad",
+        "_seen",
+        "_settled",
+        "_snapshot",
+        "recorder",
+    )
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy,
+        memory: Memory,
+        runtime: Runtime | None,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        self._fn: Callable[..., Any] | None = fn
+        scope = Scope(fn)
+        self._call = arguments(args, kwargs, scope)
+        tensors = self._call.take_tensors()  # `Kept` decides what holds them
+        self._memory = memory
+        self._mode = (scope.flags(), len(scope.places), len(tensors))
+        self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
+        self._argument_versions = [version(tensor) for tensor in tensors]
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._inputs: Kept | None = Kept(tensors)
+        self._placeholders: list[weakref.ref[_Placeholder]] = []
+        self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._settled = False
+        self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors, runtime)
+
+    def pack(self, tensor: torch.Tensor) -> _Placeholder:
+        """Called by autograd with each tensor that it would save."""
+        placeholder = _Placeholder(self, len(self._seen))
+        self._placeholders.append(weakref.ref(placeholder))
+        self._seen.append((tensor.shape, tensor.dtype, tensor._version))
+        if self.recorder is not None:
+            self.recorder.needed = self.recorder.count
+        return placeholder
+
+    def settle(self) -> None:
+        """After the run: learn what it changed, and keep the old values of arguments that it changed."""
+        assert self._snapshot is not None
+        assert self._inputs is not None
+        try:
+            habits = self._snapshot.settle(self._argument_versions)
+        except CorrectnessError:
+            self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
+            raise
+        if habits is not None:
+            self._memory.habits[self._mode] = habits
+        if self.recorder is not None:
+            self.recorder.settle()
+        self._inputs.seal(self._argument_versions)
+        for index, old_value in self._snapshot.replaced.items():
+            self._inputs.replace(index, old_value)
+        self._settled = True
+
+    def recompute(self, wanted: _Placeholder) -> _Found:
+        """Run the region again, giving every placeholder that is still alive its tensor; returns that of `wanted`.
+
+        Raises:
+            CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
+        """
+        if self._snapshot is None or self._fn is None:
+            raise CorrectnessError(
+                "a checkpointed region was already released: backward went through it without retain_graph. "
+                "Specify retain_graph=True in every backward but the last"
+            )
+        in_backward = torch._C._current_graph_task_id() != -1
+        live = [reference() for reference in self._placeholders]
+        if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
+            live = [placeholder if placeholder is wanted else None for placeholder in live]
+        refused: dict[int, str] = {}
+        fresh: list[torch.Tensor] = []
+        values = self._values(refused, fresh)
+        rerun = _Rerun(self._seen, live, fresh)
+        last = in_backward and self._settled and not _keeps_graph()
+        with (
+            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh),
+            self._call.again(values) as (args, kwargs),
+            torch.enable_grad(),
+        ):
+            _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
+            try:
+                with self._replayer(values) or nullcontext():
+                    self._fn(*args, **kwargs)
+            except _Stop:
+                pass
+            finally:
+                _autograd._pop_saved_tensors_default_hooks()
+        rerun.check()
+        # Not before: what a rerun that failed has found must not be used, and would only take memory.
+        for placeholder in live:
+            if placeholder is not None:
+                placeholder.found = rerun.found[placeholder.index]
+        if in_backward and _keeps_graph():
+            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
+        elif last:
+            # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
+            self._fn = self._inputs = self._snapshot = self.recorder = None
+        return rerun.found[wanted.index]
+
+    def _replayer(self, values: list[torch.Tensor]) -> Replayer | None:
+        if self.recorder is None or not self._settled:
+            return None
+        return Replayer(self.recorder, values)
+
+    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that the region received, cut off from the graph they came from.
+
+        One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
+        next layer may have written into a cache that all of them are given. Copies go into `fresh`.
+        """
+        assert self._snapshot is not None
+        assert self._inputs is not None
+        leaves: dict[int, torch.Tensor] = {}
+        values = []
+        for index, requires_grad in enumerate(self._requires_grad):
+            if index in self._snapshot.replaced:
+                # The region changes it in place: that needs a tensor of its own, and no leaf.
+                held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
+                if id(held) not in leaves:
+                    with torch.enable_grad():
+                        leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
+                    fresh.append(leaves[id(held)])
+            else:
+                owner = self._call.owner(index)
+                where = "" if owner is None else f" (held by a {owner})"
+                held = self._inputs.tensor(
+                    index,
+                    f"tensor argument {index}{where} of a checkpointed region",
+                    None if owner is None else refused,
+                )
+                if self._inputs.through_hooks:
+                    fresh.append(held)
+                if id(held) not in leaves:
+                    leaves[id(held)] = held.detach().requires_grad_(requires_grad)
+            values.append(leaves[id(held)])
+        return values
+
+    def _forget(self) -> None:
+        for reference in self._placeholders:
+            if (placeholder := reference()) is not None:
+                placeholder.found = None
+
+
+class _AtTheEnd:
+    """A callback of a backward that acts when the backward lets go of it: autograd calls none if the backward fails."""
+
+    __slots__ = ("_action",)
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __call__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._action()
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Rerun:
+    """Receives the tensors that a recompute saves, and checks them against those of the run."""
+
+    def __init__(
+        self,
+        seen: list[tuple[torch.Size, torch.dtype, int]],
+        live: list[_Placeholder | None],
+        fresh: list[torch.Tensor],
+    ) -> None:
+        self._seen = seen
+        self._live = live
+        self._fresh = fresh  # tensors whose version counters mean nothing
+        self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
+        self._count = 0
+        self.found: dict[int, _Found] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        index = self._count
+        self._count += 1
+        if index <= self._last:
+            shape, dtype, expected = self._seen[index]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise CorrectnessError(
+                    f"the recompute differs from the run: saved tensor {index} of the region was "
+                    f"{dtype}{list(shape)} and is now {tensor.dtype}{list(tensor.shape)}. A checkpointed region must "
+                    "do the same at every run with the same inputs"
+                )
+            if tensor._version != expected and not self._is_fresh(tensor):
+                raise changed_error(
+                    described(f"saved tensor {index} of a checkpointed region", dtype, shape),
+                    tensor._version,
+                    expected,
+                    "The region reads a tensor from outside that was changed between forward and backward; pass it as "
+                    "an argument, or change it after backward",
+                )
+            if self._live[index] is not None:
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                self.found[index] = tensor, tensor._version
+            if index == self._last:
+                raise _Stop
+        return tensor
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return any(fresh.untyped_storage()._cdata == storage for fresh in self._fresh)
+
+    def check(self) -> None:
+        """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""
+        if self._count <= self._last:
+            raise CorrectnessError(
+                f"the recompute differs from the run: it saved {self._count} tensors where the run had saved at least "
+                f"{self._last + 1}. A checkpointed region must do the same at every run with the same inputs; look "
+                "for a condition on something that changed in between"
+            )

@@ -1,0 +1,54 @@
+"""`name`: an identity that gives a tensor a label, for policies and for inspection."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from memscale.core.errors import ConfigError
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+class _Listeners(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Callable[[torch.Tensor, str], None]] = []
+
+
+listeners = _Listeners()
+"""Who wants to hear of labels in this thread: recorders of selective policies, and `saved_residuals`."""
+
+
+def name(tensor: T, label: str) -> T:
+    """`tensor` itself, known as `label` to the policy of the checkpoint around it.
+
+    >>> import torch, memscale as ms
+    >>> def block(x, w):
+    ...     return torch.sin(ms.name(x @ w, "projection")) ** 2
+    >>> keep = ms.checkpoint(policy=ms.policies.save_only_these_names("projection"))
+    >>> x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
+    >>> [r.label for r in ms.saved_residuals(keep(block), x, w) if r.label]
+    ['projection']
+
+    Outside a checkpoint it costs one function call and does nothing. The label goes to the operator that made the
+    tensor's memory, so a view can be named as well as what it views.
+
+    Args:
+        tensor: any tensor.
+        label: a non-empty string; many tensors may share one.
+
+    Raises:
+        ConfigError: `label` is not a non-empty string, or `tensor` is not a tensor.
+
+    Source: ``jax.ad_checkpoint.checkpoint_name``.
+    """
+    if not isinstance(label, str) or not label:
+        raise ConfigError(f"name(tensor, label): the label is a non-empty string, got {label!r}")
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"name(tensor, label) labels a tensor, got {type(tensor).__name__} for label {label!r}")
+    for hear in listeners.stack:
+        hear(tensor, label)
+    return tensor

@@ -1,0 +1,1 @@
+"""`offload`: what a region saves, or its parameters, wait on another tier."""

@@ -1,0 +1,304 @@
+"""`offload(what="params")`: a region whose parameters live on another tier and come to the device to be used.
+
+While the region runs, each of its parameters is replaced, where the region finds it, by a tensor on the device. In the
+graph that is the result of two nodes. The first, on the device, sends the gradient home; the second, on the CPU, waits
+for it and hands it to the parameter. What autograd saves of it is a handle, which brings it back for backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memscale.algebra.region import Transformed
+from memscale.core import pytrees
+from memscale.core.errors import CorrectnessError
+from memscale.regions.hidden_operators import unseen
+from memscale.regions.saved_tensors import StreamedHooks, hooks_here, saving_by
+from memscale.regions.scope import Attributes, Scope, read, write
+from memscale.regions.uncompiled import uncompiled
+from memscale.runtime import Home, Visit, changed_error, default_runtime, home_of, is_movable, version
+from memscale.transforms.checkpoint import functorch
+
+_HOME = "_memscale_home"  # on a tensor that stands for a parameter: where that lives, and the version it had
+
+
+class Streamed(Transformed):
+    """A function whose parameters live on another tier.
+
+    Attributes:
+        resident: parameters that stay where they are, since others outside of every such region use them too.
+    """
+
+    def __init__(self, fn: Callable[..., Any], how: Any) -> None:
+        super().__init__(fn, how)
+        self.resident: tuple[nn.Parameter, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        why = "offload(what='params') brings the region's parameters to the device while it runs"
+        return uncompiled(_eager, why, self, args, kwargs)
+
+    def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
+        """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
+        runtime = self.runtime or default_runtime()
+        like = torch.empty(0, dtype=torch.uint8, device=device)
+        least = runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
+        staying = set(map(id, self.resident))
+        homes = []
+        for parameter in parameters:
+            home = home_of(parameter)
+            movable = parameter.nbytes >= least and id(parameter) not in staying and is_movable(parameter)
+            if home is None and movable:
+                home = runtime.engine(like).homes.place(parameter, self.how.tier, like)
+            if home is not None:
+                homes.append(home)
+        return homes
+
+    def find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
+        """The parameters with a home, and those that are on another device for another reason."""
+        own = {id(tensor): tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter}
+        if functorch.active() or functorch.inside_region():
+            own = {}  # a recompute there has made them arguments
+        homes = [home for home in self.place(list(own.values()), device) if home.device == device]
+        found = {id(home.parameter()) for home in homes}
+        if untitled := {id(home.parameter()): home for home in homes if not home.title}:
+            for position, key, tensor in scope.tensors:
+                if id(tensor) in untitled:
+                    untitled[id(tensor)].title = scope.describe(position, key)
+        members = {id(module._parameters) for module in scope.modules}
+        strays = {
+            id(tensor): tensor
+            for position, _, tensor in scope.tensors
+            if id(scope.places[position]) in members and id(tensor) not in found and tensor.device != device
+        }
+        return homes, list(strays.values())
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Streamed:
+        other = super().__memscale_remap__(remap)
+        other.resident = self.resident
+        return other
+
+
+def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
+    scope = Scope(self.fn)
+    device = _device(scope, pytrees.tensors((args, kwargs)))
+    if device is None:
+        return self.fn(*args, **kwargs)
+    with unseen():
+        homes, strays = self.find(scope, device)
+    with ExitStack() as stack:
+        stand_ins = stack.enter_context(_on_device(homes))
+        # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
+        if homes and torch.is_grad_enabled() and not functorch.active() and not functorch.inside_region():
+            hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
+            stack.enter_context(saving_by(hooks, self.how))
+        stand_ins |= {id(stray): stray.to(device) for stray in strays}
+        stack.enter_context(_replaced(scope, stand_ins))
+        return self.fn(*args, **kwargs)
+
+
+def streamed_in(fn: Any) -> Iterator[Streamed]:
+    """Every `Streamed` among the transformed functions that `fn` is made of, outermost first."""
+    while fn is not None:
+        if isinstance(fn, Streamed):
+            yield fn
+        fn = getattr(fn, "fn", None) or getattr(fn, "instance_forward", None)  # the latter under a root or a patch
+
+
+def stands_for_home(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is what a running region has in place of a parameter."""
+    return hasattr(tensor, _HOME)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtHome:
+    """What a region that runs again needs to know of a parameter that it had on the device. Keeps none of its bytes."""
+
+    home: Home
+    contents: torch.Tensor  # where it lives; the region's own parameter may be another one by then
+    version: int
+    requires_grad: bool
+
+
+def at_home(stand_in: torch.Tensor) -> AtHome:
+    """A note of what `stand_in` stands for."""
+    home, expected = getattr(stand_in, _HOME)
+    parameter = home.parameter()
+    assert parameter is not None, "the region holds it"
+    return AtHome(home, parameter.detach(), expected, stand_in.requires_grad)
+
+
+@contextmanager
+def on_device_again(notes: Sequence[AtHome]) -> Iterator[dict[Home, torch.Tensor]]:
+    """New tensors on the device, by home, while a region runs again.
+
+    Raises:
+        CorrectnessError: one of the parameters was changed in place since.
+    """
+    for note in notes:
+        if (now := note.home.version()) not in (-1, note.version):
+            raise changed_error(str(note.home), now, note.version)
+    with ExitStack() as stack:
+        arrived = dict(_enter(stack, list({note.home: None for note in notes})))
+        for note in notes:
+            arrived[note.home].requires_grad_(note.requires_grad)
+        yield arrived
+        arrived.clear()
+
+
+@contextmanager
+def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
+    """What stands for each parameter in a region, by the parameter's id, for as long as the region runs."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    trained: list[tuple[Home, torch.Tensor, Any]] = []
+    sequence = None
+    with ExitStack() as stack:
+        for home, tensor in _enter(stack, homes):
+            parameter = home.parameter()
+            assert parameter is not None, "the region holds it"
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
+                if sequence is None:
+                    sequence = home.engine.homes.lag(received.grad_fn._sequence_nr())
+                received.grad_fn._set_sequence_nr(sequence)
+                tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
+                trained.append((home, tensor, tensor.grad_fn))
+            else:
+                tensor.requires_grad_(parameter.requires_grad)
+            setattr(tensor, _HOME, (home, version(parameter)))
+            stand_ins[id(parameter)] = tensor
+        try:
+            yield stand_ins
+        finally:
+            changed = [(home, tensor) for home, tensor, node in trained if tensor.grad_fn is not node]
+            for home, _ in changed:
+                home.forget_changes()
+        for home, _ in changed:
+            raise CorrectnessError(
+                f"a leaf Variable that requires grad is being used in an in-place operation: {home} which the region "
+                "of offload(what='params') changes; do so under torch.no_grad(), or change a clone"
+            )
+        stand_ins.clear()
+        trained.clear()
+
+
+def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
+    """The homes with their tensors on the device, which leave it when `stack` ends."""
+    for engine in {id(home.engine): home.engine for home in homes}.values():
+        mine = [home for home in homes if home.engine is engine]
+        visit = Visit()
+        stack.push(functools.partial(_leave, engine, visit))  # before it begins: that may fail halfway
+        with unseen():
+            tensors = engine.homes.enter(visit, mine)
+        yield from zip(mine, tensors, strict=True)
+
+
+def _leave(engine: Any, visit: Visit, kind: Any, *_: Any) -> None:
+    with unseen():
+        engine.homes.leave(visit, failed=kind is not None)
+
+
+class _Receive(torch.autograd.Function):
+    """The parameter in the graph: where its gradient has to be complete."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, home: Home) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.home = home
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.home.received(gradient)
+        return gradient, None
+
+
+class _Stream(torch.autograd.Function):
+    """The parameter's bytes on the device; backward sends the gradient where the parameter lives."""
+
+    @staticmethod
+    def forward(ctx: Any, at_home: torch.Tensor, home: Home, arrived: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.home_on_device = home
+        return arrived.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            gradient = ctx.home_on_device.send(gradient)
+        return gradient, None, None
+
+
+@contextmanager
+def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Run the body with `stand_ins` wherever `scope` has the tensors of these ids."""
+    before: list[tuple[Any, Any]] = []
+    try:
+        for place, content in zip(scope.places, scope.contents, strict=True):
+            items = list(content.items() if isinstance(content, dict) else enumerate(content))
+            found = [(key, stand_ins[id(value)]) for key, value in items if id(value) in stand_ins]
+            if found:
+                before.append((place, [(key, content[key]) for key, _ in found]))
+                _put(place, found)
+        yield
+    finally:
+        try:
+            _put_back(scope, before)
+        except BaseException:  # a Ctrl-C: what only stood for a parameter must not stay in the model
+            _put_back(scope, before)
+            raise
+
+
+def _put_back(scope: Scope, before: Sequence[tuple[Any, Any]]) -> None:
+    for place, entries in before:
+        _put(place, entries)
+    for place, content in zip(scope.places, scope.contents, strict=True):
+        if isinstance(place, Attributes):
+            _put_back_new(place, content)
+
+
+def _put_back_new(place: Attributes, before: Any) -> None:
+    """What the region has stored of its stand-ins, as an LSTM does in a new list of its weights, are parameters."""
+    for key, value in read(place).items():  # type: ignore[union-attr]
+        if value is before.get(key):
+            continue
+        if isinstance(value, torch.Tensor) and stands_for_home(value):
+            place.mapping[key] = _parameter_of(value)
+        elif isinstance(value, (list, dict)):
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+            for position, item in items:
+                if isinstance(item, torch.Tensor) and stands_for_home(item):
+                    value[position] = _parameter_of(item)
+
+
+def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
+    home, _ = getattr(stand_in, _HOME)
+    parameter: torch.Tensor | None = home.parameter()
+    return stand_in if parameter is None else parameter
+
+
+def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
+    """Put values into `place` and leave its other entries as they are now."""
+    if isinstance(place, dict):
+        place.update(entries)
+        return
+    content = read(place)
+    for key, value in entries:
+        content[key] = value
+    write(place, content)
+
+
+def _device(scope: Scope, arguments: Sequence[torch.Tensor]) -> torch.device | None:
+    """Where the region computes: with its arguments, or else with its own tensors; `None` without values."""
+    tensors = [*arguments, *[tensor for _, _, tensor in scope.tensors]]
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+        return None
+    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""`tile`: a region in pieces of its input."""

@@ -1,0 +1,348 @@
+"""`tile`: run a region on pieces of its input, so that its large intermediates never exist whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.algebra.composition import Transform
+from memscale.algebra.region import Transformed
+from memscale.core import pytrees
+from memscale.core.errors import ConfigError, TransformError
+from memscale.core.values import factory
+from memscale.regions.scope import Scope, put_back
+from memscale.transforms.checkpoint import functorch
+from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed
+from memscale.transforms.checkpoint.policies import everything_saveable, nothing_saveable
+from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
+from memscale.transforms.tile.head.linear import is_projection
+from memscale.transforms.tile.pieces import Sink, Source
+from memscale.transforms.tile.rowwise import RowwiseWatch, refuse_changed_arguments, refuse_stored_tensors
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Tile(Transform):
+    """Made by `tile`."""
+
+    spelling: ClassVar[str] = "tile"
+
+    chunks: int | None = None
+    size: int | None = None
+    dim: int = 0
+    in_dims: Any = ...
+    out_dims: Any = ...
+    reduce: str | None = None
+    recompute: bool = True
+
+    def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return Tiled(fn, self)
+
+    def ranges(self, total: int) -> list[tuple[int, int]]:
+        """The (start, length) of each piece of `total` rows."""
+        if self.size is not None:
+            return [(start, min(self.size, total - start)) for start in range(0, total, self.size)]
+        assert self.chunks is not None
+        pieces = min(self.chunks, total)
+        bounds = [index * total // pieces for index in range(pieces + 1)] if pieces else []
+        return [(start, stop - start) for start, stop in pairwise(bounds)]
+
+    def rows(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` on pieces of its arguments' first dimension."""
+        return Tiled(fn, Tile(self.chunks, self.size))
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether inputs and outputs are cut and joined by the default rule alone."""
+        return self.in_dims is ... and self.out_dims is ... and self.reduce is None
+
+
+def tile(
+    *,
+    chunks: int | None = None,
+    size: int | None = None,
+    dim: int = 0,
+    in_dims: Any = ...,
+    out_dims: Any = ...,
+    reduce: str | None = None,
+    recompute: bool = True,
+) -> Transform:
+    """A transform that runs a function on pieces of its tensor arguments, one after the other.
+
+    ``tile(chunks=2)(f)(x)`` is ``cat([f(x[:n]), f(x[n:])])``, for a function that treats the rows of `x` alone:
+
+    >>> import torch, memscale as ms
+    >>> def f(x, w):
+    ...     return torch.relu(x @ w).sum(-1)
+    >>> x, w = torch.ones(8, 4), torch.ones(4, 1000, requires_grad=True)
+    >>> torch.equal(ms.tile(chunks=4)(f)(x, w), f(x, w))
+    True
+    >>> kept = lambda g: sum(r.nbytes for r in ms.saved_residuals(g, x, w) if r.source == "intermediate")
+    >>> kept(f), kept(ms.tile(chunks=4)(f))
+    (32000, 0)
+
+    A piece recomputes: forward keeps the region's input only, and backward takes one piece at a time through forward
+    and backward, so that no two pieces' residuals are alive together. Random numbers (dropout) are drawn piece by
+    piece, in order; the recompute of a piece repeats its draws.
+
+    On a linear output projection (the `lm_head` of a language model) the result is *deferred*: see `docs/tile.md`.
+
+    Args:
+        chunks: into how many pieces, as even as possible; more pieces than rows means one row a piece.
+        size: or the rows of a piece, the last one shorter.
+        dim: the dimension that is cut. Negative counts from the end, of each tensor.
+        in_dims: by default every tensor argument, at any depth, whose size along `dim` is that of the first tensor
+            argument is cut and the others are passed whole. A dimension, `None` (whole), or a tuple of these by
+            positional argument overrides that, in the spirit of `torch.vmap`.
+        out_dims: by default every tensor output as long along `dim` as the piece is concatenated. A dimension,
+            `None` (reduced), or a tuple of these by output overrides that.
+        reduce: what becomes of outputs that are not concatenated: ``"sum"``, or ``"mean"`` weighted by the sizes of
+            the pieces. `None` refuses them.
+        recompute: `False` keeps every piece's residuals, and bounds the temporaries of forward only.
+
+    Raises:
+        ConfigError: arguments out of range, or not exactly one of `chunks` and `size`.
+        TransformError: at the call, when nothing can be cut, when an output is neither concatenated nor reduced, or
+            when the region does what pieces would change (BatchNorm statistics over the rows) or repeat (filling a
+            cache that it is given).
+
+    Cost: saves all but one piece of the region's residuals and temporaries; pays its forward again, in smaller
+    kernels.
+
+    Source: Liu and Abbeel, "Blockwise Parallel Transformer" (2023), section 3; Hsu et al., "Liger Kernel" (2024).
+    """
+    if (chunks is None) == (size is None):
+        raise ConfigError(f"tile() takes exactly one of chunks and size, got chunks={chunks!r} and size={size!r}")
+    for name, value in (("chunks", chunks), ("size", size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"tile({name}=...) must be an int of at least 1, got {value!r}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise ConfigError(f"tile(dim=...) must be an int, got {dim!r}")
+    if reduce not in (None, "sum", "mean"):
+        raise ConfigError(f"tile(reduce=...) must be None, 'sum' or 'mean', got {reduce!r}")
+    if not isinstance(recompute, bool):
+        raise ConfigError(f"tile(recompute=...) must be True or False, got {recompute!r}")
+    return Tile(chunks, size, dim, _dims("in_dims", in_dims), _dims("out_dims", out_dims), reduce, recompute)
+
+
+def _dims(name: str, value: Any, *, inside: bool = False) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_dims(name, item, inside=True) for item in value)
+    if value is None or (value is ... and not inside) or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"tile({name}=...) must be an int, None or a tuple of these, got {value!r}")
+
+
+class Tiled(Transformed):
+    """A tiled function."""
+
+    how: Tile
+
+    def __init__(self, fn: Callable[..., Any], how: Tile) -> None:
+        super().__init__(fn, how)
+        self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
+        self._projects: dict[tuple[bool, ...], bool] = {}  # by the train/eval flags, for dropout is no projection
+        self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags in which a piece has been watched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_projection(args, kwargs):
+            return defer(self.fn, args[0], self.how)
+        cut = _Cut(self.how, args, kwargs)
+        if len(cut.ranges) <= 1:
+            return self.body(*args, **kwargs)
+        # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
+        thrifty = not (torch.compiler.is_compiling() or functorch.active())
+        sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
+        joined = _Joined(self.how, cut.total, thrifty=thrifty)
+        run = self._guarded() if thrifty else self.body
+        for start, length in cut.ranges:
+            leaves = list(cut.leaves)
+            for index, source in sources.items():
+                leaves[index] = source.take(start, length)
+            piece_args, piece_kwargs = pytrees.unflatten(cut.spec, leaves)
+            watched = start == 0 and not torch.compiler.is_compiling()
+            with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watched else nullcontext():
+                result = run(*piece_args, **piece_kwargs)
+            joined.add(result, start, length)
+        return joined.result()
+
+    def _guarded(self) -> Callable[..., Any]:
+        """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
+        scope = Scope(self.fn)
+        flags = scope.flags()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            put_back(scope)
+            if flags in self._watched:
+                return self.body(*args, **kwargs)
+            with RowwiseWatch(scope, repr(self.how)):
+                result = self.body(*args, **kwargs)
+            refuse_stored_tensors(scope, repr(self.how))
+            self._watched.add(flags)
+            return result
+
+        return run
+
+    def _is_projection(self, args: Any, kwargs: Any) -> bool:
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:
+            return False
+        hidden = args[0]
+        if torch.compiler.is_compiling() or functorch.active() or isinstance(hidden, Deferred):
+            return False
+        if hidden.dim() < 2 or not hidden.is_floating_point():
+            return False
+        flags = Scope(self.fn).flags()
+        if flags not in self._projects:
+            self._projects[flags] = is_projection(self.fn, hidden)
+        return self._projects[flags]
+
+
+class _Cut:
+    """How one call's arguments are cut: which leaves, along which dimension, at which ranges."""
+
+    def __init__(self, how: Tile, args: Any, kwargs: Any) -> None:
+        leaves, self.spec = pytrees.flatten((args, kwargs))
+        self.leaves = [_real(leaf) for leaf in leaves]
+        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how.dim)
+        if not self.dims:
+            raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
+        sizes = {self.leaves[index].shape[dim] for index, dim in self.dims.items()}
+        if len(sizes) > 1:
+            raise TransformError(
+                f"{how!r} would cut tensors of sizes {sorted(sizes)} along the given in_dims; they must be equal, "
+                "so pass those that are not rows with in_dims None"
+            )
+        (self.total,) = sizes
+        self.ranges = how.ranges(self.total)
+
+    def _matching(self, dim: int) -> dict[int, int]:
+        tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            return {}
+        first = tensors[0][1]
+        if not -first.dim() <= dim < first.dim():
+            raise TransformError(
+                f"tile(dim={dim}) is out of range for the first tensor argument, of shape {list(first.shape)}"
+            )
+        total = first.shape[dim]
+        return {
+            index: dim % leaf.dim()
+            for index, leaf in tensors
+            if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == total
+        }
+
+    def _explicit(self, how: Tile, args: Any, kwargs: Any) -> dict[int, int]:
+        """The cut dimensions from `in_dims`; keyword arguments follow the default rule unless it is a tuple."""
+        wanted: list[Any] = []
+        if isinstance(how.in_dims, tuple) and len(how.in_dims) != len(args):
+            raise TransformError(
+                f"{how!r}: in_dims has {len(how.in_dims)} entries for {len(args)} positional arguments"
+            )
+        _broadcast(how.in_dims, args, wanted)
+        _broadcast(None if isinstance(how.in_dims, tuple) else how.in_dims, kwargs, wanted)
+        dims = {}
+        for index, (leaf, dim) in enumerate(zip(self.leaves, wanted, strict=True)):
+            if isinstance(leaf, torch.Tensor) and dim is not None:
+                if not -leaf.dim() <= dim < leaf.dim():
+                    raise TransformError(f"{how!r}: dimension {dim} is out of range for shape {list(leaf.shape)}")
+                dims[index] = dim % leaf.dim()
+        return dims
+
+
+def _broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
+    """Append the entry of `dims` that covers each leaf of `tree`; a tuple of dims follows a tuple or list."""
+    if isinstance(dims, tuple):
+        if not isinstance(tree, (tuple, list)) or len(tree) != len(dims):
+            raise TransformError(f"tile: the dimensions {dims!r} do not match the structure of {type(tree).__name__}")
+        for entry, part in zip(dims, tree, strict=True):
+            _broadcast(entry, part, into)
+    else:
+        into.extend([dims] * len(pytrees.flatten(tree)[0]))
+
+
+class _Joined:
+    """The outputs of the pieces, put together as they come."""
+
+    def __init__(self, how: Tile, total: int, *, thrifty: bool) -> None:
+        self._how = how
+        self._total = total
+        self._thrifty = thrifty
+        self._spec: Any = None
+        self._leaves: list[Any] = []
+        self._sinks: dict[int, Sink] = {}
+
+    def add(self, output: Any, start: int, length: int) -> None:
+        leaves, spec = pytrees.flatten(output)
+        leaves = [_real(leaf) for leaf in leaves]
+        dims = self._dims(output, leaves, length)
+        first = self._spec is None
+        if first:
+            self._spec = spec
+            self._leaves = [None] * len(leaves)
+            self._sinks = {
+                index: Sink(dim, self._total, thrifty=self._thrifty and leaves[index].shape[dim] == length)
+                for index, dim in dims.items()
+            }
+        elif spec != self._spec or dims.keys() != self._sinks.keys():
+            raise TransformError(
+                f"{self._how!r}: the pieces return different structures, so they cannot be put together; "
+                "the region is not the same function for every row"
+            )
+        for index, leaf in enumerate(leaves):
+            if index in dims:
+                self._sinks[index].put(leaf, start)
+            elif isinstance(leaf, torch.Tensor):
+                self._reduce(index, leaf, length)
+            elif first:
+                self._leaves[index] = leaf
+            elif not _equal(self._leaves[index], leaf):
+                raise TransformError(
+                    f"{self._how!r}: an output of type {type(leaf).__name__} differs between pieces, and only tensors "
+                    "can be put together"
+                )
+
+    def result(self) -> Any:
+        for index, sink in self._sinks.items():
+            self._leaves[index] = sink.result()
+        return pytrees.unflatten(self._spec, self._leaves)
+
+    def _dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
+        if self._how.out_dims is not ...:
+            wanted: list[Any] = []
+            _broadcast(self._how.out_dims, output, wanted)
+            return {i: d for i, d in enumerate(wanted) if d is not None and isinstance(leaves[i], torch.Tensor)}
+        dim = self._how.dim
+        return {
+            index: dim % leaf.dim()
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == length
+        }
+
+    def _reduce(self, index: int, leaf: torch.Tensor, length: int) -> None:
+        if self._how.reduce is None:
+            raise TransformError(
+                f"{self._how!r}: output {index} has shape {list(leaf.shape)}, which is not {length} long along "
+                f"dim {self._how.dim}, so the pieces' values cannot be concatenated; give reduce='sum' or 'mean' if it "
+                "adds up over rows, or out_dims"
+            )
+        weighted = leaf * (length / self._total) if self._how.reduce == "mean" else leaf
+        self._leaves[index] = weighted if self._leaves[index] is None else self._leaves[index] + weighted
+
+
+def _real(leaf: Any) -> Any:
+    # What is cut or joined goes through functions of autograd, which see the object and not the logits behind it.
+    return materialize(leaf) if isinstance(leaf, Deferred) else leaf
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:
+        return False
+
+
+factory("tile", tile)

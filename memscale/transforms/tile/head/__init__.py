@@ -1,0 +1,1 @@
+"""The loss head in pieces: a projection that is deferred until somebody needs its result."""

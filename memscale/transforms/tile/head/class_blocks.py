@@ -1,0 +1,231 @@
+"""Cross entropy of a deferred 16-bit `F.linear`, whose weight's gradient is made block by block of classes.
+
+Summed over pieces of rows, the gradient of a 16-bit weight needs a sum in 32 bits beside it: three times its size. Here
+each block of its rows (classes) is one product over all rows of hidden states, added up in 32 bits inside the kernel
+and rounded once into its place, as in the untiled head. The price is a second product of the logits.
+
+Rows are gone through by pieces as elsewhere: logsumexp, loss and, unless it has to wait for backward, the gradient of
+the hidden states. Backward goes through the classes, in as many blocks as there are pieces, so that the logits of a
+block are as many as those of a piece.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the loss from logsumexp and
+the target's logit with logits recomputed in blocks.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_backward, without_hooks
+
+
+def pay(loss: Loss) -> bool:
+    """Whether a sum of weight gradients in 32 bits would be larger than a piece's logits."""
+    if loss.projection.linear is None or len(loss.ranges) < 2:
+        return False
+    weight, _ = loss.projection.linear
+    if not weight.requires_grad or weight.element_size() != 2:
+        return False
+    sum_bytes = weight.numel() * accumulator(weight.dtype).itemsize
+    return sum_bytes > loss.ranges[0][1] * weight.shape[0] * weight.element_size()
+
+
+def cross_entropy(
+    loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *, early: bool
+) -> torch.Tensor:
+    """The loss; `early`: the gradient of the hidden states is computed in forward, from the logits of the loss."""
+    value: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        loss, reduction, early, hidden, target, *loss.projection.captured
+    )
+    return value
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Loss,
+        reduction: str,
+        early: bool,
+        hidden: torch.Tensor,
+        target: torch.Tensor,
+        *captured: torch.Tensor,
+    ) -> torch.Tensor:
+        # Of no rows: the type of the result, and the errors for settings that do not fit.
+        nothing = hidden.new_empty((0, loss.projection.width), dtype=loss.projection.dtype)
+        dtype = loss.of_logits(nothing, target[:0], "none").dtype
+        logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
+        scale = logsumexp.new_ones(()) if reduction != "mean" else 1 / loss.denominator(target).to(logsumexp.dtype)
+        rows = _Rows(loss, target, logsumexp, scale)
+        values = torch.empty_like(logsumexp)
+        hidden_grad = torch.empty_like(hidden) if early and hidden.requires_grad else None
+        with without_hooks():
+            for start, length in loss.ranges:
+                _forward_piece(rows, hidden, slice(start, start + length), values, hidden_grad)
+        ctx.loss, ctx.reduction, ctx.hidden_grad = loss, reduction, hidden_grad
+        ctx.save_for_backward(hidden, target, logsumexp, *captured)
+        values = torch.where(rows.kept, values, 0)
+        if reduction == "none":
+            return values.to(dtype)
+        return (values.sum() / loss.denominator(target) if reduction == "mean" else values.sum()).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
+        loss: Loss = ctx.loss
+        if torch.is_grad_enabled():
+            hidden_grad, *rest = loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            return None, None, None, hidden_grad, None, *rest
+        scale = grad.to(logsumexp.dtype)
+        if ctx.reduction == "mean":
+            scale = scale / loss.denominator(target)
+        rows = _Rows(loss, target, logsumexp, scale)
+        hidden_grad = ctx.hidden_grad
+        if last := last_backward():
+            ctx.hidden_grad = ctx.loss = None  # this node outlives the rest of backward, with all that it still holds
+        if hidden_grad is None and hidden.requires_grad:
+            hidden_grad = torch.empty_like(hidden)
+            for start, length in loss.ranges:
+                _backward_piece(rows, hidden, slice(start, start + length), hidden_grad)
+        elif hidden_grad is not None and not (grad.device.type == "cpu" and grad.item() == 1):
+            hidden_grad = hidden_grad.mul_(grad) if last else hidden_grad * grad
+        found = _gradients_of_linear(rows, hidden)
+        return None, None, None, hidden_grad, None, *(found.get(id(tensor)) for tensor in loss.projection.captured)
+
+
+def _forward_piece(
+    rows: _Rows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
+) -> None:
+    """Fill in logsumexp, loss and, if wanted, the gradient of the hidden states of a piece of the rows."""
+    logits = rows.projection.product(hidden[piece])
+    for part in _parts(logits):
+        at = slice(piece.start + part.start, piece.start + part.stop)
+        values[at] = rows.loss(logits[part], at, replace=hidden_grad is not None)
+    if hidden_grad is not None:
+        torch.mm(logits, rows.weight, out=hidden_grad[piece])
+
+
+def _backward_piece(rows: _Rows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
+    """Fill in the gradient of the hidden states of a piece of the rows."""
+    logits = rows.projection.product(hidden[piece])
+    _turn_into_gradient(rows, logits, piece.start, ALL)
+    torch.mm(logits, rows.weight, out=hidden_grad[piece])
+
+
+def _gradients_of_linear(rows: _Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The gradients of weight and bias, by the identity of the tensor."""
+    weight, bias = rows.weight, rows.bias
+    weight_grad = torch.empty_like(weight)
+    bias_grad = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
+    count = min(rows.pieces, len(weight))
+    for start, stop in pairwise(index * len(weight) // count for index in range(count + 1)):
+        classes = slice(start, stop)
+        logits = rows.projection.product(hidden, classes)
+        _turn_into_gradient(rows, logits, 0, classes)
+        torch.mm(logits.t(), hidden, out=weight_grad[classes])
+        if bias_grad is not None:
+            torch.sum(logits, 0, out=bias_grad[classes])
+        del logits  # or it would live beside the next block's
+    return {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
+
+
+# 32-bit numbers in hand at a time, so that those of 16 bits are most of a piece. On a CPU also so few that they stay in
+# the cache from one pointwise operator to the next; elsewhere so many that a launch is worth it.
+_CPU_PART_NUMEL = 2**19
+_PART_NUMEL = 2**24
+
+
+def _parts(logits: torch.Tensor) -> list[slice]:
+    """The rows of `logits`, a few at a time; at least one for each thread, since kernels over classes split by rows."""
+    on_cpu = logits.device.type == "cpu"
+    few = (_CPU_PART_NUMEL if on_cpu else _PART_NUMEL) // max(logits.shape[1], 1)
+    length = max(few, torch.get_num_threads() if on_cpu else 1)
+    return [slice(start, min(start + length, len(logits))) for start in range(0, len(logits), length)]
+
+
+class _Rows:
+    """Each row's loss as ``total * logsumexp(z) - sum over classes of q * z``, where `total` is the sum of its `q`.
+
+    `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, by row), and
+    ``label_smoothing / classes`` at every class (`smooth`). Rows to be ignored have none. The gradient of the row is
+    `scale` times ``total * softmax(z) - q``.
+    """
+
+    def __init__(self, loss: Loss, target: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> None:
+        assert loss.projection.linear is not None
+        self.projection, self.pieces = loss.projection, len(loss.ranges)
+        self.weight, self.bias = loss.projection.linear
+        self._after_steps = loss.after_steps
+        self.logsumexp = logsumexp
+        self.kept = target != loss.ignore_index
+        kept = self.kept.to(logsumexp.dtype)
+        self.target = torch.where(self.kept, target, 0).long()
+        # Not multiplied by zero: with all rows ignored the scale of a mean is infinite.
+        self.scale = torch.where(self.kept, scale.to(logsumexp.dtype), 0)
+        class_weight = None if loss.class_weight is None else loss.class_weight.to(logsumexp.dtype)
+        self.own = kept * (1 - loss.label_smoothing)
+        if class_weight is not None:
+            self.own = self.own * class_weight[self.target]
+        self.total, self.smooth = self.own, None
+        if loss.label_smoothing:
+            even = loss.label_smoothing / loss.projection.width
+            self.smooth = even * (logsumexp.new_ones(loss.projection.width) if class_weight is None else class_weight)
+            self.total = self.own + kept * self.smooth.sum()
+
+    def loss(self, logits: torch.Tensor, at: slice, *, replace: bool) -> torch.Tensor:
+        """The loss of the rows `at`, whose logsumexp is filled in; `replace`: their logits by the gradient."""
+        z, leaf = self._stepped(logits)
+        largest = z.detach().amax(-1, keepdim=True)
+        exps = z.detach() - largest
+        # Of what is below the largest, not of the logits: in a difference of numbers near 50 a loss of 1e-6 is lost.
+        expected = self.own[at] * exps.gather(-1, self.target[at, None]).squeeze(-1)
+        if self.smooth is not None:
+            expected += (exps * self.smooth).sum(-1)
+        total = exps.exp_().sum(-1)
+        self.logsumexp[at] = total.log() + largest.squeeze(-1)
+        if replace:
+            self._put_gradient(logits, z, leaf, exps, 1 / total, at, ALL)
+        return self.total[at] * total.log() - expected
+
+    def turn_into_gradient(self, logits: torch.Tensor, at: slice, classes: slice) -> None:
+        """Replace the logits of the rows `at` by their gradient."""
+        z, leaf = self._stepped(logits, classes)
+        exps = (z.detach() - self.logsumexp[at, None]).exp_()
+        self._put_gradient(logits, z, leaf, exps, 1, at, classes)
+
+    def _stepped(self, logits: torch.Tensor, classes: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits after the steps, in no less than 32 bits, and the leaf of their graph."""
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            z = self._after_steps(leaf, classes)
+            return z.to(accumulator(z.dtype)), leaf
+
+    def _put_gradient(
+        self,
+        logits: torch.Tensor,
+        z: torch.Tensor,
+        leaf: torch.Tensor,
+        exps: torch.Tensor,
+        factor: Any,
+        at: slice,
+        classes: slice,
+    ) -> None:
+        """Write the gradient of the rows `at` over `logits`; `exps`, which times `factor` are softmax, are used up."""
+        scale = self.scale[at]
+        exps *= (self.total[at] * scale * factor)[:, None]
+        if self.smooth is not None:
+            exps.addr_(scale, self.smooth[classes], alpha=-1)
+        position = self.target[at] - (classes.start or 0)
+        inside = (position >= 0) & (position < exps.shape[1])
+        share = torch.where(inside, self.own[at] * scale, 0)
+        exps.scatter_add_(1, torch.where(inside, position, 0)[:, None], -share[:, None])
+        logits.copy_(torch.autograd.grad(z, leaf, exps)[0])
+
+
+def _turn_into_gradient(rows: _Rows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
+    """Replace the logits of some classes, of the rows from `first_row` on, by their gradient."""
+    for part in _parts(logits):
+        rows.turn_into_gradient(logits[part], slice(first_row + part.start, first_row + part.stop), classes)

@@ -1,0 +1,320 @@
+"""Deferred logits: ``hidden @ weight.T`` that is not computed until somebody needs it.
+
+A `Deferred` is a tensor in name and shape only. What commutes with a projection of the last dimension (casts, scaling,
+reshaping and slicing the leading dimensions) is applied to the hidden states instead, and `F.cross_entropy` takes the
+hidden states and goes through them piece by piece (`_tiled_loss`). Anything else makes the real tensor first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from memscale.core.errors import CorrectnessError, TransformError
+from memscale.runtime import version
+from memscale.transforms.tile.head.projection import Projection, Tiling
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of the logits, with its other arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a `Deferred` follows from its projection.
+
+    Attributes:
+        projection: where it comes from.
+        hidden: the hidden states of its rows, of shape ``[*leading, in_features]``.
+        steps: pointwise functions of the logits (casts, scaling), in order.
+        parent: what it was made from, to be made real first: so that views share memory and copies do not.
+        step: how it was made from `parent`.
+        tracked: no step was taken under `torch.no_grad`.
+        classes_second: the class dimension was moved to position 1, as `F.cross_entropy` wants it for 3-D input.
+    """
+
+    projection: Projection
+    hidden: torch.Tensor
+    steps: tuple[Step, ...] = ()
+    parent: Deferred | None = None
+    step: Step | None = None
+    tracked: bool = True
+    classes_second: bool = False
+
+
+class Deferred(torch.Tensor):
+    """Logits that are not there yet. Any use but the ones above computes them, once, and goes on with the result."""
+
+    recipe: Recipe
+    _made: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
+        deferred: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
+        deferred.__dict__["recipe"] = recipe
+        deferred.__dict__["_made"] = None
+        recipe.projection.deferred.append(weakref.ref(deferred))
+        return deferred
+
+    @property
+    def requires_a_gradient(self) -> bool:
+        """What `requires_grad` says."""
+        recipe: Recipe = self.__dict__["recipe"]
+        return recipe.tracked and recipe.projection.requires_grad
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == T.requires_grad.__get__:  # not `is`: every access makes a new object
+            return Deferred.requires_a_gradient.__get__(args[0])
+        if not args and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+        leaves = _all(args, kwargs)
+        for deferred in leaves:
+            _refuse_adopted(deferred)
+        first = args[0] if args else None
+        if isinstance(first, Deferred) and not first.__dict__["recipe"].projection.computed:
+            follow = _FOLLOW.get(func)
+            result = follow(first, func, args, kwargs) if follow is not None else NotImplemented
+            if result is not NotImplemented:
+                return result
+        if _changes_in_place(func, kwargs):
+            # What was taken from the logits before must have their old values, or see the change if it is a view.
+            for deferred in leaves:
+                for relative in [reference() for reference in deferred.__dict__["recipe"].projection.deferred]:
+                    if relative is not None:
+                        materialize(relative)
+        args, kwargs = torch.utils._pytree.tree_map_only(Deferred, materialize, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Only code that goes around __torch_function__ gets here, such as C++.
+        raise TransformError(
+            f"{func} was given the deferred logits of a tiled output projection in a way that hides their use from "
+            "PyTorch; pass logits.clone() to make them real first, or do not tile the projection"
+        )
+
+
+def defer(fn: Callable[..., Any], hidden: torch.Tensor, tiling: Tiling) -> Deferred:
+    """``fn(hidden)``, later. `fn` must be a projection of the last dimension (`_linear.is_projection`)."""
+    projection = Projection(fn, hidden, tiling)
+    return _make(Recipe(projection, hidden), (*hidden.shape[:-1], projection.width), projection.dtype)
+
+
+def _make(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> Deferred:
+    if not (recipe.tracked and recipe.projection.requires_grad):
+        return Deferred(recipe, shape, dtype)
+    made: Deferred = _Tripwire.apply(  # type: ignore[no-untyped-call]
+        recipe, shape, dtype, recipe.hidden, *recipe.projection.captured
+    )
+    return made
+
+
+class _Tripwire(torch.autograd.Function):
+    """Makes a `Deferred`; a gradient that comes back to the object itself belongs to the real logits, and is lost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype, *inputs: torch.Tensor
+    ) -> Deferred:
+        return Deferred(recipe, shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise TransformError(_HIDDEN)
+
+
+_HIDDEN = (
+    "the deferred logits of a tiled output projection went through a torch.autograd.Function, which hides their use "
+    "from PyTorch; pass it logits.clone() to make them real first, or do not tile the projection"
+)
+
+
+def _refuse_adopted(deferred: Deferred) -> None:
+    """Raise `TransformError` if a function of autograd has returned `deferred` as its own result."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = deferred.grad_fn
+    if node is not None and type(node) is not _Tripwire._backward_cls:
+        raise TransformError(_HIDDEN)
+
+
+def materialize(deferred: Deferred) -> torch.Tensor:
+    """The real tensor behind `deferred`, the same object every time.
+
+    Raises:
+        CorrectnessError: what it was made from has changed in place since, unseen by `Deferred`.
+    """
+    attributes = deferred.__dict__
+    if attributes["_made"] is None:
+        recipe: Recipe = attributes["recipe"]
+        if recipe.parent is None or recipe.step is None:
+            attributes["_made"] = recipe.projection.value()
+        else:
+            value = materialize(recipe.parent)
+            if version(value) != recipe.parent.__dict__["_made_version"]:
+                raise CorrectnessError(
+                    "the logits of a tiled output projection were changed in place, through an alias such as "
+                    "logits.detach(), after other logits had been made from them; use those first, or change a clone"
+                )
+            func, args, kwargs = recipe.step
+            with recipe.projection.as_when_called(grad=recipe.tracked and recipe.projection._grad_enabled):
+                attributes["_made"] = func(value, *args, **kwargs)
+        attributes["_made_version"] = version(materialize(deferred))
+    return attributes["_made"]  # type: ignore[no-any-return]
+
+
+def _changes_in_place(func: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    inner = name.strip("_")
+    operator = name.startswith("__") and (inner in ("setitem", "set") or inner in _IN_PLACE)
+    return operator or (name.endswith("_") and not name.startswith("_")) or kwargs.get("out") is not None
+
+
+def _all(args: Any, kwargs: Any) -> list[Deferred]:
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, Deferred)]
+
+
+def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> Deferred:
+    func, *arguments = step
+    # Cloned, because they are used later than the caller thinks.
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
+    recipe = dataclasses.replace(
+        source.recipe,
+        hidden=source.recipe.hidden if hidden is None else hidden,
+        parent=source,
+        step=(func, *arguments),
+        tracked=source.recipe.tracked and torch.is_grad_enabled(),
+        **{key: value for key, value in changes.items() if key in ("steps", "classes_second")},
+    )
+    width = source.shape[1] if source.recipe.classes_second else source.shape[-1]
+    leading = recipe.hidden.shape[:-1]
+    shape = (leading[0], width, *leading[1:]) if recipe.classes_second else (*leading, width)
+    return _make(recipe, shape, changes.get("dtype", source.dtype))
+
+
+def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    """A cast, or arithmetic with numbers or with a constant that is the same for every row, as a bias is."""
+    if source.recipe.classes_second or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        return NotImplemented
+    rest = []
+    for value in args[1:]:
+        if isinstance(value, torch.Tensor):
+            same_for_all = value.numel() == 1 or value.numel() == value.shape[-1] == source.shape[-1]
+            if isinstance(value, Deferred) or value.requires_grad or not same_for_all or value.dim() > source.dim():
+                return NotImplemented
+            value = value.detach().reshape(() if value.numel() == 1 else (1, -1)).clone()
+        rest.append(value)
+    sample = func(torch.empty(0, source.shape[-1], dtype=source.dtype, device=source.device), *rest, **kwargs)
+    if not isinstance(sample, torch.Tensor) or sample.device != source.device or not sample.is_floating_point():
+        return NotImplemented
+    steps = (*source.recipe.steps, (func, tuple(rest), kwargs))
+    return _derive(source, (func, args[1:], kwargs), steps=steps, dtype=sample.dtype)
+
+
+def _reshape(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    """A view or reshape that leaves the class dimension last."""
+    rest = args[1:] or tuple(kwargs.values())
+    shape = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else rest
+    if source.recipe.classes_second or not shape or not all(isinstance(size, int) for size in shape):
+        return NotImplemented
+    resolved = torch.empty(source.shape, device="meta").reshape(shape).shape
+    if resolved[-1] != source.shape[-1]:
+        return NotImplemented
+    hidden = source.recipe.hidden.reshape(*resolved[:-1], source.recipe.hidden.shape[-1])
+    return _derive(source, (torch.Tensor.reshape, (resolved,), {}), hidden=hidden)
+
+
+def _flatten(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    resolved = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
+    return _reshape(source, torch.Tensor.reshape, (source, tuple(resolved)), {})
+
+
+def _index(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing of the leading dimensions: the same index means the same rows of the hidden states."""
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not index or not all(isinstance(entry, _ENTRIES) for entry in index):
+        return NotImplemented
+    consumed = sum(_dims_of(entry) for entry in index)
+    elided = any(entry is Ellipsis for entry in index)
+    whole_classes = isinstance(index[-1], slice) and index[-1] == slice(None)
+    untouched = consumed < source.dim() and (not elided or index[-1] is Ellipsis)
+    if source.recipe.classes_second or not (untouched or (whole_classes and (elided or consumed == source.dim()))):
+        return NotImplemented
+    return _derive(source, (torch.Tensor.__getitem__, (args[1],), {}), hidden=source.recipe.hidden[args[1]])
+
+
+_ENTRIES = (int, slice, torch.Tensor, type(None), type(...))  # not lists and NumPy masks, whose dimensions are unclear
+
+
+def _dims_of(entry: Any) -> int:
+    if entry is None or entry is Ellipsis:
+        return 0
+    if isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _move_classes(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    """``[batch, length, classes]`` to ``[batch, classes, length]``, as `F.cross_entropy` takes sequences."""
+    if source.dim() != 3 or source.recipe.classes_second:
+        return NotImplemented
+    order = func(torch.empty(1, 2, 3, device="meta"), *args[1:], **kwargs).shape
+    if order != (1, 3, 2):
+        return NotImplemented
+    return _derive(source, (func, args[1:], kwargs), classes_second=True)
+
+
+def _cross_entropy(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
+    from memscale.transforms.tile.head.tiled_loss import cross_entropy
+
+    with torch.set_grad_enabled(torch.is_grad_enabled() and source.recipe.tracked):
+        return cross_entropy(source, *args[1:], **kwargs)
+
+
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+T: Any = torch.Tensor  # attribute getters have `__get__`, which its stubs do not say
+_FOLLOW: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((T.float, T.half, T.bfloat16, T.double, T.to, T.type, T.contiguous), _pointwise),
+    **dict.fromkeys((T.mul, T.__mul__, T.__rmul__, T.div, T.__truediv__, torch.mul, torch.div), _pointwise),
+    **dict.fromkeys((T.add, T.__add__, T.__radd__, T.sub, T.__sub__, torch.add, torch.sub), _pointwise),
+    **dict.fromkeys((T.tanh, torch.tanh), _pointwise),
+    **dict.fromkeys((T.view, T.reshape, torch.reshape), _reshape),
+    **dict.fromkeys((T.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((T.transpose, torch.transpose, T.permute, torch.permute, T.swapaxes, T.mT.__get__), _move_classes),
+    T.__getitem__: _index,
+    F.cross_entropy: _cross_entropy,
+}
+_METADATA = {
+    T.shape.__get__,
+    T.dtype.__get__,
+    T.device.__get__,
+    T.layout.__get__,
+    T.ndim.__get__,
+    T.is_cuda.__get__,
+    T.is_meta.__get__,
+    T.is_sparse.__get__,
+    T.is_nested.__get__,
+    T.is_quantized.__get__,
+    T.__len__,
+    T.size,
+    T.dim,
+    T.ndimension,
+    T.numel,
+    T.nelement,
+    T.element_size,
+    T.is_floating_point,
+    T.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}

@@ -1,0 +1,127 @@
+"""Which functions are projections: linear in the last dimension of their one input, row by row.
+
+Asked of what the function *does*, by running it once on fake tensors and looking at its operators, so that a head with
+adapters or a scaled head is one as well as `nn.Linear`, and no architecture is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from memscale.regions.scope import Scope, put_back
+from memscale.transforms.checkpoint.factory import Checkpointed
+
+# Linear in the rows, and of those of two factors only the given one may hold rows. Not dropout (of an adapter), which
+# would draw another mask each time the logits are used.
+_LINEAR = {"aten::add", "aten::add_", "aten::sub", "aten::_to_copy", "aten::clone"}
+_PRODUCTS = {
+    "aten::mm": (1,),
+    "aten::addmm": (2,),
+    "aten::mul": (0, 1),
+    "aten::mul_": (1,),
+    "aten::div": (1,),
+    "aten::div_": (1,),
+}  # the positions of which at least one must not depend on the rows
+
+_HOOKS = [key for key in nn.Module().__dict__ if key.endswith("_hooks") and "state_dict" not in key]
+
+
+def plain_linear(fn: Callable[..., Any], scope: Scope) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias, if `fn` is the forward of one `nn.Linear` and nothing else; `scope` is its scope."""
+    while isinstance(fn, Checkpointed):
+        fn = fn.fn
+    # Not by `__wrapped__`, which a cast and a user's `functools.wraps` have too, and they compute something else. Nor
+    # by the modules of the scope, which are those of ``lambda x: relu(linear(x))`` as well.
+    module = fn if isinstance(fn, nn.Module) else getattr(fn, "module", None)
+    if len(scope.modules) != 1 or module is not scope.modules[0] or type(module).forward is not nn.Linear.forward:
+        return None
+    patched = "forward" in module.__dict__ or any(module.__dict__[hooks] for hooks in _HOOKS)
+    if patched if module is fn else getattr(fn, "instance_forward", None) is not None:
+        return None
+    held = {key: tensor for _, key, tensor in scope.tensors}
+    if held.keys() - {"weight", "bias"} or "weight" not in held:
+        return None
+    return held["weight"], held.get("bias")
+
+
+def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
+    """Whether ``fn(hidden)`` is a projection of the last dimension; `fn` is not run on real tensors."""
+    scope = Scope(fn)
+    if plain_linear(fn, scope) is not None:
+        return True
+    if not scope.modules:
+        return False
+    widths = set()
+    known = [tensor for _, _, tensor in scope.tensors]
+    for rows in (6, 7):  # two, so that a size which only happens to be that of the rows is told from theirs
+        try:
+            # Without the caller's modes: nobody is to see this run, nor count its operators.
+            with _quiet(), _disable_current_modes(), _fake_mode([hidden, *known]), torch.no_grad():
+                sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+                with _OnlyLinear(sample):
+                    out = fn(sample)
+        except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
+            return False
+        finally:
+            put_back(scope)
+        if not isinstance(out, torch.Tensor) or out.dim() != 2 or out.shape[0] != rows:
+            return False
+        widths.add(out.shape[1])
+    return len(widths) == 1
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the logs of fake tensors: a region that cannot take two dimensions is an answer, not a fault."""
+    log = logging.getLogger(fake_tensor.__name__)
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _fake_mode(tensors: list[torch.Tensor]) -> FakeTensorMode:
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _NotLinear(BaseException):
+    """Ends the run at the first operator that settles the question, past a region's own ``except Exception``."""
+
+
+class _OnlyLinear(TorchDispatchMode):
+    """Raises `_NotLinear` at an operator that is not linear in the rows."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dependent = {id(rows): rows}  # kept alive, so that no other tensor gets the same id
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        dependent = any(id(value) in self._dependent for value in tree_leaves((args, kwargs)))
+        fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
+        if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
+            raise _NotLinear
+        # Raised before it runs: fake tensors keep small real ones up to date, so a counter would count.
+        if func._schema.is_mutable and id(args[0]) not in self._dependent:
+            raise _NotLinear
+        result = func(*args, **(kwargs or {}))
+        if dependent:
+            self._dependent.update((id(value), value) for value in tree_leaves(result))
+        return result

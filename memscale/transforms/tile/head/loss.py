@@ -1,0 +1,102 @@
+"""One cross entropy of deferred logits: its settings, and the ways to compute it that autograd can follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from memscale.transforms.tile.head.deferred import Recipe
+from memscale.transforms.tile.head.projection import Projection
+
+ALL = slice(None)
+
+
+class Loss:
+    """The settings of one cross entropy, and how a piece of it is computed."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        ranges: list[tuple[int, int]],
+        class_weight: torch.Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> None:
+        self.projection: Projection = recipe.projection
+        self.steps = recipe.steps
+        self.ranges = ranges
+        self.class_weight = class_weight
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+
+    def after_steps(self, logits: torch.Tensor, classes: slice = ALL) -> torch.Tensor:
+        """The logits of some classes after the casts and scalings that followed the projection."""
+        for func, args, kwargs in self.steps:
+            logits = func(logits, *_of_classes(args, classes), **kwargs)
+        return logits
+
+    def of_logits(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The loss of the rows of `logits`, as the projection gives them."""
+        return F.cross_entropy(
+            self.after_steps(logits),
+            target,
+            weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def of_rows(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The unreduced loss of some rows."""
+        return self.of_logits(self.projection(hidden), target, "none")
+
+    def denominator(self, target: torch.Tensor) -> torch.Tensor:
+        """What ``reduction="mean"`` divides by."""
+        if target.is_floating_point():
+            return torch.tensor(target.shape[0], device=target.device)
+        kept = target != self.ignore_index
+        if self.class_weight is None:
+            return kept.sum()
+        return torch.where(kept, self.class_weight[torch.where(kept, target, 0)], 0).sum()
+
+    def by_rows(self, hidden: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
+        """The loss by rows tiled with recomputation: for any reduction, and differentiable any number of times."""
+        rows: torch.Tensor = self.projection.tiling.rows(self.of_rows)(hidden, target)
+        if reduction == "none":
+            return rows
+        return rows.sum() / self.denominator(target) if reduction == "mean" else rows.sum()
+
+    def gradients_with_a_graph(
+        self, inputs: list[torch.Tensor], target: torch.Tensor, reduction: str, grad: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """The gradients of `inputs` (hidden states, captured tensors), differentiable: from the start, by rows."""
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        value = self.by_rows(inputs[0], target, reduction)
+        found = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
+        return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _of_classes(args: tuple[Any, ...], classes: slice) -> tuple[Any, ...]:
+    """The arguments of a step for some classes: a constant has one element, or one row of them (`_deferred`)."""
+    return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.dim() == 2 else arg for arg in args)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up numbers of `dtype` in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def without_hooks() -> Any:
+    """A context without the hooks around the loss (a checkpoint, an offload): a piece's residuals do not outlive it."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def last_backward() -> bool:
+    """Whether the backward that runs now releases the graph, so that what nodes hold may be given away."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,0 +1,194 @@
+"""Cross entropy of deferred logits, piece by piece: the whole logits never exist, in forward or in backward.
+
+For a scalar loss the gradient of each piece is computed right after its loss, while its logits are there: backward has
+then nothing to recompute, and the work is that of the plain head. The price is that the gradients of the hidden states
+and of the weight live from forward to backward. Where this cannot be (an unreduced loss, class probabilities, a
+backward that is itself differentiated), the rows are tiled with recomputation instead; and where the sum of weight
+gradients would be most of the memory, the classes are tiled as well (`class_blocks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from memscale.transforms.tile.head import class_blocks as class_blocks
+from memscale.transforms.tile.head.deferred import Deferred, materialize
+from memscale.transforms.tile.head.loss import Loss, accumulator, last_backward, without_hooks
+
+
+def cross_entropy(
+    deferred: Deferred,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`F.cross_entropy` of deferred logits, with the same arguments and meaning."""
+    recipe = deferred.recipe
+    rows = recipe.hidden.shape[:-1]
+    plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    fits = target.shape == rows or (target.is_floating_point() and target.shape == deferred.shape)
+    if not plain or not fits or not (deferred.dim() == 2 or recipe.classes_second):
+        return F.cross_entropy(
+            materialize(deferred), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        )
+    recipe.projection.check()
+    hidden = recipe.hidden.reshape(-1, recipe.hidden.shape[-1])
+    if target.is_floating_point() and recipe.classes_second:
+        target = target.transpose(1, 2)
+    flat_target = target.reshape(hidden.shape[0], -1) if target.is_floating_point() else target.reshape(-1)
+    loss = Loss(recipe, recipe.projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
+    # Gradients computed in forward are not loss-scaled yet, and those of 16-bit floats with 5-bit exponents underflow.
+    in_forward = reduction != "none" and recipe.projection.dtype != torch.float16
+    differentiated = bool(loss.ranges) and recipe.projection.requires_grad and torch.is_grad_enabled()
+    if not differentiated or target.is_floating_point():
+        value = loss.by_rows(hidden, flat_target, reduction)
+    elif class_blocks.pay(loss):
+        value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
+    elif in_forward:
+        value = _Scalar.apply(  # type: ignore[no-untyped-call]
+            loss, reduction, hidden, flat_target, *recipe.projection.captured
+        )
+    else:
+        value = loss.by_rows(hidden, flat_target, reduction)
+    return value.reshape(rows if reduction == "none" else ())
+
+
+class _Scalar(torch.autograd.Function):
+    """A mean or summed cross entropy whose gradients are computed in forward, one piece at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
+    ) -> torch.Tensor:
+        # A count divided into 1 has the default type, which may be of 16 bits.
+        wide = accumulator(loss.projection.dtype)
+        scale = 1 / loss.denominator(target).to(wide) if reduction == "mean" else None
+        gradients = _Gradients(hidden, [tensor for tensor in captured if tensor.requires_grad])
+        run = _linear_piece if loss.projection.linear is not None else _piece
+        total: torch.Tensor | None = None
+        with without_hooks():
+            for start, length in loss.ranges:
+                rows = slice(start, start + length)
+                value = run(loss, hidden[rows], target[rows], scale, gradients, rows)
+                total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
+                dtype = value.dtype
+        assert total is not None
+        gradients.settle()
+        ctx.loss, ctx.reduction, ctx.gradients = loss, reduction, gradients
+        ctx.wants = [tensor.requires_grad for tensor in captured]
+        ctx.save_for_backward(hidden, target, *captured)
+        return (total if scale is None else total / loss.denominator(target)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, target, *captured = ctx.saved_tensors  # this also checks that none was changed in place since
+        if torch.is_grad_enabled():  # this backward will be differentiated: from the start, with a graph
+            hidden_grad, *rest = ctx.loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            return None, None, hidden_grad, None, *rest
+        last = last_backward()
+        found = ctx.gradients.scaled(grad, last=last)
+        if last:
+            # A gradient that nobody else holds is stored, or added to, without a copy; and this node outlives the
+            # rest of backward, with all that it still holds.
+            ctx.gradients = ctx.loss = None
+        hidden_grad = found.pop(0) if hidden.requires_grad else None
+        return None, None, hidden_grad, None, *[found.pop(0) if wanted else None for wanted in ctx.wants]
+
+
+class _Gradients:
+    """The gradients of the hidden states and of the captured tensors, filled in piece by piece.
+
+    Those of captured tensors are sums over all pieces: in 16-bit types they are added up in 32 bits.
+    """
+
+    def __init__(self, hidden: torch.Tensor, captured: list[torch.Tensor]) -> None:
+        self.hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        self.captured = captured
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Add one piece's gradient of captured tensor `index`."""
+        if index in self._sums:
+            self._sums[index].add_(grad)
+        else:
+            self._sums[index] = grad.to(accumulator(grad.dtype))
+
+    def add_product(self, index: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left @ right`` to the gradient of captured tensor `index`."""
+        if index not in self._sums:
+            self._sums[index] = torch.zeros(
+                self.captured[index].shape, dtype=accumulator(left.dtype), device=left.device
+            )
+        total = self._sums[index]
+        if total.dtype == left.dtype:
+            total.addmm_(left, right)
+            return
+        # Multiplied in 32 bits too, or every piece's product would be rounded before it is added; and in blocks, so
+        # that no 32-bit copy of the whole exists beside the sum.
+        right = right if right.is_cuda else right.to(total.dtype)
+        for start in range(0, left.shape[0], _SUM_ROWS):
+            rows = slice(start, start + _SUM_ROWS)
+            if left.is_cuda:
+                total[rows] += torch.mm(left[rows], right, out_dtype=total.dtype)
+            else:
+                total[rows].addmm_(left[rows].to(total.dtype), right)
+
+    def settle(self) -> None:
+        """Every piece is in: give each gradient the type of its tensor."""
+        for index, tensor in enumerate(self.captured):  # one by one: each sum goes before the next is converted
+            self._sums[index] = self._sums[index].to(tensor.dtype)
+
+    def scaled(self, grad: torch.Tensor, *, last: bool) -> list[torch.Tensor]:
+        """The gradients times `grad`; `last` allows to change the stored ones."""
+        stored = [] if self.hidden is None else [self.hidden]
+        stored += [self._sums[index] for index in range(len(self.captured))]
+        if last and grad.device.type == "cpu" and grad.item() == 1:
+            return stored
+        return [gradient.mul_(grad) if last else gradient * grad for gradient in stored]
+
+
+_SUM_ROWS = 4096
+
+
+def _piece(
+    loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
+) -> torch.Tensor:
+    """One piece of any projection: its loss, and its gradients by autograd."""
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_(gradients.hidden is not None)
+        value = loss.of_logits(loss.projection(leaf), target, "sum")
+        inputs = [*([leaf] if leaf.requires_grad else []), *gradients.captured]
+        found = list(torch.autograd.grad(value, inputs, scale, allow_unused=True, materialize_grads=True))
+    if gradients.hidden is not None:
+        gradients.hidden[rows] = found.pop(0)
+    for index, grad in enumerate(found):
+        gradients.add(index, grad)
+    return value.detach()
+
+
+def _linear_piece(
+    loss: Loss, hidden: torch.Tensor, target: torch.Tensor, scale: Any, gradients: _Gradients, rows: slice
+) -> torch.Tensor:
+    """The same for `F.linear`, whose products go straight into the sums."""
+    assert loss.projection.linear is not None
+    weight, _ = loss.projection.linear
+    logits = loss.projection.product(hidden)
+    with torch.enable_grad():
+        value = loss.of_logits(logits.requires_grad_(), target, "sum")
+        (grad,) = torch.autograd.grad(value, logits, scale)
+    del logits
+    if gradients.hidden is not None:
+        torch.mm(grad, weight, out=gradients.hidden[rows])
+    for index, tensor in enumerate(gradients.captured):
+        if tensor is weight:
+            gradients.add_product(index, grad.t(), hidden)
+        else:
+            gradients.add(index, grad.sum(0))
+    return value.detach()

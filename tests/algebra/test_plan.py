@@ -1,0 +1,198 @@
+"""Plans: which paths a pattern means, what a plan prints, and how bad ones are refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import Plan, checkpoint, compose, identity, policies
+from memscale.algebra.apply import find_regions
+
+DOTS = checkpoint(policy=policies.dots_saveable)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(4, 4)
+        self.alias = self.head
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def regions(plan, model=None):
+    model = Model() if model is None else model
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {paths[id(module)]: how for module, how in find_regions(model, Plan(plan))}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("", [""]),
+        ("head", ["head"]),
+        ("alias", ["head"]),
+        ("h*", ["head"]),
+        ("layers.*", ["layers.0", "layers.1"]),
+        ("layers.1", ["layers.1"]),
+        ("*.*", ["layers.0", "layers.1"]),
+        ("layers.*.mlp", ["layers.0.mlp", "layers.1.mlp"]),
+        ("layers.**.mlp", ["layers.0.mlp", "layers.1.mlp"]),
+        ("**.mlp", ["layers.0.mlp", "layers.1.mlp"]),
+        ("**.0.mlp.**", ["layers.0.mlp", "layers.0.mlp.0", "layers.0.mlp.1"]),
+        ("**.0", ["layers.0", "layers.0.mlp.0", "layers.1.mlp.0"]),
+        ("**.m*p", ["layers.0.mlp", "layers.1.mlp"]),
+        ("head.**", ["head"]),
+    ],
+)  # fmt: skip
+def test_what_a_pattern_names(pattern, paths):
+    assert sorted(regions({pattern: checkpoint()})) == sorted(paths)
+
+
+def test_a_later_rule_composes_outside_an_earlier_one():
+    assert regions([("head", DOTS), ("h*", checkpoint())]) == {"head": compose(checkpoint(), DOTS)}
+    assert regions([("head", DOTS), ("head", DOTS)]) == {"head": compose(DOTS, DOTS)}
+    assert regions([("head", DOTS), ("alias", checkpoint())]) == {"head": compose(checkpoint(), DOTS)}
+    assert regions({"head": identity, "layers.0": DOTS}) == {"layers.0": DOTS}
+
+
+@pytest.mark.parametrize("path", ["layers", "*"])
+def test_a_container_cannot_be_a_region(path):
+    with pytest.raises(ms.TransformError, match=r"'layers' is a ModuleList, which has no forward.*'layers\.\*'"):
+        ms.transform(Model(), {path: checkpoint()})
+
+
+def test_all_patterns_that_match_nothing_are_reported_at_once_with_the_nearest_paths():
+    plan = {"layer.0": checkpoint(), "layers.*": checkpoint(), "haed": checkpoint()}
+    with pytest.raises(ms.PlanError) as caught:
+        ms.transform(Model(), plan)
+    first, second = str(caught.value).split("; the plan's path")
+    assert "'layer.0' matches no module of Model" in first
+    assert "'layers.0'" in first
+    assert "'haed'" in second
+    assert "'head'" in second
+
+
+def test_a_model_without_submodules():
+    with pytest.raises(ms.PlanError, match="'\\*' matches nothing: Linear has no submodules; use '' for itself"):
+        ms.transform(nn.Linear(2, 2), {"*": checkpoint()})
+    assert "forward" in ms.transform(nn.Linear(2, 2), {"": checkpoint()}).__dict__
+
+
+@pytest.mark.parametrize("target", [torch.sin, None, "model", torch.ones(2), {}])
+def test_a_target_that_is_no_module(target):
+    with pytest.raises(ms.TransformError, match=rf"takes a torch.nn.Module, got {type(target).__name__}"):
+        ms.transform(target, {})
+    with pytest.raises(ms.TransformError, match=r"functional\(module\) takes a torch.nn.Module"):
+        ms.functional(target)
+
+
+def test_a_plan_is_immutable_comparable_and_hashable():
+    plan = Plan({"a.*": checkpoint(), "b": DOTS})
+    with pytest.raises(AttributeError, match="immutable"):
+        plan.rules = ()
+    with pytest.raises(AttributeError, match="immutable"):
+        del plan.rules
+    assert plan == Plan([("a.*", checkpoint()), ("b", DOTS)])
+    assert plan != Plan([("b", DOTS), ("a.*", checkpoint())]), "the order of rules has a meaning"
+    assert plan != {"a.*": checkpoint(), "b": DOTS}
+    assert len({plan, Plan({"a.*": checkpoint(), "b": DOTS}), Plan()}) == 2
+    assert len(plan) == 2
+    assert [rule.pattern for rule in plan] == ["a.*", "b"]
+
+
+def test_a_plan_prints_as_a_table():
+    assert str(Plan({"layers.*": checkpoint(), "": DOTS})) == (
+        "path      transform\n"
+        "layers.*  checkpoint()\n"
+        "(root)    checkpoint(policy=policies.dots_saveable)"
+    )  # fmt: skip
+    assert str(Plan()) == "path    transform\n(none)  identity"
+
+
+@pytest.mark.parametrize(
+    ("rules", "messages"),
+    [
+        (3, ["takes a mapping from path patterns to transforms", "got 3"]),
+        (["a"], ["or pairs of the two"]),
+        ({3: checkpoint()}, ["a path pattern is a string such as 'layers.*', got 3"]),
+        ({"a": checkpoint}, ["the rule for 'a' must be a transform", "call the factory"]),
+        ({"a..b": checkpoint()}, ["'a..b' has an empty segment"]),
+        ({".": checkpoint()}, ["empty segment"]),
+        ({"a**": checkpoint()}, ["'**' must be a whole segment"]),
+        ({"a..b": checkpoint(), "c": 1}, ["'a..b' has an empty segment", "the rule for 'c' must be a transform"]),
+    ],
+)
+def test_rules_that_are_no_plan(rules, messages):
+    with pytest.raises(ms.PlanError) as caught:
+        Plan(rules)
+    for message in messages:
+        assert message in str(caught.value)
+
+
+GOOD = Plan({"layers.*": compose(checkpoint(), DOTS)}).to_json()
+
+
+def changed(**changes):
+    return json.dumps({**json.loads(GOOD), **changes})
+
+
+def rule(transform):
+    return changed(rules=[{"path": "a", "transform": transform}])
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (GOOD[: len(GOOD) // 2], ms.PlanError, "not JSON, or was cut off"),
+        ("", ms.PlanError, "not JSON, or was cut off"),
+        (None, ms.PlanError, "not JSON"),
+        ("[]", ms.PlanError, "schema version None"),
+        (changed(memscale_plan=99), ms.PlanError, "schema version 99, and this version of memscale reads version 1"),
+        (changed(rules={}), ms.PlanError, "'rules' is a list of objects"),
+        (changed(rules=[{"path": "a"}]), ms.PlanError, "'rules' is a list of objects"),
+        (rule({"type": "teleport"}), ms.PlanError, "unknown transform or policy 'teleport'.*'checkpoint'"),
+        (rule({}), ms.PlanError, "unknown transform or policy None"),
+        (rule({"type": "checkpoint", "depth": 3}), ms.PlanError, "checkpoint cannot be made from .*depth"),
+        (rule({"type": "checkpoint", "policy": 3}), ms.ConfigError, "a policy is a value of memscale.policies"),
+        (rule({"type": "compose", "args": [3]}), ms.ConfigError, r"compose\(\) takes transforms.*got 3"),
+        (rule(3), ms.PlanError, "must be a transform"),
+        (rule({"type": "policies.dots_saveable"}), ms.PlanError, "must be a transform"),
+    ],
+)
+def test_text_that_is_no_plan(text, error, message):
+    with pytest.raises(error, match=message):
+        Plan.from_json(text)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mine(policies.Policy):
+    spelling = "Mine"
+    decide: object = None
+
+
+def test_a_policy_of_the_users_own_has_no_json_form():
+    with pytest.raises(ms.PlanError, match=r"Mine\(decide=<built-in.*no JSON form"):
+        Plan({"a": checkpoint(policy=Mine(decide=len))}).to_json()
+
+
+def test_the_code_imports_what_stands_between_names_with_quotes():
+    policy = policies.save_only_these_names("it's", 'a"b')
+    plan = Plan([("it's", checkpoint(policy=policy)), ("x", ms.offload(tier="disk"))])
+    assert plan.to_python().startswith("from memscale import Plan, checkpoint, offload, policies, transform\n")

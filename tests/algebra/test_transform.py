@@ -1,0 +1,313 @@
+"""The new tree of `transform`: what it shares with the model, and what belongs to it alone."""
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import checkpoint, policies
+from tests.support.checks import bits, check_argument_untouched, check_trees_independent, gradients, make, side_effects
+from tests.support.models import CONVNET, HUGGING_FACE, IDS, KINDS, ConvBlock, Tied, hugging_face, mlp, numbers
+
+PLAN = {"": checkpoint(), "*": checkpoint()}
+
+
+def transformed(make=mlp, plan=PLAN):
+    model = make()
+    return model, ms.transform(model, plan)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_same_classes_names_parameters_and_state(kind):
+    model = make(kind)
+    plan = dict.fromkeys(kind.regions, checkpoint())
+    check_argument_untouched(model, plan)
+    fit = ms.transform(model, plan)
+    assert [(n, type(m)) for n, m in fit.named_modules()] == [(n, type(m)) for n, m in model.named_modules()]
+    assert not {id(m) for m in fit.modules()} & {id(m) for m in model.modules()}
+    assert repr(fit) == repr(model)
+    assert isinstance(fit, type(model))
+    for theirs, ours in [
+        (model.named_parameters(remove_duplicate=False), fit.named_parameters(remove_duplicate=False)),
+        (model.named_buffers(), fit.named_buffers()),
+    ]:
+        assert [(n, id(t)) for n, t in ours] == [(n, id(t)) for n, t in theirs]
+    assert list(fit.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_model_keeps_its_parameters_while_functional_call_runs_the_new_tree(kind):
+    check_trees_independent(kind, dict.fromkeys(kind.regions, checkpoint()))
+
+
+def test_both_trees_follow_to_and_load_state_dict():
+    model, fit = transformed(ConvBlock)
+    fit.double()
+    assert model.conv.weight.dtype == model.norm.running_mean.dtype == torch.float64
+    model.float()
+    assert fit.conv.weight.dtype == fit.norm.running_mean.dtype == torch.float32
+    model.load_state_dict(ConvBlock().state_dict())
+    assert bits(fit.state_dict()) == bits(model.state_dict())
+    fit.load_state_dict(ConvBlock().state_dict())
+    assert bits(fit.state_dict()) == bits(model.state_dict())
+
+
+def test_parameters_of_the_model_that_are_replaced_by_others_are_detected():
+    model, fit = transformed()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fit.load_state_dict(state, assign=True)
+    fit(numbers(2, 6))  # in the new tree it is taken as meant
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(ms.TransformError, match=r"parameter '0\.weight'.*call transform\(model, plan\) again"):
+        fit(numbers(2, 6))
+
+
+def test_training_mode_belongs_to_each_tree():
+    model, fit = transformed(ConvBlock)
+    fit.eval()
+    assert model.training
+    assert model.norm.training
+    assert not fit.norm.training
+    before = bits(fit.norm.running_mean)
+    fit(numbers(2, 4, 5, 5))
+    assert bits(fit.norm.running_mean) == before
+    model(numbers(2, 4, 5, 5))
+    assert bits(fit.norm.running_mean) != before, "buffers are shared"
+
+
+@pytest.mark.parametrize("plan", [{"": checkpoint()}, {"*": checkpoint()}, PLAN])
+def test_an_adapter_on_the_new_tree_trains_and_stays_there(plan):
+    class Adapter(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear, self.low, self.high = linear, nn.Linear(6, 2, bias=False), nn.Linear(2, 12, bias=False)
+
+        def forward(self, x):
+            return self.linear(x) + self.high(self.low(x))
+
+    model = mlp()
+    before = repr(model)
+    fit = ms.transform(model, plan)
+    fit.requires_grad_(False)
+    fit[0] = Adapter(fit[0])
+    fit(numbers(3, 6)).sum().backward()
+    assert repr(model) == before
+    assert all((p.grad is not None) == p.requires_grad for p in fit.parameters())
+    assert fit[0].low.weight.grad.abs().max() > 0
+    reference = ms.transform(model, {})
+    reference[0] = copy.deepcopy(fit[0])
+    reference[0].linear = model[0]
+    x = numbers(3, 6)
+    assert torch.equal(fit(x), reference(x))
+
+
+@pytest.mark.parametrize("owner", ["model", "fit"])
+def test_an_optimizer_of_either_tree_trains_both(owner):
+    model, fit = transformed()
+    optimizer = torch.optim.SGD({"model": model, "fit": fit}[owner].parameters(), lr=0.1)
+    x = numbers(3, 6)
+    before = model(x)
+    fit(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(x), before)
+    assert torch.equal(fit(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: _through_torch_save(m)],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@pytest.mark.parametrize("make_model", [mlp, ConvBlock, Tied], ids=["mlp", "convnet", "tied"])
+def test_copies_are_independent_and_still_transformed(duplicate, make_model):
+    x = {ConvBlock: lambda: numbers(2, 4, 5, 5), Tied: lambda: numbers(3, 5)}.get(make_model, lambda: numbers(3, 6))()
+    model, fit = transformed(make_model, {"": checkpoint()})
+    fit(x).sum().backward()
+    model.zero_grad()
+    other = duplicate(fit)
+    expected = duplicate(model)
+    before = bits(model.state_dict())
+    for one in (expected, other):
+        one(x).sum().backward()
+    assert gradients(other) == gradients(expected)
+    assert bits(other.state_dict()) == bits(expected.state_dict())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert bits(model.state_dict()) == before
+    kept = ms.saved_residuals(other, x)
+    assert all(residual.source != "intermediate" for residual in kept)
+    assert any(r.source == "intermediate" for r in ms.saved_residuals(expected, x))
+
+
+def _through_torch_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_copy_of_the_model_and_the_tree_together_stay_linked():
+    model, fit = copy.deepcopy(transformed())
+    assert fit[0].weight is model[0].weight
+    x = numbers(3, 6)
+    assert torch.equal(fit(x), model(x))
+
+
+def test_hooks_are_copied():
+    calls = []
+    model = mlp()
+    model[0].register_forward_hook(lambda module, *_: calls.append(module))
+    fit = ms.transform(model, {"*": checkpoint()})
+    fit[2].register_forward_hook(lambda module, *_: calls.append("late"))
+    x = numbers(3, 6)
+    fit(x)
+    assert calls == [fit[0], "late"]
+    model(x)
+    assert calls == [fit[0], "late", model[0]]
+
+
+class SelfReferring(nn.Module):
+    """Holds bound methods, partials and lists of its own modules, as many real models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.act = self.activate
+        self.table = {"run": [self.linear], "pair": (self.linear, None)}
+        self.later = functools.partial(self.activate, scale=2.0)
+        self.scale = 1.0
+
+    def activate(self, x, scale=1.0):
+        return torch.tanh(x) * scale * self.scale
+
+    def forward(self, x):
+        return self.later(self.act(self.table["run"][0](x)))
+
+
+def test_references_to_modules_of_the_tree_lead_to_copies():
+    model, fit = transformed(SelfReferring, {"": checkpoint()})
+    assert fit.act.__self__ is fit
+    assert fit.later.func.__self__ is fit
+    assert fit.table["run"][0] is fit.table["pair"][0] is fit.linear
+    x = numbers(2, 4)
+    expected = model(x)
+    fit.scale = 3.0
+    assert torch.equal(model(x), expected)
+    assert not torch.equal(fit(x), expected)
+
+
+def test_the_signature_of_forward_is_that_of_the_model():
+    model, fit = transformed(lambda: hugging_face("gpt2"), {"": checkpoint(), "transformer.h.*": checkpoint()})
+    assert inspect.signature(fit.forward) == inspect.signature(model.forward)
+    assert inspect.signature(fit.transformer.h[0].forward) == inspect.signature(model.transformer.h[0].forward)
+
+
+def test_transforming_a_transformed_module_composes():
+    model, fit = transformed(plan={"": checkpoint(policy=policies.dots_saveable)})
+    again = ms.transform(fit, {"": checkpoint()})
+    x = numbers(3, 6)
+    found = []
+    for tree in (model, fit, again):
+        tree.zero_grad()
+        tree(x).sum().backward()
+        found.append(gradients(tree))
+    assert found[0] == found[1] == found[2]
+    kept = [sum(r.source == "intermediate" for r in ms.saved_residuals(tree, x)) for tree in (model, fit, again)]
+    assert kept == [2, 1, 0]
+
+
+def test_the_new_tree_does_not_keep_the_model_alive():
+    model, fit = transformed()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    fit(numbers(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_models_generate(name):
+    model = hugging_face(name).eval()
+    fit = ms.transform(model, dict.fromkeys(HUGGING_FACE[name][3], checkpoint()))
+    assert fit.config is model.config
+    if not model.can_generate():
+        assert bits(fit(IDS).logits) == bits(model(IDS).logits)
+        return
+    tokens = [m.generate(IDS, max_new_tokens=4, do_sample=False, use_cache=True) for m in (model, fit)]
+    assert torch.equal(*tokens)
+    fit.save_pretrained  # noqa: B018 (the whole class is there)
+
+
+def test_a_large_model_on_meta():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.norm2 = nn.RMSNorm(8192), nn.RMSNorm(8192)
+            self.q, self.k, self.v, self.o = (nn.Linear(8192, 8192, bias=False) for _ in range(4))
+            self.gate, self.up, self.down = nn.Linear(8192, 28672), nn.Linear(8192, 28672), nn.Linear(28672, 8192)
+
+        def forward(self, x):
+            return x
+
+    with torch.device("meta"):
+        model = nn.Sequential(*[Block() for _ in range(80)])
+    fit = ms.transform(model, {"*": checkpoint()})
+    assert sum("forward" in block.__dict__ for block in fit) == 80
+    assert fit[79].down.weight is model[79].down.weight
+
+
+# ------------------------------------------------------------------------------------------------ torch.compile
+
+COMPILED = {
+    "checkpoint": {"*": checkpoint()},
+    "everything": {"*": checkpoint(policy=policies.everything_saveable)},
+    "dots": {"*": checkpoint(policy=policies.dots_saveable)},
+    "root": {"": checkpoint()},
+}
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def trained(model, run, x):
+    for _ in range(2):
+        run(x).square().sum().backward()
+    return {**gradients(model), **side_effects(model)}
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("plan", COMPILED.values(), ids=COMPILED)
+def test_compiles_without_a_graph_break_to_equal_numbers(plan):
+    model = nn.Sequential(mlp(), nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
+    plain, fit = copy.deepcopy(model), ms.transform(model, plan)
+    x = numbers(3, 6)
+    compiled = torch.compile(fit, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), plain(x))
+    assert trained(fit, compiled, x) == trained(plain, plain, x)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_compiled_side_effects_happen_once():
+    model = make(CONVNET)
+    plain, fit = copy.deepcopy(model), ms.transform(model, {"*": checkpoint()})
+    x = numbers(2, 4, 5, 5)
+    assert trained(fit, torch.compile(fit, backend="aot_eager"), x) == trained(plain, plain, x)
+    assert fit[0].calls == 2
+
+
+def test_a_runtime_that_is_none_is_refused():
+    with pytest.raises(ms.TransformError, match=r"transform\(runtime='x'\) must be a memscale.runtime.Runtime"):
+        ms.transform(nn.Linear(1, 1), {"": ms.offload()}, runtime="x")

@@ -1,0 +1,163 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memscale.cli import demo as _demo
+from memscale.cli import main
+from memscale.cli.training import Job, gpt2, read_text, train
+from memscale.core.units import format_bytes
+from memscale.reports import plot
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SMALL = ["--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--seq", "64", "--device", "cpu"]
+JOB = Job(steps=3, layers=3, width=64, batch=2, seq=128, device=torch.device("cpu"))
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def demo(*options: str) -> int:
+    return main(["demo", *options])
+
+
+def test_it_compares_and_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "memory.png"
+    assert demo(*SMALL, "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    for line in ("peak memory", "step time", "losses", "gradients", "parameters", "moments", "random state"):
+        assert line in shown
+    assert "DIFFERENT" not in shown
+    assert str(out) in shown
+    assert out.read_bytes().startswith(PNG)
+
+
+def test_the_numbers_are_equal_and_the_memory_is_not():
+    text = read_text()
+    calls = []
+    changes = (_demo._unchanged, _demo._checkpointed)
+    baseline, transformed = train(JOB, text, changes, lambda: calls.append(1))
+    assert len(calls) == 2 * JOB.steps
+    assert baseline.losses == transformed.losses
+    assert len(set(baseline.losses)) == JOB.steps
+    assert baseline.digests == transformed.digests
+    first, second = baseline.trace, transformed.trace
+    assert first.start_bytes == second.start_bytes
+    assert second.growth_bytes < 0.7 * first.growth_bytes
+    kept = [int(trace.timeline.live_bytes["activation"].max()) for trace in (first, second)]
+    assert kept[1] < 0.3 * kept[0]
+
+
+def test_the_start_is_exactly_weights_moments_and_batch():
+    # GPT-2's blocks hold 12 w² + 13 w numbers each, the ends 256 w + seq w + 2 w; the output layer is tied.
+    w = JOB.width
+    numbers = JOB.layers * (12 * w * w + 13 * w) + (256 + JOB.seq + 2) * w
+    model = gpt2(JOB)
+    tensors = len(list(model.parameters()))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    (run,) = train(JOB, read_text(), [_demo._unchanged], lambda: None)
+    trace = run.trace
+    # AdamW also keeps one float32 step count for each tensor; the batch is int64.
+    expected = 3 * 4 * numbers + 4 * tensors + 8 * JOB.batch * JOB.seq + buffers
+    assert trace.start_bytes == expected
+    assert trace.timeline.live_bytes["gradient"][-1] == 4 * numbers
+
+
+def test_models_that_take_turns_do_not_touch_each_other():
+    text = read_text()
+    (alone,) = train(JOB, text, [_demo._unchanged], lambda: None)
+    first, second = train(JOB, text, [_demo._unchanged, _demo._unchanged], lambda: None)
+    assert alone.digests == first.digests == second.digests
+    assert alone.trace.peak_bytes == first.trace.peak_bytes == second.trace.peak_bytes
+
+
+def test_a_transform_that_disturbs_dropout_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def disturbed(model: torch.nn.Module) -> torch.nn.Module:
+        model.register_forward_hook(lambda *_: torch.rand(1) and None)
+        return model
+
+    monkeypatch.setattr(_demo, "_checkpointed", disturbed)
+    assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
+    shown = capsys.readouterr().out
+    assert "NOT EQUAL: losses, gradients, parameters, optimizer state, random state differ" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--steps", "2"], "--steps must be at least 3, got 2: the first warms up"),
+        (["--batch", "-1"], "--batch must be at least 1, got -1"),
+        (["--width", "100"], "--width must be a multiple of 64, the width of a head, got 100; try 64 or 128"),
+        (["--width", "0"], "--width must be a multiple of 64, the width of a head, got 0; try 64"),
+        (["--seq", "1025"], "--seq must be from 2 to 1024, GPT-2's longest text, got 1025"),
+        (["--seq", "1"], "--seq must be from 2 to 1024"),
+        (["--device", "abacus"], "--device must be auto, cpu or cuda, got 'abacus'"),
+        (["--device", "meta"], "--device must be auto, cpu or cuda, got 'meta'"),
+        (["--device", "cuda:99"], "--device cuda:99 needs a CUDA device that PyTorch can use, and it finds"),
+        (["--batch", "1000000"], "free; lower --batch, --seq, --layers or --width"),
+        (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
+        (["--out", "no/such/folder/memory.png"], "--out must be in a folder that exists and can be written"),
+        (["--layers", "many"], "--layers': must be a whole number, got 'many'"),
+        (["--wings", "2"], "No such option: --wings"),
+    ],
+)
+def test_bad_options_get_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert demo(*options) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("memscale: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("typer", "typer: pip install 'memscale-transforms[cli]'"),
+        ("rich.console", "rich: pip install 'memscale-transforms[cli]'"),
+        ("psutil", "psutil: pip install 'memscale-transforms[cli]'"),
+        ("transformers", "transformers: pip install 'memscale-transforms[hf]'"),
+        ("matplotlib", "matplotlib: pip install 'memscale-transforms[plot]'"),
+    ],
+)
+def test_a_missing_package_gets_one_line(
+    module: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    # Forgotten, so that they import what is missing again.
+    for name in ("memscale.cli.app", "memscale.cli.demo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert demo(*SMALL) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("memscale: ")
+    assert shown.err.endswith(f"needs {remedy}\n")
+    assert shown.err.count("\n") == 1
+
+
+def test_the_module_form_runs(tmp_path: Path):
+    done = python("-m", "memscale.cli", "demo", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for option in ("--steps", "--layers", "--width", "--batch", "--seq", "--device", "--out"):
+        assert option in done.stdout
+
+
+def test_a_picture_without_traces_is_refused(tmp_path: Path):
+    with pytest.raises(plot.ConfigError, match="at least one trace"):
+        plot.plot_timelines(tmp_path / "memory.png", {})
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (2**20, "1.00 MiB"), (765 * 2**20, "765 MiB")],
+)
+def test_bytes_are_written_with_three_digits(nbytes: int, text: str):
+    assert format_bytes(nbytes) == text

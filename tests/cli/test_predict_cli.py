@@ -1,0 +1,451 @@
+"""``memscale predict``: the numbers of `OOMPredictor`, exit codes that scripts can use, one line for each mistake."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.cli import main
+from memscale.planning.prediction import OOMPrediction
+
+transformers = pytest.importorskip("transformers")
+
+MIB = 2**20
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "n_positions": 256,
+    "vocab_size": 999,
+}
+FACTORIES = """
+import torch
+from torch import nn
+
+def square(output, _):
+    return output.square().mean()
+
+def rows(batch, seq):
+    return torch.ones(batch, seq, 8)
+
+def plain():
+    return nn.Linear(8, 8), rows, square
+
+def scalar():
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean()
+    return Mean(8, 8), rows
+
+def picky():
+    def few(batch, seq):
+        if batch > 3:
+            raise IndexError("only 3 rows")
+        return rows(batch, seq)
+    return nn.Linear(8, 8), few, square
+
+def fixed():
+    return nn.Linear(8, 8), lambda batch, seq: rows(2, seq), square
+
+def deaf():
+    return nn.Linear(8, 8), lambda batch, seq: rows(2, 3), square
+
+def unknown():
+    return nn.Linear(8, 8)
+
+def hf():
+    import transformers
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=50))
+
+def wrong():
+    return 3, rows
+
+def many():
+    return nn.Linear(8, 8), rows, square, square
+
+def broken():
+    raise KeyError("nothing")
+
+class Of:
+    plain = staticmethod(plain)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a config and a module of factories."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    Path("gpt2.json").write_text(json.dumps(GPT2))
+    Path("factories.py").write_text(FACTORIES)
+    return tmp_path
+
+
+def predict(*options):
+    return main(["predict", *map(str, options)])
+
+
+def gpt2(**changes):
+    with torch.device("meta"):
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, "use_cache": False, **changes}))
+
+
+def tokens(batch, seq):
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def printed(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+def test_json_is_the_prediction_of_the_library(folder, capsys):
+    options = ("--hf", "gpt2.json", "--batch", 3, "--seq", 100, "--gpu", "l4", "--json", "--recommend")
+    assert predict(*options) == 0
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = ms.OOMPredictor(model, optimizer, hardware="l4").predict(tokens(3, 100), recommend=True)
+    text = capsys.readouterr().out
+    assert OOMPrediction.from_json(text) == expected
+    assert expected.recommendations
+    assert "largest" not in json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "make_optimizer", "changes"),
+    [
+        (["--optimizer", "sgd"], torch.optim.SGD, {}),
+        (["--optimizer", "AdaFactor"], torch.optim.Adafactor, {}),
+        (["--optimizer", "none"], None, {}),
+        (["--dtype", "bf16"], torch.optim.AdamW, {"dtype": torch.bfloat16}),
+        (["--dtype", "FLOAT32"], torch.optim.AdamW, {}),
+        (["--accumulate", "2"], torch.optim.AdamW, {"accumulate": 2}),
+        (["--plan", "checkpoint"], torch.optim.AdamW, {"plan": {"transformer.h.*": ms.checkpoint()}}),
+        (["--plan", "tile"], torch.optim.AdamW, {"plan": {"lm_head": ms.tile(chunks=8)}}),
+        (
+            ["--plan", "tile+checkpoint"],
+            torch.optim.AdamW,
+            {"plan": {"transformer.h.*": ms.checkpoint(), "lm_head": ms.tile(chunks=8)}},
+        ),
+        (["--plan", "offload"], torch.optim.AdamW, {"plan": {"transformer.h.*": ms.offload()}}),
+        (
+            ["--plan", "offload+checkpoint"],
+            torch.optim.AdamW,
+            {"plan": {"transformer.h.*": ms.compose(ms.offload(), ms.checkpoint())}},
+        ),
+        (
+            ["--plan", "checkpoint+offload+cast+tile"],
+            torch.optim.AdamW,
+            {
+                "plan": {
+                    "transformer.h.*": ms.compose(ms.offload(), ms.checkpoint(), ms.cast()),
+                    "lm_head": ms.tile(chunks=8),
+                    "": ms.cast(),
+                }
+            },
+        ),
+        (["--plan", "plan.json"], torch.optim.AdamW, {"plan": {"transformer.h.0": ms.checkpoint()}}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_options_mean_what_they_say(folder, capsys, options, make_optimizer, changes):
+    Path("plan.json").write_text(ms.Plan({"transformer.h.0": ms.checkpoint()}).to_json())
+    assert predict("--hf", "gpt2.json", "--batch", 4, "--seq", 128, "--gpu", "cpu", "--json", *options) == 0
+    model = gpt2().to(changes.pop("dtype", torch.float32))
+    optimizer = None if make_optimizer is None else make_optimizer(model.parameters())
+    expected = ms.OOMPredictor(model, optimizer, hardware="cpu", **changes).predict(tokens(4, 128), recommend=False)
+    assert printed(capsys)["peak_bytes"] == expected.peak_bytes
+
+
+def test_the_default_length_is_all_positions_of_a_short_model(folder, capsys):
+    peaks = []
+    for options in ((), ("--seq", 256)):
+        assert predict("--hf", "gpt2.json", "--gpu", "cpu", "--json", *options) == 0
+        peaks.append(printed(capsys)["peak_bytes"])
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        ({"model_type": "gpt2", **{key: GPT2[key] for key in ("n_layer", "n_embd", "n_head")}}, None),
+        (
+            {
+                "model_type": "t5",
+                "d_model": 16,
+                "d_kv": 8,
+                "d_ff": 16,
+                "num_layers": 1,
+                "num_heads": 2,
+                "decoder_start_token_id": 0,
+            },
+            None,
+        ),
+        (
+            {
+                "model_type": "bert",
+                "architectures": ["BertForSequenceClassification"],
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+            },
+            None,
+        ),
+        (
+            {
+                "model_type": "vit",
+                "architectures": ["ViTForImageClassification"],
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+            3 * 32 * 32 * 4 + 8,  # one picture and its label
+        ),
+    ],
+    ids=["without architectures", "encoder-decoder", "classes of rows", "pictures"],
+)
+def test_configs_of_many_kinds(folder, capsys, config, batch):
+    Path("any.json").write_text(json.dumps(config))
+    sizes = []
+    for rows in (1, 2):
+        assert predict("--hf", "any.json", "--batch", rows, "--seq", 32, "--gpu", "cpu", "--json") == 0
+        sizes.append(printed(capsys)["profile"]["by_category"]["input"])
+    per_row = sizes[1] - sizes[0]
+    assert per_row == (batch or {"bert": 32 * 8 + 8}.get(config["model_type"], 2 * 32 * 8))
+
+
+@pytest.mark.parametrize("start", [{}, {"decoder_start_token_id": None}, {"decoder_start_token_id": 0}])
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_decoder_without_a_first_token_gets_its_tokens(folder, capsys, kind, start):
+    named = {
+        "model_type": kind.lower(),
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "vocab_size": 50,
+        **start,
+    }
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 16}
+    Path("any.json").write_text(json.dumps({**named, **layers}))
+    assert predict("--hf", "any.json", "--batch", 2, "--seq", 32, "--gpu", "cpu", "--json") == 0
+    config = transformers.AutoConfig.from_pretrained("any.json")
+    given = 2 if getattr(config, "decoder_start_token_id", None) is not None else 3
+    assert printed(capsys)["profile"]["by_category"]["input"] == given * 2 * 32 * 8
+
+
+@pytest.mark.parametrize("name", ["plain", "scalar", "Of.plain"])
+def test_a_factory_of_the_users(folder, capsys, name):
+    assert predict("--hf", f"factories:{name}", "--batch", 5, "--seq", 7, "--gpu", "cpu", "--json") == 0
+    model = nn.Linear(8, 8)
+    expected = ms.OOMPredictor(
+        model, torch.optim.AdamW(model.parameters()), loss=lambda y, _: y.mean(), hardware="cpu"
+    ).predict(torch.ones(5, 7, 8))
+    found = OOMPrediction.from_json(capsys.readouterr().out)
+    assert found.profile.by_category["input"] == expected.profile.by_category["input"] == 5 * 7 * 8 * 4
+    assert found.profile.by_category["parameter"] == 72 * 4
+
+
+def test_a_factory_that_returns_a_model_of_transformers_needs_no_batches(folder, capsys):
+    assert predict("--hf", "factories:hf", "--batch", 2, "--seq", 16, "--gpu", "cpu", "--dtype", "bf16", "--json") == 0
+    profile = printed(capsys)["profile"]
+    assert profile["by_category"]["input"] == 2 * 2 * 16 * 8
+    assert {each["dtype"] for each in profile["holdings"] if each["category"] == "parameter"} == {"bfloat16"}
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_is_the_verdict_at_the_exact_byte(folder, capsys):
+    step = ("--hf", "factories:plain", "--batch", 64, "--seq", 8, "--gpu", "cpu", "--no-recommend")
+    assert predict(*step, "--json") == 0
+    peak = printed(capsys)["peak_bytes"]
+    assert predict(*step, "--budget", peak) == 0
+    assert capsys.readouterr().out.startswith("HIGH: the step fits")
+    assert predict(*step, "--budget", peak - 1) == 3
+    assert capsys.readouterr().out.startswith("CRITICAL: the step does not fit")
+    assert predict(*step, "--budget", "1GiB", "--json") == 0
+    assert printed(capsys)["capacity_bytes"] == 2**30
+    assert predict(*step, "--budget", "0.5", "--json") == 0
+    assert printed(capsys)["capacity_bytes"] == ms.Hardware.detect("cpu").memory_bytes // 2
+
+
+def test_what_does_not_fit_comes_with_what_would_free_memory(folder, capsys):
+    step = ("--hf", "gpt2.json", "--batch", 8, "--gpu", "cpu", "--budget", "5MiB")
+    assert predict(*step) == 3
+    shown = capsys.readouterr().out
+    assert "what would free memory" in shown
+    assert "checkpoint() on transformer.h.*: peak" in shown
+    assert predict(*step, "--no-recommend") == 3
+    assert "what would free memory" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["batch", "seq"])
+def test_the_largest_is_that_of_the_library(folder, capsys, size):
+    options = (
+        "--hf",
+        "factories:plain",
+        "--batch",
+        4,
+        "--seq",
+        6,
+        "--gpu",
+        "cpu",
+        "--budget",
+        "100KiB",
+        "--no-recommend",
+    )
+    assert predict(*options, "--largest", size, "--json") == 0
+    found = printed(capsys)["largest"]
+    model = nn.Linear(8, 8)
+    predictor = ms.OOMPredictor(
+        model, torch.optim.AdamW(model.parameters()), loss=lambda y, _: y.square().mean(), hardware="cpu"
+    )
+    batches = {"batch": lambda n: torch.ones(n, 6, 8), "seq": lambda n: torch.ones(4, n, 8)}
+    expected = predictor.largest(batches[size], budget="100KiB")
+    assert found == vars(expected)
+    assert predict(*options, "--largest", size) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"largest {size}: {expected}"
+
+
+def test_the_largest_length_ends_where_the_models_positions_do(folder, capsys):
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "seq", "--json", "--no-recommend") == 0
+    largest = printed(capsys)["largest"]
+    assert (largest["n"], largest["next_peak_bytes"]) == (256, None)
+
+
+def test_if_nothing_fits_the_largest_says_so(folder, capsys):
+    step = ("--hf", "factories:plain", "--gpu", "cpu", "--budget", "10B", "--no-recommend", "--largest", "batch")
+    assert predict(*step) == 3
+    assert "largest batch: not even batch_fn(1) fits" in capsys.readouterr().out
+    assert predict(*step, "--json") == 3
+    assert printed(capsys)["largest"] is None
+
+
+def test_pictures_and_reports(folder, capsys):
+    step = ("--hf", "factories:plain", "--gpu", "cpu", "--no-recommend")
+    assert predict(*step, "--html", "step.html", "--plot", "step.png") == 0
+    assert "<html" in Path("step.html").read_text().lower()
+    assert Path("step.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- where things are printed ------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_a_bar_on_stderr_and_nothing_else_does(folder, capsys, monkeypatch):
+    step = ("--hf", "factories:plain", "--gpu", "l4", "--json", "--recommend")
+    assert predict(*step) == 0
+    quiet = capsys.readouterr()
+    assert quiet.err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert predict(*step) == 0
+    loud = capsys.readouterr()
+    assert loud.out == quiet.out
+    assert "simulating" in loud.err
+    assert "/" in loud.err
+
+
+def test_the_network_is_not_asked(folder, capsys, monkeypatch):
+    def refused(*_, **__):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr("socket.socket.connect", refused)
+    assert predict("--hf", "gpt2.json", "--gpu", "cpu") == 0
+
+
+def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert predict("--hf", "gpt2.json", "--gpu", "cpu") == 2
+    assert capsys.readouterr().err.endswith("config.json: pip install 'memscale-transforms[hf]'\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hf", "none.json"], "--hf 'none.json' must be a transformers config.json that exists, or module:factory"),
+        (["--hf", "text.json"], "--hf 'text.json' is not a config of transformers: "),
+        (["--hf", "empty.json"], "--hf 'empty.json' is not a config of transformers: Unrecognized model"),
+        (["--hf", "odd.json"], "--hf 'odd.json': transformers cannot build the model on meta: "),
+        (["--hf", "clip.json"], "--hf 'clip.json': transformers has no model with a loss for 'clip_text_model'"),
+        (
+            ["--hf", "sound.json"],
+            "the batches of WhisperForConditionalGeneration, which takes input_features, are not known",
+        ),
+        (["--hf", "no_such_module:f"], "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        (["--hf", "factories:no_such"], "cannot be imported: AttributeError: "),
+        (["--hf", "factories:broken"], "--hf 'factories:broken' raises KeyError: 'nothing'"),
+        (["--hf", "factories:wrong"], "(model, batch_fn) or (model, batch_fn, loss), got (int, function)"),
+        (["--hf", "factories:many"], "got (Linear, function, function, function)"),
+        (["--hf", "factories:unknown"], "returns a Linear whose batches are not known; return (model, batch_fn)"),
+        (["--hf", "factories:picky", "--batch", "9"], "the batch_fn raises IndexError for (9, 1024): only 3 rows"),
+        (
+            ["--hf", "factories:picky", "--largest", "batch"],
+            "--largest batch: the batch_fn raises IndexError for (32, 1024): only 3",
+        ),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--batch", "some"], "--batch': must be a whole number, got 'some'"),
+        (["--seq", "-3"], "--seq must be at least 1, got -3"),
+        (["--seq", "257"], "--seq 257 is longer than the 256 positions that the model has"),
+        (["--accumulate", "0"], "--accumulate must be at least 1, got 0"),
+        (["--optimizer", "adanw"], "--optimizer 'adanw' is none; the nearest is 'adamw', and there are "),
+        (["--optimizer", "lbfgs"], "--optimizer 'lbfgs' is none"),
+        (["--optimizer", "muon"], "--optimizer muon: "),
+        (["--gpu", "h10"], "no card is called 'h10'; the nearest are 'h100'"),
+        (["--dtype", "fp8"], "--dtype must be one of fp32, float32, bf16, bfloat16, fp16, float16, got 'fp8'"),
+        (["--plan", "ofload"], "'ofload' is no file, and nothing that this model can have on"),
+        (
+            ["--hf", "factories:plain", "--plan", "offload"],
+            "'offload' is no file, and nothing that this model can have on",
+        ),
+        (
+            ["--plan", "cast", "--gpu", "t4"],
+            "'cast' is no file, and nothing that this model can have on Tesla T4; it can",
+        ),
+        (["--plan", "gpt2.json"], "the plan has schema version None"),
+        (["--budget", "6G"], "budget='6G' must be bytes as an int, a string such as '6GiB' or '6GB'"),
+        (["--budget", "1.5"], "budget=1.5 must be bytes"),
+        (["--largest", "width"], "--largest must be batch or seq, got 'width'"),
+        (
+            ["--hf", "vit.json", "--largest", "seq"],
+            "--largest seq: the batches of this model are the same for any seq; use --largest batch",
+        ),
+        (["--hf", "factories:fixed", "--largest", "batch"], "are the same for any batch; use --largest seq"),
+        (["--hf", "factories:deaf", "--largest", "seq"], "the same for any seq; let its batch_fn use its arguments"),
+        (["--html", "no/such/step.html"], "'no/such/step.html' must be in a folder that exists"),
+        (["--wings", "2"], "No such option: --wings"),
+    ],
+    ids=lambda value: "-".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_bad_options_get_one_line(folder, capsys, options, message):
+    Path("text.json").write_text("no json")
+    Path("empty.json").write_text("{}")
+    Path("odd.json").write_text(json.dumps({**GPT2, "n_head": 5}))
+    Path("clip.json").write_text(json.dumps({"model_type": "clip_text_model"}))
+    whisper = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 48}
+    Path("sound.json").write_text(json.dumps({**whisper, "encoder_layers": 1, "decoder_layers": 1}))
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "num_hidden_layers": 1}
+    Path("vit.json").write_text(json.dumps(vit))
+    subject = [] if "--hf" in options else ["--hf", "gpt2.json"]
+    device = [] if "--gpu" in options else ["--gpu", "cpu"]
+    assert predict(*subject, *device, *options) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("memscale: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+def test_a_model_is_needed(capsys):
+    assert predict("--batch", "2") == 2
+    assert "Missing option '--hf'" in capsys.readouterr().err

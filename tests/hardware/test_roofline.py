@@ -1,0 +1,444 @@
+"""What an operator does, and how long that takes: every count is one that can be made by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+
+import memscale as ms
+from memscale import ConfigError, Hardware
+from memscale.hardware.flops import flops_of
+from memscale.hardware.roofline import Efficiency, Work, seconds, work_of
+from memscale.hardware.traffic import traffic_of
+
+aten = torch.ops.aten
+
+
+class Works(TorchDispatchMode):
+    """Collects the work of every operator, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        outputs = op(*args, **(kwargs or {}))
+        self.calls.append((op._opname, work_of(op, args, kwargs or {}, outputs)))
+        return outputs
+
+    def flops(self, name=None):
+        return sum(work.flops for called, work in self.calls if name in (None, called))
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def flops(op, *args, **kwargs):
+    return flops_of(op, args, kwargs, op(*args, **kwargs))
+
+
+def traffic(op, *args, **kwargs):
+    return traffic_of(op, args, kwargs, op(*args, **kwargs))
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "expected"),
+    [
+        (aten.mm.default, [(2, 3), (3, 5)], 2 * 2 * 3 * 5),
+        (aten.addmm.default, [(5,), (2, 3), (3, 5)], 2 * 2 * 3 * 5),
+        (aten.addmm_.default, [(2, 5), (2, 3), (3, 5)], 2 * 2 * 3 * 5),
+        (aten.bmm.default, [(7, 2, 3), (7, 3, 5)], 7 * 2 * 2 * 3 * 5),
+        (aten.baddbmm.default, [(7, 2, 5), (7, 2, 3), (7, 3, 5)], 7 * 2 * 2 * 3 * 5),
+        (aten.addbmm.default, [(2, 5), (7, 2, 3), (7, 3, 5)], 7 * 2 * 2 * 3 * 5),
+        (aten.mv.default, [(2, 3), (3,)], 2 * 2 * 3),
+        (aten.addmv.default, [(2,), (2, 3), (3,)], 2 * 2 * 3),
+        (aten.dot.default, [(3,), (3,)], 2 * 3),
+        (aten.add.Tensor, [(2, 3), (2, 3)], 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else None,
+)
+def test_products(op, shapes, expected):
+    assert flops(op, *(meta(*shape) for shape in shapes)) == expected
+
+
+def test_a_product_written_into_out_and_of_int8():
+    a, b, out = meta(2, 3), meta(3, 5), meta(2, 5)
+    assert flops_of(aten.mm.out, (a, b), {"out": out}, out) == 2 * 2 * 3 * 5
+    a, b = torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8)
+    assert work_of(aten._int_mm.default, (a, b), {}, torch._int_mm(a, b)).flops == 2 * 32 * 16 * 8
+    assert work_of(aten._int_mm.default, (a, b), {}, torch._int_mm(a, b)).dtype == "int8"
+
+
+def test_a_complex_product_is_four_real_ones():
+    a, b = meta(2, 3, dtype=torch.complex64), meta(3, 5, dtype=torch.complex64)
+    work = work_of(aten.mm.default, (a, b), {}, aten.mm(a, b))
+    assert (work.flops, work.dtype) == (4 * 2 * 2 * 3 * 5, "float32")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ((6, 3), (4, 3, 5), 2 * 6 * 3 * 5),  # each row meets one of four matrices
+        ((4, 6, 3), (4, 3, 5), 4 * 2 * 6 * 3 * 5),
+        ((4, 6, 3), (3, 20), 2 * 6 * 3 * 20),  # each column of the right belongs to one of four groups
+        ((6, 12), (12, 5), 2 * 6 * 12 * 5),  # each summand belongs to one group
+    ],
+)
+def test_grouped_products(left, right, expected):
+    assert flops_of(aten._grouped_mm.default, (meta(*left), meta(*right)), {}, None) == expected
+
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+CAUSAL = aten._scaled_dot_product_efficient_attention
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "pairs"),
+    [(4, 4, False, 16), (4, 4, True, 10), (2, 5, True, 3), (5, 2, True, 9), (1, 7, True, 1)],
+)
+def test_attention_works_on_the_pairs_that_it_sees(queries, keys, causal, pairs):
+    q, k, v = meta(2, 3, queries, 8), meta(2, 3, keys, 8), meta(2, 3, keys, 16)
+    expected = 2 * 2 * 3 * pairs * (8 + 16)
+    assert flops_of(ATTENTION.default, (q, k, v, 0.0, causal), {}, None) == expected
+    assert flops_of(ATTENTION.default, (q, k, v), {"is_causal": causal}, None) == expected
+    assert flops_of(CAUSAL.default, (q, k, v, None, True, 0.0, causal), {}, None) == expected
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    args = (v, q, k, v, None, v, q, q, q, 0.0, [True, True, True, False], causal)
+    assert flops_of(backward, args, {}, None) == 2 * 2 * 3 * pairs * (3 * 8 + 2 * 16)
+
+
+def test_attention_with_fewer_heads_of_keys_counts_the_queries_heads():
+    q, k = meta(2, 6, 4, 8), meta(2, 3, 4, 8)
+    assert flops_of(ATTENTION.default, (q, k, k), {}, None) == 2 * 2 * 6 * 16 * 16
+
+
+def test_a_step_agrees_with_the_counter_of_pytorch():
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 4, 3), nn.Flatten(), nn.Linear(196, 9))
+    x = torch.randn(2, 3, 12, 12, requires_grad=True)
+
+    def step():
+        hidden = conv(x).reshape(2, 3, 3)
+        attended = F.scaled_dot_product_attention(hidden[:, None], hidden[:, None], hidden[:, None])
+        (attended.sum() + (hidden @ hidden).sum()).backward()
+
+    # Attention by matrix products on the CPU, which the counter knows.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        with Works() as works:
+            step()
+    assert works.flops() == counter.get_total_flops()
+    assert works.flops("convolution_backward") == 2 * works.flops("convolution")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_backward_of_a_grouped_convolution_costs_twice_its_forward(transposed):
+    make = nn.ConvTranspose1d if transposed else nn.Conv1d
+    layer = make(6, 12, 3, groups=3, bias=False)
+    x = torch.randn(2, 6, 10, requires_grad=True)
+    with Works() as works:
+        layer(x).sum().backward()
+    # Each of 10 (transposed) or 8 places meets 6 channels with 4 each over 3 taps.
+    forward = 2 * 2 * (10 if transposed else 8) * 6 * 4 * 3
+    assert works.flops("convolution") == forward
+    assert works.flops("convolution_backward") == 2 * forward
+    with Works() as works:
+        layer(x.detach()).sum().backward()
+    assert works.flops("convolution_backward") == forward
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_recurrence_meets_its_matrices_at_every_step(directions):
+    lstm = nn.LSTM(5, 7, num_layers=2, bidirectional=directions == 2)
+    with Works() as works:
+        lstm(torch.randn(11, 3, 5))[0].sum().backward()
+    matrices = directions * (4 * 7 * (5 + 7) + 4 * 7 * (7 * directions + 7))
+    assert works.flops("mkldnn_rnn_layer") == 2 * 11 * 3 * matrices
+    # The gradients of the input and of the weights, and none of what fed the first layer is left out.
+    assert works.flops("mkldnn_rnn_layer_backward") == 2 * works.flops("mkldnn_rnn_layer")
+
+
+def test_a_recurrence_of_cudnn_has_its_weights_in_a_list():
+    weights = [meta(28, 5), meta(28, 7), meta(28), meta(28)]
+    args = (
+        meta(11, 3, 5),
+        weights,
+        4,
+        None,
+        meta(1, 3, 7),
+        meta(1, 3, 7),
+        2,
+        7,
+        0,
+        1,
+        False,
+        0.0,
+        True,
+        False,
+        [],
+        None,
+    )
+    assert flops_of(aten._cudnn_rnn.default, args, {}, None) == 2 * 11 * 3 * 28 * (5 + 7)
+
+
+def test_a_formula_that_the_user_registers_is_used():
+    library = torch.library.Library("memscale_test_roofline", "FRAGMENT")
+    library.define("triple(Tensor x) -> Tensor")
+    library.impl("triple", lambda x: 3 * x, "CompositeExplicitAutograd")
+    packet = torch.ops.memscale_test_roofline.triple
+    assert flops(packet.default, torch.ones(5)) == 0
+    register_flop_formula(packet)(lambda shape, out_shape=None: 3 * shape[0] + 100 * out_shape[0])
+    try:
+        assert flops(packet.default, torch.ones(5)) == 515
+    finally:
+        del flop_registry[packet]
+
+
+# -- memory traffic ----------------------------------------------------------------------------------------------------
+
+X = torch.ones(4, 8)
+ROW = torch.ones(8)
+IDS = torch.tensor([1, 1, 0])
+X_BYTES, ROW_BYTES, IDS_BYTES = 128, 32, 24
+
+MOVES = {
+    "views": (0, [(aten.t.default, X), (aten.view.default, X, [8, 4]), (aten.expand.default, ROW, [9, 8]),
+                  (aten.select.int, X, 0, 1), (aten.split.Tensor, X, 2), (aten.detach.default, X),
+                  (aten.as_strided.default, X, [2], [1])]),
+    "views whose schemas do not say so": (0, [(aten._unsafe_view.default, X, [32]), (aten.unsafe_split.Tensor, X, 2)]),
+    "new shapes in place": (0, [(aten.transpose_.default, torch.ones(4, 8), 0, 1),
+                                (aten.resize_.default, torch.ones(4, 8), [2, 2])]),
+    "facts": (0, [(torch.ops.prim.device.default, X), (aten.sym_size.int, X, 0), (aten.is_same_size.default, X, X)]),
+    "memory with nothing in it": (0, [(aten.empty.memory_format, [9]), (aten.empty_like.default, X),
+                                      (aten.new_empty.default, X, [9])]),
+    "nothing to move": (0, [(aten.add.Tensor, torch.ones(0, 3), torch.ones(0, 3))]),
+    "new values": (X_BYTES, [(aten.zeros.default, [4, 8]), (aten.zeros_like.default, X), (aten.rand_like.default, X),
+                             (aten.new_zeros.default, ROW, [4, 8]), (aten.full.default, [4, 8], 1.0)]),
+    "a read and a write": (2 * X_BYTES, [(aten.clone.default, X), (aten.relu.default, X)]),
+    "two reads and a write": (3 * X_BYTES, [(aten.add.Tensor, X, X.clone())]),
+    "a list is read": (4 * X_BYTES, [(aten.cat.default, [X, X.clone()])]),
+    "a smaller result": (X_BYTES + 4, [(aten.sum.default, X)]),
+    "another dtype": (X_BYTES + X_BYTES // 2, [(aten._to_copy.default, X)]),
+    "in place": (2 * X_BYTES, [(aten.relu_.default, X.clone()), (aten.mul_.Scalar, X.clone(), 2.0)]),
+    "in place with another": (3 * X_BYTES, [(aten.add_.Tensor, X.clone(), X)]),
+    "overwritten": (X_BYTES, [(aten.fill_.Scalar, X.clone(), 1.0), (aten.zero_.default, X.clone()),
+                              (aten.normal_.default, X.clone())]),
+    "overwritten with another": (2 * X_BYTES, [(aten.copy_.default, X.clone(), X)]),
+    "expanded": (2 * X_BYTES + ROW_BYTES, [(aten.add.Tensor, X, ROW), (aten.add.Tensor, X, ROW.expand(4, 8)),
+                                             (aten.add.Tensor, X, torch.ones(999)[:8].expand(4, 8))]),
+    "strided": (2 * X_BYTES, [(aten.relu.default, X.t()), (aten.clone.default, torch.ones(4, 16)[:, ::2])]),
+    "windows that overlap": (ROW_BYTES + 5 * 4 * 4, [(aten.relu.default, ROW.unfold(0, 4, 1))]),
+    "rows of a large table": (IDS_BYTES + 2 * 3 * ROW_BYTES, [
+        (aten.embedding.default, torch.ones(100, 8), IDS), (aten.index_select.default, torch.ones(100, 8), 0, IDS),
+        (aten.index.Tensor, torch.ones(100, 8), [IDS])]),
+    "rows of a small table": (IDS_BYTES + 2 * ROW_BYTES + 3 * ROW_BYTES, [
+        (aten.embedding.default, torch.ones(2, 8), IDS)]),
+    "a few rows changed": (IDS_BYTES + 3 * ROW_BYTES + 2 * (IDS_BYTES + 3 * ROW_BYTES), [
+        (aten.index_add_.default, torch.ones(100, 8), 0, IDS, torch.ones(3, 8)),
+        (aten.index_put_.default, torch.ones(100, 8), [IDS], torch.ones(3, 8), True)]),
+    "all rows changed": (IDS_BYTES + 3 * ROW_BYTES + 2 * 2 * ROW_BYTES, [
+        (aten.index_add_.default, torch.ones(2, 8), 0, IDS, torch.ones(3, 8))]),
+    "lists": (3 * (X_BYTES + ROW_BYTES), [(aten._foreach_add.List, [X, ROW], [X, ROW]),
+                                          (aten._foreach_add_.List, [X.clone(), ROW.clone()], [X, ROW])]),
+    "lists overwritten": (2 * (X_BYTES + ROW_BYTES), [
+        (aten._foreach_copy_.default, [X.clone(), ROW.clone()], [X, ROW])]),
+    "a number is read": (4, [(aten._local_scalar_dense.default, torch.ones(()))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_bytes_that_move(case):
+    expected, calls = MOVES[case]
+    for op, *args in calls:
+        kwargs = {"dtype": torch.bfloat16} if op is aten._to_copy.default else {}
+        assert traffic(op, *args, **kwargs) == expected, op
+
+
+def test_an_out_argument_is_written_and_not_read():
+    a, b, out = torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8)
+    assert traffic_of(aten.add.out, (a, b), {"out": out}, aten.add.out(a, b, out=out)) == 3 * X_BYTES
+
+
+def test_the_loss_of_a_classifier_looks_up_one_number_a_row():
+    scores, targets = torch.zeros(3, 1000), torch.tensor([1, 2, 3])
+    loss, total = aten.nll_loss_forward(scores, targets, None, 1, -100)
+    forward = traffic_of(aten.nll_loss_forward.default, (scores, targets, None, 1, -100), {}, (loss, total))
+    assert forward == 2 * targets.nbytes + 8
+    args = (loss, scores, targets, None, 1, -100, total)
+    backward = traffic_of(aten.nll_loss_backward.default, args, {}, aten.nll_loss_backward(*args))
+    assert backward == scores.nbytes + targets.nbytes + 8
+
+
+def test_a_fused_optimizer_reads_gradients_and_updates_the_rest():
+    parameters = [torch.nn.Parameter(torch.ones(100)), torch.nn.Parameter(torch.ones(28))]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Works() as works:
+        optimizer.step()
+    (nbytes,) = [work.nbytes for name, work in works.calls if name == "_fused_adamw_"]
+    assert nbytes == (3 * 2 + 1) * 4 * 128 + 2 * 4  # parameters and two moments, gradients, two step counts
+
+
+def test_results_that_are_not_tensors_and_sparse_ones_move_nothing():
+    x = torch.ones(2, 3)
+    assert traffic_of(aten.mul.Tensor, (x, 2.0), {}, (x.clone(), None, 7, [x.clone()])) == 3 * x.nbytes
+    sparse = torch.eye(3).to_sparse()
+    assert traffic_of(aten.mul.Tensor, (sparse, sparse), {}, sparse) == 0
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def test_work_needs_no_values():
+    with FakeTensorMode(), Works() as works:
+        a, b = torch.empty(2, 3, dtype=torch.bfloat16), torch.empty(3, 5, dtype=torch.bfloat16)
+        (a @ b).t()
+    done = [call for call in works.calls if call[1] != Work(0, 0, "")]
+    assert done == [("mm", Work(60, 2 * (6 + 15 + 10), "bfloat16"))]
+
+
+def test_the_dtype_is_that_of_the_arithmetic():
+    half = torch.ones(3, 3, dtype=torch.float16)
+    assert work_of(aten.cat.default, ([half, half],), {}, torch.ones(6, 3)).dtype == "float16"
+    assert work_of(aten.zeros.default, ([3],), {}, half).dtype == "float16"
+
+
+def test_float32_may_be_tfloat32_where_the_settings_say_so():
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    a = meta(3, 3)
+    image, kernel = meta(1, 2, 5, 5), meta(2, 2, 3, 3)
+    convolution = (image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    def dtypes():
+        product = work_of(aten.mm.default, (a, a), {}, a).dtype
+        return product, work_of(aten.convolution.default, convolution, {}, aten.convolution(*convolution)).dtype
+
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision, conv.fp32_precision = "ieee", "tf32"
+        assert dtypes() == ("float32", "tfloat32")
+        matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"
+        assert dtypes() == ("tfloat32", "float32")
+        assert work_of(aten.add.Tensor, (torch.ones(3), torch.ones(3)), {}, torch.ones(3)).dtype == "float32"
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+CARD = Hardware("card", "cuda", 1 << 30, flops_per_second={"float32": 1e12, "bfloat16": 8e12, "float8_e4m3fn": 16e12},
+                bandwidth_bytes_per_second=1e11, launch_seconds=1e-6)  # fmt: skip
+EXACT = Efficiency(compute=1.0, bandwidth=1.0)
+
+
+def changed(**fields):
+    return Hardware(**{**vars(CARD), **fields})
+
+
+def test_the_slower_of_arithmetic_and_traffic_decides():
+    assert seconds(Work(8 * 10**9, 10**6, "bfloat16"), CARD, efficiency=EXACT) == pytest.approx(1e-3 + 1e-6)
+    assert seconds(Work(8 * 10**9, 10**9, "bfloat16"), CARD, efficiency=EXACT) == pytest.approx(1e-2 + 1e-6)
+    assert seconds(Work(8 * 10**9, 0, "float32"), CARD, efficiency=EXACT) == pytest.approx(8e-3 + 1e-6)
+
+
+def test_nothing_takes_no_time_and_little_takes_a_launch():
+    assert seconds(Work(0, 0, ""), CARD) == 0.0
+    assert seconds(Work(0, 1, "float32"), CARD) == pytest.approx(1e-6, rel=1e-3)
+    assert seconds(Work(0, 1, "float32"), changed(launch_seconds=None)) == pytest.approx(5.5e-6, rel=1e-3)
+    assert seconds(Work(0, 1, "float32"), changed(launch_seconds=None, device_type="cpu")) == pytest.approx(
+        2e-6, rel=1e-3
+    )
+
+
+def test_a_data_sheet_is_not_reached_and_a_measured_speed_is():
+    compute, memory = Work(8 * 10**9, 0, "bfloat16"), Work(0, 10**9, "bfloat16")
+    assert seconds(compute, CARD) == pytest.approx(1e-3 / 0.8 + 1e-6)
+    assert seconds(memory, CARD) == pytest.approx(1e-2 / 0.85 + 1e-6)
+    assert seconds(compute, changed(measured=True)) == pytest.approx(1e-3 + 1e-6)
+    assert seconds(memory, changed(measured=True)) == pytest.approx(1e-2 + 1e-6)
+    halves = Efficiency(compute=0.5, bandwidth=0.25)
+    assert seconds(compute, changed(measured=True), efficiency=halves) == pytest.approx(2e-3 + 1e-6)
+    assert seconds(memory, CARD, efficiency=halves) == pytest.approx(4e-2 + 1e-6)
+
+
+@pytest.mark.parametrize("shares", [{"compute": 0.0, "bandwidth": 1.0}, {"compute": 1.0, "bandwidth": -0.5}])
+def test_shares_are_above_0(shares):
+    with pytest.raises(ConfigError, match=r"Efficiency\(compute=.*must have shares above 0; pass Efficiency"):
+        Efficiency(**shares)
+
+
+def test_dtypes_of_the_same_units_stand_in():
+    assert seconds(Work(10**9, 0, "tfloat32"), CARD) == seconds(Work(10**9, 0, "float32"), CARD)
+    assert seconds(Work(10**9, 0, "float8_e5m2"), CARD) == seconds(Work(10**9, 0, "float8_e4m3fn"), CARD)
+    with_tf32 = changed(flops_per_second={"float32": 1e12, "tfloat32": 4e12})
+    assert seconds(Work(10**9, 0, "tfloat32"), with_tf32) < seconds(Work(10**9, 0, "float32"), with_tf32)
+
+
+def test_speeds_are_missed_only_where_they_are_needed():
+    bare = Hardware("bare", "cuda", 1)
+    with pytest.raises(
+        ConfigError, match=r"on 'bare' needs bandwidth_bytes_per_second, .*replace\(hardware, bandwidth_b"
+    ):
+        seconds(Work(0, 1, "float32"), bare)
+    with pytest.raises(
+        ConfigError, match=r"needs flops_per_second\['float16'\], .*replace\(hardware, flops_per_second="
+    ):
+        seconds(Work(1, 1, "float16"), CARD)
+    assert seconds(Work(0, 0, ""), bare) == 0.0
+    assert seconds(Work(0, 1, "float16"), CARD) > 0
+    assert seconds(Work(1, 0, "float32"), changed(bandwidth_bytes_per_second=None)) > 0
+
+
+def test_bfloat16_is_not_timed_on_cards_without_it():
+    with pytest.raises(ConfigError, match=r"'Tesla T4' needs flops_per_second\['bfloat16'\]"):
+        seconds(Work(1, 0, "bfloat16"), Hardware.named("t4"))
+
+
+@pytest.mark.parametrize("card", ["t4", "v100-16"])
+def test_a_step_without_a_time_names_the_dtype_that_the_card_lacks(card):
+    def notes(dtype):
+        model = torch.nn.Linear(8, 8).to(dtype)
+        profile = ms.profile(model, torch.ones(4, 8, dtype=dtype), loss=lambda y, _: y.mean(), hardware=card)
+        assert (profile.step_seconds is None) == bool(profile.notes)
+        return profile.notes
+
+    assert notes(torch.float16) == notes(torch.float32) == ()
+    (note,) = notes(torch.bfloat16)
+    assert note.startswith(
+        f"no step time: {Hardware.named(card).name} has no rate for bfloat16, in which the step computes"
+    )
+    assert "(float16, float32, float64" in note
+
+
+def test_hardware_that_says_nothing_of_its_speed_needs_no_note():
+    bare = Hardware("bare", "cpu", 1 << 30)
+    profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware=bare)
+    assert profile.step_seconds is None
+    assert profile.notes == ()
+
+
+def test_the_time_of_measured_products_of_an_h100():
+    """From OpenXLA's table of bfloat16 products (matmul_interpolator_data.h, sm_90): FLOP/s by batch, m, n, k."""
+    table = {
+        (1, 512, 256, 256): 11.5e12,
+        (1, 4096, 512, 512): 238.8e12,
+        (2, 4096, 512, 256): 211.0e12,
+        (1, 2048, 2048, 2048): 632.0e12,
+        (4, 1024, 2048, 2048): 712.7e12,
+        (1, 4096, 4096, 4096): 783.3e12,
+        (4, 4096, 4096, 4096): 793.1e12,
+    }
+    card = Hardware.named("h100")
+    for (b, m, n, k), rate in table.items():
+        left, right = meta(b, m, k, dtype=torch.bfloat16), meta(b, k, n, dtype=torch.bfloat16)
+        work = work_of(aten.bmm.default, (left, right), {}, aten.bmm(left, right))
+        assert seconds(work, card) == pytest.approx(work.flops / rate, rel=0.1)

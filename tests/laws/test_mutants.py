@@ -1,0 +1,118 @@
+"""The checks of the other suites must fail on a broken memscale: each mutant here is one way to break it."""
+
+from contextlib import contextmanager
+
+import pytest
+
+import memscale as ms
+from memscale import checkpoint
+from memscale.algebra import apply as _apply
+from memscale.algebra import composition, functions
+from memscale.regions import environment, saved_tensors, snapshot
+from memscale.runtime.engine import engine, entry
+from memscale.transforms.checkpoint import factory, kept_tensors
+from tests.laws import test_effects
+from tests.support.checks import check_argument_untouched, check_same, check_trees_independent
+from tests.support.models import CONVNET, MLP, TRANSFORMER, mlp
+from tests.support.patterns import backward_twice
+from tests.transforms.offload import test_offload
+
+REGIONS = {"*": checkpoint()}
+
+
+def checkpoint_is_the_identity(monkeypatch):
+    monkeypatch.setattr(factory.Checkpoint, "apply", lambda self, fn: fn)
+
+
+def composition_is_reversed(monkeypatch):
+    def apply(self, fn):
+        for transform in self.transforms:
+            fn = transform(fn)
+        return fn
+
+    monkeypatch.setattr(composition.Compose, "apply", apply)
+
+
+def random_state_is_not_restored(monkeypatch):
+    def settle(self):
+        self._random = self._host = None
+
+    monkeypatch.setattr(environment.Environment, "settle", settle)
+
+
+def batchnorm_is_updated_twice(monkeypatch):
+    @contextmanager
+    def reinstate(self, *, last, refused, fresh):
+        yield
+
+    monkeypatch.setattr(snapshot.Snapshot, "reinstate", reinstate)
+
+
+def parameter_dictionaries_are_shared(monkeypatch):
+    def copy_dict(source, target, memo):
+        original(source, target, memo)
+        target["_parameters"] = source["_parameters"]
+
+    original = functions._copy_dict
+    monkeypatch.setattr(functions, "_copy_dict", copy_dict)
+
+
+def the_argument_is_transformed(monkeypatch):
+    monkeypatch.setattr(_apply, "copy_tree", lambda root: (root, {id(module): module for module in root.modules()}))
+
+
+def offload_never_moves(monkeypatch):
+    monkeypatch.setattr(engine.Engine, "_look", lambda self, most=0: None)
+
+
+def offload_moves_what_the_caller_holds(monkeypatch):
+    monkeypatch.setattr(entry.Entry, "is_last_keeper", lambda self: True)
+
+
+def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
+    monkeypatch.setattr(saved_tensors, "RECOMPUTING", ())
+
+
+def checkpoint_keeps_its_input_to_itself(monkeypatch):
+    monkeypatch.setattr(kept_tensors.torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def moved(name):
+    how, values = test_offload.MOVES[name]
+    return lambda: test_offload.check_moves(how, len(values.split()))
+
+
+MUTANTS = {
+    offload_never_moves: [moved("offload"), moved("offload, checkpoint"), moved("a policy that moves")],
+    offload_moves_what_the_caller_holds: [test_offload.test_what_the_caller_holds_and_what_is_trained_does_not_move],
+    offload_takes_what_a_checkpoint_would_recompute: [moved("checkpoint, offload")],
+    checkpoint_keeps_its_input_to_itself: [moved("offload, checkpoint")],
+    checkpoint_is_the_identity: [
+        lambda: test_effects.check_effects("identity", "nothing"),
+        lambda: test_effects.check_effects("identity", "dots"),
+    ],
+    composition_is_reversed: [
+        moved("checkpoint, offload"),
+        lambda: test_effects.check_effects("dots", "act"),
+        lambda: test_effects.check_effects("nothing", "but act"),
+    ],
+    random_state_is_not_restored: [lambda: check_same(TRANSFORMER, backward_twice, REGIONS)],
+    batchnorm_is_updated_twice: [lambda: check_same(CONVNET, backward_twice, REGIONS)],
+    parameter_dictionaries_are_shared: [lambda: check_trees_independent(MLP, REGIONS)],
+    the_argument_is_transformed: [lambda: check_argument_untouched(mlp(), REGIONS)],
+}
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check"),
+    [
+        pytest.param(mutate, check, id=f"{mutate.__name__}-{i}")
+        for mutate, all_of_them in MUTANTS.items()
+        for i, check in enumerate(all_of_them)
+    ],
+)
+def test_the_mutant_is_caught(mutate, check, monkeypatch):
+    check()
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, ms.TransformError)):
+        check()

@@ -1,0 +1,465 @@
+"""wrap with offloading: who can ask for it, what then moves and with which engine, and that nothing of it stays."""
+
+import copy
+import dataclasses
+import gc
+import logging
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memscale as ms
+from memscale import AsyncOffloadConfig, Config, ConfigError, CorrectnessError, OptimizationMode, RuntimeUnavailable
+from memscale.hardware.device import Hardware
+from memscale.legacy.verbs import detach, optimize, wrap
+from memscale.runtime import Runtime, default_runtime
+from memscale.runtime.engine.engine import Engine
+from tests.legacy.test_legacy import backward_flops, conv_batch, convnet, equal, gpt2, gpt2_batch, traces, train
+
+EVERYTHING = AsyncOffloadConfig(min_bytes=0)
+WIDTH, ROWS, BLOCKS = 16, 32, 4
+INPUT_BYTES = ROWS * WIDTH * 4
+# What a block saves besides its parameters: its input, and the input and the result of the sigmoid.
+BLOCK_BYTES = INPUT_BYTES + 2 * INPUT_BYTES
+
+CHECKPOINTED = ms.checkpoint()
+BOTH = ms.compose(ms.offload(), ms.checkpoint())
+MOVED = ms.offload()
+
+
+def stack():
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.Flatten()) for _ in range(BLOCKS)
+    ]
+    return nn.Sequential(nn.Linear(8, WIDTH), *blocks)
+
+
+def rows():
+    return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+
+
+def force(**fields):
+    return Config(force_optimize=True, **fields)
+
+
+def wrapped(config, **arguments):
+    return wrap(stack(), config, **arguments)._memscale_executor
+
+
+def transforms(executor):
+    return {rule.transform for rule in executor.plan}
+
+
+def moved(runtime):
+    """Bytes out, bytes in, bytes that are still there."""
+    stats = runtime.stats()["cpu"]
+    return tuple(sum(counter.values()) for counter in (stats.out_bytes, stats.in_bytes, stats.live_bytes))
+
+
+def depth(runtime):
+    return runtime.engine(torch.ones(1)).depth
+
+
+# ------------------------------------------------------------------------------------------------------- who asks
+
+
+@pytest.mark.parametrize(
+    ("fields", "async_offload", "variable", "how", "expected_depth"),
+    [
+        # Nobody asks: that a mode makes offloading eligible does not add it.
+        ({}, None, None, CHECKPOINTED, None),
+        ({"mode": "aggressive"}, None, None, CHECKPOINTED, None),
+        ({"async_config": AsyncOffloadConfig(prefetch_depth=5)}, None, None, CHECKPOINTED, None),
+        ({"max_cpu_offload_gb": 1}, None, None, CHECKPOINTED, None),
+        ({"async_offload": False}, None, "1", CHECKPOINTED, None),
+        ({"async_offload": True}, False, None, CHECKPOINTED, None),
+        ({"enable_offloading": False}, None, None, CHECKPOINTED, None),
+        ({}, None, "0", CHECKPOINTED, None),
+        # The argument, the field, the switch, the environment.
+        ({}, True, None, BOTH, 2),
+        ({"async_offload": False}, True, None, BOTH, 2),
+        ({"async_offload": True}, None, "0", BOTH, 2),
+        ({"enable_offloading": True}, None, None, BOTH, 0),
+        ({"enable_offloading": True}, False, "1", BOTH, 0),
+        ({"enable_offloading": True}, None, "1", BOTH, 2),
+        ({"enable_offloading": True}, True, None, BOTH, 2),
+        ({}, None, "1", BOTH, 2),
+        ({}, None, " Yes ", BOTH, 2),
+        # A field of the caller wins over the mode.
+        ({"mode": "conservative", "async_offload": True}, None, None, BOTH, 2),
+        ({"mode": "conservative"}, True, None, BOTH, 2),
+        ({"mode": "conservative", "enable_offloading": True}, None, None, BOTH, 0),
+        # Where checkpointing is not eligible, offload() stays alone.
+        ({"enable_checkpointing": False}, True, None, MOVED, 2),
+        ({"enable_checkpointing": False, "enable_offloading": True}, None, None, MOVED, 0),
+        ({"enable_checkpointing": False}, None, "1", MOVED, 2),
+        # How deep: the config's where it is asynchronous, and 0 where it is not.
+        ({"async_offload": True, "async_config": AsyncOffloadConfig(prefetch_depth=5)}, None, None, BOTH, 5),
+        ({"async_offload": True, "async_config": AsyncOffloadConfig(prefetch_depth=0)}, None, None, BOTH, 0),
+        ({"enable_offloading": True, "async_config": AsyncOffloadConfig(prefetch_depth=5)}, None, None, BOTH, 0),
+    ],
+)
+def test_who_asks_and_what_comes_of_it(fields, async_offload, variable, how, expected_depth, monkeypatch, caplog):
+    if variable is not None:
+        monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", variable)
+    executor = wrapped(force(**fields), async_offload=async_offload)
+    assert executor.plan == ms.Plan(dict.fromkeys(map(str, range(1, BLOCKS + 1)), how))
+    if expected_depth is None:
+        assert executor.runtime is None
+    else:
+        assert depth(executor.runtime) == expected_depth
+        assert executor.config.async_offload is (expected_depth > 0 or "async_offload" in fields)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_sizes_reach_the_engine_with_and_without_overlap():
+    sizes = AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=3, min_bytes=77, streams=4, debug=True)
+    assert wrapped(force(async_offload=True, async_config=sizes)).runtime.config == sizes
+    executor = wrapped(force(enable_offloading=True), async_config=sizes)
+    assert executor.runtime.config == AsyncOffloadConfig(
+        pool_bytes=12345, prefetch_depth=0, min_bytes=77, streams=4, debug=True
+    )
+    assert executor.config.async_config == sizes
+    assert wrapped(force(async_offload=True)).runtime.config == AsyncOffloadConfig()
+
+
+def test_a_contradiction_names_both_fields():
+    message = (
+        r"^Config\(async_offload=True, enable_offloading=False\) contradict each other: .*; leave one of the two unset"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Config(async_offload=True, enable_offloading=False)
+    model = stack()
+    with pytest.raises(ConfigError, match=message):
+        wrap(model, Config(enable_offloading=False), async_offload=True)
+    assert not hasattr(model, "_memscale_executor")
+
+
+def test_asking_makes_offloading_eligible():
+    config = Config(mode="conservative", async_offload=True)
+    assert config.eligible() == {"checkpoint", "offload"}
+    assert config.given == {"mode", "async_offload"}
+    assert dataclasses.replace(config, async_offload=False).eligible() == {"checkpoint"}
+    assert repr(config) == "Config(mode=OptimizationMode.CONSERVATIVE, async_offload=True)"
+    assert eval(repr(config), {"Config": Config, "OptimizationMode": OptimizationMode}) == config
+
+
+@pytest.mark.parametrize("fields", [{"enable_offloading": False}, {"mode": "conservative"}])
+def test_the_environment_gives_way_to_a_config_that_rules_offloading_out(fields, monkeypatch, caplog):
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "1")
+    config = force(**fields)
+    executor = wrapped(config)
+    assert caplog.messages == [
+        f"MEMSCALE_ASYNC_OFFLOAD is set, but {config!r} rules offloading out; this model runs without it"
+    ]
+    assert (executor.runtime, transforms(executor)) == (None, {CHECKPOINTED})
+    assert executor.config is config
+
+
+def test_the_environment_must_be_readable(monkeypatch):
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "maybe")
+    model = stack()
+    with pytest.raises(ConfigError, match="MEMSCALE_ASYNC_OFFLOAD='maybe' must be 1 or 0"):
+        wrap(model)
+    assert not hasattr(model, "_memscale_executor")
+    wrap(model, async_offload=False)
+
+
+# ------------------------------------------------------------------------------------------------------ what moves
+
+
+@pytest.mark.parametrize(
+    ("fields", "block_bytes", "recomputes"),
+    [
+        ({"enable_offloading": True}, INPUT_BYTES, True),
+        ({"enable_offloading": True, "enable_checkpointing": False}, BLOCK_BYTES, False),
+    ],
+)
+def test_what_moves_is_what_the_plan_says(fields, block_bytes, recomputes):
+    executor = wrapped(force(async_config=EVERYTHING, **fields))
+    loss = executor.model(rows()).square().mean()
+    executor.runtime.settle()
+    assert moved(executor.runtime) == (BLOCKS * block_bytes, 0, BLOCKS * block_bytes)
+    loss.backward()
+    assert moved(executor.runtime) == (BLOCKS * block_bytes, BLOCKS * block_bytes, 0)
+    assert (backward_flops(executor.model, rows()) > backward_flops(stack(), rows())) is recomputes
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("make", "make_batch"), [(stack, rows), (convnet, conv_batch), (gpt2, gpt2_batch)])
+def test_trains_to_the_same_bits(make, make_batch, overlap, checkpointing):
+    plain = train(make(), make_batch(), steps=3)
+    config = force(
+        enable_offloading=True, async_offload=overlap, async_config=EVERYTHING, enable_checkpointing=checkpointing
+    )
+    model = wrap(make(), config)
+    assert equal(train(model, make_batch(), steps=3), plain)
+    out_bytes, in_bytes, live_bytes = moved(model._memscale_executor.runtime)
+    assert out_bytes > 0
+    assert live_bytes == 0
+    if make is stack:  # of two blocks' inputs one stays, and the other may not have left yet
+        assert in_bytes > 0
+
+
+def test_the_default_size_leaves_small_tensors_alone():
+    executor = wrapped(force(async_offload=True))
+    executor.model(rows()).sum().backward()
+    assert executor.runtime.stats() == {}
+
+
+def test_two_wrapped_models_have_a_runtime_each_and_leave_the_default_one_alone():
+    before = default_runtime().stats()
+    first, second = (wrapped(force(enable_offloading=True, async_config=EVERYTHING)) for _ in range(2))
+    train(first.model, rows(), steps=1)
+    assert moved(first.runtime)[0] > 0
+    assert second.runtime.stats() == {}
+    assert default_runtime().stats() == before
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "expected"),
+    [
+        (None, {"pinned": 3 * INPUT_BYTES}),  # of four; the last one stays for backward
+        (1, {"pinned": 3 * INPUT_BYTES}),
+        (2 * INPUT_BYTES / 10**9, {"pinned": 2 * INPUT_BYTES, "disk": INPUT_BYTES}),
+        ((2 * INPUT_BYTES - 1) / 10**9, {"pinned": INPUT_BYTES, "disk": 2 * INPUT_BYTES}),
+        (0, {"disk": 3 * INPUT_BYTES}),
+        (1e300, {"pinned": 3 * INPUT_BYTES}),
+    ],
+)
+def test_the_cap_is_of_ram_that_an_accelerators_tensors_take(gigabytes, expected):
+    executor = wrapped(force(enable_offloading=True, async_config=EVERYTHING, max_cpu_offload_gb=gigabytes))
+    again = pickle.loads(pickle.dumps(executor.model))
+    for model in (executor.model, copy.deepcopy(executor.model), again):
+        assert ms.profile(model, rows(), loss=lambda y, _: y.square().mean(), hardware="a100-40").by_tier == expected
+
+
+def test_without_an_accelerator_the_cap_is_none_of_the_disk():
+    executor = wrapped(force(enable_offloading=True, async_config=EVERYTHING, max_cpu_offload_gb=0))
+    train(executor.model, rows(), steps=1)
+    assert moved(executor.runtime)[0] > 0
+
+
+# ------------------------------------------------------------------------------------------------- where it cannot
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter of another device, for all who ask, whose numbers are on the CPU."""
+
+    device = torch.device("mps:0")
+
+
+class NotThere(Elsewhere):
+    device = torch.device("cuda:0")
+
+
+@pytest.fixture(params=[(Elsewhere, "there is no backend for 'mps' here"), (NotThere, "needs a CUDA device")])
+def somewhere_else(request, monkeypatch):
+    """A model whose tensors nothing moves, and what the error says of it."""
+    kind, reason = request.param
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(
+        Hardware, "detect", lambda device=None: Hardware(name="small", device_type="cpu", memory_bytes=1)
+    )
+    model = stack()
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            module._parameters[name] = kind(parameter.detach())
+    return model, reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"async_offload": True}, "async_offload=True: "),
+        ({"enable_offloading": True}, "enable_offloading=True: "),
+        ({"async_offload": True, "enable_offloading": True}, "async_offload=True and enable_offloading=True: "),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_is_refused_at_once(somewhere_else, fields, named):
+    model, reason = somewhere_else
+    wrap(model)
+    before = traces(model)
+    with pytest.raises(RuntimeUnavailable, match=f"^{named}offload.* .*{reason}.*; or leave that unset"):
+        wrap(model, Config(**fields))
+    assert traces(model) == before, "what wrap did before is still there"
+    detach(model)
+
+
+def test_the_environment_cannot_make_wrap_fail(somewhere_else, monkeypatch, caplog):
+    model, reason = somewhere_else
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "1")
+    config = Config()
+    executor = wrap(model, config)._memscale_executor
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("MEMSCALE_ASYNC_OFFLOAD is set, but offload() ")
+    assert reason in caplog.messages[0]
+    assert (executor.runtime, transforms(executor)) == (None, {CHECKPOINTED})
+    assert executor.config is config
+    assert "nothing is offloaded" in wrap(model, Config(enable_checkpointing=False))._memscale_executor.skipped
+
+
+def test_a_model_without_numbers_is_not_asked_where_it_will_train():
+    executor = wrap(stack().to("meta"), force(async_offload=True))._memscale_executor
+    assert transforms(executor) == {BOTH}
+    assert executor.runtime.stats() == {}
+
+
+# --------------------------------------------------------------------------------------------------- skip, and proof
+
+
+def test_a_step_that_fits_is_left_alone_and_has_no_runtime():
+    executor = wrapped(Config(async_offload=True, async_config=EVERYTHING), sample_input=rows())
+    assert executor.skipped.startswith("the step fits: ")
+    assert (len(executor.plan), executor.runtime) == (0, None)
+    assert "offloaded so far" not in str(executor)
+    assert wrapped(executor.config, sample_input=rows()).runtime is None
+
+
+def test_without_either_transform_the_report_says_what_would_add_one():
+    skipped = wrapped(force(enable_checkpointing=False)).skipped
+    assert skipped == (
+        "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
+    )
+    assert wrapped(force(enable_checkpointing=False, async_offload=True)).skipped is None
+
+
+def test_verify_correctness_runs_the_step_that_moves():
+    config = force(async_offload=True, async_config=EVERYTHING, verify_correctness=True)
+    executor = wrapped(config, sample_input=rows())
+    out_bytes, in_bytes, live_bytes = moved(executor.runtime)
+    assert out_bytes > 0
+    assert in_bytes > 0
+    assert live_bytes == 0
+
+
+def test_verify_correctness_catches_bytes_that_came_back_wrong(monkeypatch):
+    real = Engine.fetch
+    monkeypatch.setattr(Engine, "fetch", lambda engine, handle: real(engine, handle) + 1)
+    model = stack()
+    before = traces(model)
+    config = force(async_offload=True, async_config=EVERYTHING, verify_correctness=True)
+    with pytest.raises(CorrectnessError, match=r"gradient of 1\.0\.weight.*left unwrapped"):
+        wrap(model, config, sample_input=rows())
+    assert traces(model) == before
+
+
+# --------------------------------------------------------------------------------------------- report, copies, detach
+
+
+def test_the_report_says_what_moved(caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    executor = wrapped(force(enable_offloading=True, async_config=EVERYTHING, max_cpu_offload_gb=3))
+    assert f"offload() runs with {executor.runtime.config}, max_cpu_offload_gb=3" in caplog.messages
+    assert str(executor).splitlines()[-1] == "offloaded so far: 0 bytes out, 0 bytes in, 0.000 s exposed"
+    loss = executor.model(rows()).square().mean()
+    executor.runtime.settle()
+    nbytes = BLOCKS * INPUT_BYTES
+    assert f"offloaded so far: {nbytes} bytes out, 0 bytes in, " in str(executor)
+    loss.backward()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # nothing moves on a device without numbers
+        executor.model(torch.ones(ROWS, 8, requires_grad=True))
+    assert sum(executor.runtime.stats()["fake cpu"].out_bytes.values()) > 0
+    seconds = executor.runtime.stats()["cpu"].exposed_seconds
+    line = f"offloaded so far: {nbytes} bytes out, {nbytes} bytes in, {seconds:.3f} s exposed"
+    assert str(executor).splitlines()[-2:] == [str(executor.plan).splitlines()[-1], line]
+    del mode
+    detach(executor.model)
+    assert caplog.messages[-1] == f"detached Sequential; {line}"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_detach_restores_every_object_and_lets_go_of_the_runtime(overlap):
+    model = stack()
+    before = traces(model)
+    executor = wrap(
+        model, force(enable_offloading=True, async_offload=overlap, async_config=EVERYTHING)
+    )._memscale_executor
+    runtime = weakref.ref(executor.runtime)
+    model(rows()).sum().backward()
+    detach(model)
+    assert traces(model) == before
+    assert executor.runtime is None
+    gc.collect()
+    assert runtime() is None
+
+
+def test_a_graph_outlives_the_detach():
+    plain, model = stack(), wrap(stack(), force(async_offload=True, async_config=EVERYTHING))
+    loss = model(rows()).square().mean()
+    runtime = model._memscale_executor.runtime
+    detach(model)
+    assert moved(runtime)[2] > 0
+    loss.backward()
+    plain(rows()).square().mean().backward()
+    assert equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert moved(runtime)[2] == 0
+
+
+def test_optimize_offloads_alike(monkeypatch):
+    model = stack()
+    before = traces(model)
+    monkeypatch.setenv("MEMSCALE_ASYNC_OFFLOAD", "1")
+    with optimize(model, config=force(async_config=EVERYTHING)) as executor:
+        runtime = executor.runtime
+        assert depth(runtime) == 2
+        model(rows()).sum().backward()
+    assert traces(model) == before
+    assert moved(runtime)[0] > 0
+
+
+def test_a_deep_copy_shares_the_runtime():
+    model = wrap(stack(), force(enable_offloading=True, async_config=EVERYTHING))
+    runtime = model._memscale_executor.runtime
+    other = copy.deepcopy(model)
+    assert other._memscale_executor.runtime is runtime
+    train(other, rows(), steps=1)
+    out_bytes = moved(runtime)[0]
+    assert out_bytes > 0
+    detach(other)
+    assert model._memscale_executor.runtime is runtime
+    train(other, rows(), steps=1)
+    assert moved(runtime)[0] == out_bytes
+    assert equal(train(model, rows(), steps=1), train(stack(), rows(), steps=1))
+    assert moved(runtime)[0] == 2 * out_bytes
+
+
+def test_a_pickle_has_a_runtime_of_its_own_with_the_same_settings():
+    model = wrap(stack(), force(async_offload=True, async_config=AsyncOffloadConfig(min_bytes=0, prefetch_depth=3)))
+    train(model, rows(), steps=1)
+    before = moved(model._memscale_executor.runtime)
+    other = pickle.loads(pickle.dumps(model))
+    runtime = other._memscale_executor.runtime
+    assert runtime not in (model._memscale_executor.runtime, default_runtime())
+    assert depth(runtime) == 3
+    assert equal(train(other, rows(), steps=1), train(copy.deepcopy(detached(model)), rows(), steps=1))
+    assert moved(runtime)[0] > 0, "the regions use the runtime that the executor shows"
+    assert moved(model._memscale_executor.runtime) == before
+    detach(other)
+    assert not any({"forward", "_memscale_executor"} & module.__dict__.keys() for module in other.modules())
+
+
+def detached(model):
+    other = copy.deepcopy(model)
+    detach(other)
+    return other
+
+
+def test_a_pickled_runtime_keeps_its_settings_and_the_default_one_stays_the_default(tmp_path):
+    assert pickle.loads(pickle.dumps(default_runtime())) is default_runtime()
+    runtime = Runtime(EVERYTHING, disk_directory=tmp_path / "gone", disk_bytes=1 << 20, host_bytes=5)
+    other = pickle.loads(pickle.dumps(runtime))
+    assert other is not runtime
+    assert other.config == EVERYTHING
+    fn = ms.offload().on(other)(lambda x: (x * 2).sin().sin())
+    with pytest.raises(RuntimeUnavailable, match=f"no file can be made in '{tmp_path / 'gone'}'"):
+        fn(torch.ones(1024, requires_grad=True))
+    full = pickle.loads(pickle.dumps(Runtime(AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), disk_bytes=0)))
+    with pytest.warns(RuntimeWarning, match="keeps a tensor of 4096 bytes on the device"):
+        ms.offload().on(full)(lambda x: (x * 2).sin().sin())(torch.ones(1024, requires_grad=True))

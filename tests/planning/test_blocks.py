@@ -1,0 +1,234 @@
+"""repeated_blocks: real architectures and hand-written shapes, on meta tensors."""
+
+import pytest
+import torch
+from torch import nn
+
+from memscale.planning.blocks import repeated_blocks
+
+transformers = pytest.importorskip("transformers", reason="the architectures to look at come from transformers")
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
+TOKENS = {**SMALL, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+
+
+def hugging_face(name, **settings):
+    config = getattr(transformers, f"{name}Config")(**settings)
+    return {
+        "GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "T5": "T5ForConditionalGeneration",
+        "Mixtral": "MixtralForCausalLM", "Mamba": "MambaForCausalLM", "GPTNeo": "GPTNeoForCausalLM",
+    }.get(name, f"{name}Model"), config  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "patterns"),
+    [
+        (
+            "GPT2",
+            {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1},
+            ["transformer.h.*"],
+        ),
+        ("Llama", {**TOKENS, "num_key_value_heads": 2}, ["model.layers.*"]),
+        ("Bert", TOKENS, ["encoder.layer.*"]),
+        (
+            "T5",
+            {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 64},
+            ["encoder.block.*", "decoder.block.*"],
+        ),
+        ("Mixtral", {**TOKENS, "num_key_value_heads": 2, "num_local_experts": 4}, ["model.layers.*"]),
+        (
+            "Mamba",
+            {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
+            ["backbone.layers.*"],
+        ),
+        (
+            "GPTNeo",
+            {
+                "hidden_size": 32,
+                "num_layers": 2,
+                "attention_types": [[["global", "local"], 1]],
+                "num_heads": 2,
+                "vocab_size": 64,
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            },
+            ["transformer.h.*"],
+        ),
+        (
+            "ResNet",
+            {"embedding_size": 8, "hidden_sizes": [8, 16, 32], "depths": [1, 2, 2]},
+            ["encoder.stages.*.layers.*"],
+        ),
+        (
+            "Swin",
+            {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2]},
+            ["encoder.layers.*.blocks.*"],
+        ),
+    ],
+)
+def test_hugging_face_models(name, settings, patterns):
+    with torch.device("meta"):
+        model_class, config = hugging_face(name, **settings)
+        model = getattr(transformers, model_class)(config)
+    assert repeated_blocks(model) == tuple(patterns)
+
+
+def test_vit():
+    with torch.device("meta"):
+        model = transformers.ViTModel(transformers.ViTConfig(**SMALL, image_size=32, patch_size=8))
+    # Where the list hangs is the library's business, and it has moved; what it holds is ours.
+    (pattern,) = repeated_blocks(model)
+    assert pattern.endswith(("layer.*", "layers.*"))
+    assert type(model.get_submodule(pattern.replace("*", "0"))).__name__ == "ViTLayer"
+
+
+def test_pytorch_transformers():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert repeated_blocks(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)) == ("layers.*",)
+    assert repeated_blocks(nn.Transformer(8, 2, 2, 2, 16, batch_first=True)) == (
+        "encoder.layers.*",
+        "decoder.layers.*",
+    )
+
+
+class Basic(nn.Module):
+    def __init__(self, width_in, width):
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        if width_in != width:
+            self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1), nn.BatchNorm2d(width))
+
+    def forward(self, x):
+        return x
+
+
+class ResNet(nn.Module):
+    def __init__(self, *depths):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 7), nn.BatchNorm2d(8)
+        width_in = 8
+        for stage, depth in enumerate(depths):
+            width = 8 * 2**stage
+            rows = [Basic(width_in if at == 0 else width, width) for at in range(depth)]
+            setattr(self, f"layer{stage + 1}", nn.Sequential(*rows))
+            width_in = width
+        self.fc = nn.Linear(width_in, 10)
+
+
+def test_resnet_blocks_not_stages():
+    assert repeated_blocks(ResNet(2, 2, 3)) == ("layer1.*", "layer2.*", "layer3.*")
+    assert repeated_blocks(ResNet(1, 2, 1)) == ("layer1.0", "layer2.*", "layer3.0")
+    assert repeated_blocks(ResNet(1, 1, 1)) == ("layer1.0", "layer2.0", "layer3.0")
+
+
+class Part(nn.Module):
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x):
+        return x
+
+
+class Attention(Part):
+    pass
+
+
+def feed_forward():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def block():
+    return Part(norm=nn.LayerNorm(8), inner=feed_forward())
+
+
+def attention():
+    return Attention(query=nn.Linear(8, 8), key=nn.Linear(8, 8))
+
+
+class DoubleConv(nn.Sequential):
+    def __init__(self, width_in, width):
+        super().__init__(nn.Conv2d(width_in, width, 3), nn.BatchNorm2d(width), nn.ReLU())
+
+
+SHARED = block()
+EMBEDDING = nn.Embedding(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "patterns"),
+    [
+        pytest.param(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]), ["*"], id="mlp"),
+        pytest.param(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()), [], id="single operations"),
+        pytest.param(nn.Sequential(EMBEDDING, block(), block(), nn.Linear(8, 4)), ["1", "2"], id="blocks among others"),
+        pytest.param(Part(block1=block(), block2=block(), head=nn.Linear(8, 8)), ["block1", "block2"], id="attributes"),
+        pytest.param(
+            Part(layers=nn.ModuleList([nn.ModuleList([attention(), block()]) for _ in range(3)])),
+            ["layers.*.*"],
+            id="pairs in lists",
+        ),
+        pytest.param(
+            Part(t=nn.ModuleDict({"wte": EMBEDDING, "h": nn.ModuleList([block(), block()])})),
+            ["t.h.*"],
+            id="module dict of parts",
+        ),
+        pytest.param(
+            Part(blocks=nn.ModuleDict({"a": block(), "b": block()})), ["blocks.*"], id="module dict of blocks"
+        ),
+        pytest.param(
+            nn.ModuleDict({name: nn.Sequential(EMBEDDING, block(), block()) for name in ("enc", "dec")}),
+            ["enc.1", "enc.2", "dec.1", "dec.2"],
+            id="towers",
+        ),
+        pytest.param(nn.Sequential(*[nn.Sequential(block(), block()) for _ in range(2)]), ["*.*"], id="equal stages"),
+        pytest.param(
+            nn.Sequential(
+                *[
+                    Part(attention=attention(), experts=nn.ModuleList([feed_forward() for _ in "abcd"]))
+                    for _ in range(2)
+                ]
+            ),
+            ["*"],
+            id="blocks, not experts",
+        ),
+        pytest.param(Part(layers=nn.ModuleList([block(), block(), attention(), block()])), ["layers.*"], id="odd one"),
+        pytest.param(nn.Sequential(EMBEDDING, SHARED, SHARED), ["1"], id="one module twice"),
+        pytest.param(
+            Part(down1=DoubleConv(3, 8), down2=DoubleConv(8, 16), up1=DoubleConv(16, 8), out=nn.Conv2d(8, 1, 1)),
+            ["down1", "down2"],
+            id="u-net",
+        ),
+        pytest.param(
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16)),
+            [],
+            id="vgg",
+        ),
+        pytest.param(Part(rows=nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])), ["rows.*"], id="lstms"),
+        pytest.param(Part(drops=nn.ModuleList([nn.Sequential(nn.ReLU(), nn.Dropout())] * 2)), [], id="no parameters"),
+        pytest.param(nn.Sequential(), [], id="empty"),
+        pytest.param(nn.Linear(2, 2), [], id="one operation"),
+        pytest.param(block(), [], id="one block"),
+    ],
+)
+def test_by_structure(model, patterns):
+    assert repeated_blocks(model) == tuple(patterns)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_torchscript_is_no_block():
+    scripted = torch.jit.script(nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]))
+    assert repeated_blocks(scripted) == ()
+
+
+def test_not_a_module():
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got dict; pass the model itself"):
+        repeated_blocks({})

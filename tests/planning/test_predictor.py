@@ -1,0 +1,740 @@
+"""`OOMPredictor`: what fits by prediction fits by the allocator, and one more does not."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import memscale as ms
+from memscale.core.units import budget_bytes
+from memscale.planning.largest import LargestBatch, largest_fitting
+from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation
+from memscale.planning.remedies import loss_head, optimizer_options, remedies, split
+from memscale.simulation.measured.allocator_trace import measure, training_roles
+
+WIDTH = 64
+MIB = 2**20
+
+
+def box(memory_bytes, device_type="cpu", **speeds):
+    return ms.Hardware(name="box", device_type=device_type, memory_bytes=memory_bytes, **speeds)
+
+
+def blocks(count=4, width=WIDTH):
+    def block():
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    return nn.Sequential(*[block() for _ in range(count)])
+
+
+def square(output, _):
+    return output.square().mean()
+
+
+def rows(n):
+    return torch.ones(n, WIDTH)
+
+
+class Speaker(nn.Module):
+    """Blocks between an embedding and a head with many classes."""
+
+    def __init__(self, words=2000, width=32):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = blocks(3, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        return self.head(self.layers(hidden))
+
+
+def next_token(output, tokens):
+    return F.cross_entropy(output.flatten(0, 1), tokens.flatten())
+
+
+def tokens(batch, length=64):
+    return torch.zeros(batch, length, dtype=torch.long)
+
+
+def truth(model, batch, optimizer=None, loss=square, parts=1):
+    """The peak bytes of the third step, by PyTorch's allocator."""
+
+    def step():
+        for part in batch.chunk(parts):
+            loss(model(part), part).backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+
+    step()
+    step()
+    return measure(step, roles=training_roles(model, optimizer, batch)).peak_bytes
+
+
+# -- risk and verdict --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("peak", "risk"),
+    [(0, "LOW"), (850, "LOW"), (851, "MODERATE"), (950, "MODERATE"), (951, "HIGH"), (1000, "HIGH"), (1001, "CRITICAL")],
+)
+def test_risk_has_exact_thresholds(peak, risk):
+    assert str(OOMRisk.of(peak, 1000)) == risk
+    # Exact also where a float is not: 85% of 10**18 and one byte more.
+    assert OOMRisk.of(85 * 10**16, 10**18) is OOMRisk.LOW
+    assert OOMRisk.of(85 * 10**16 + 1, 10**18) is OOMRisk.MODERATE
+
+
+def test_the_peak_is_the_allocators_and_the_capacity_is_exact():
+    model, batch = blocks(), rows(256)
+    expected = truth(model, batch)
+    for spare, fits in ((0, True), (-1, False)):
+        prediction = ms.OOMPredictor(model, loss=square, hardware=box(expected + spare)).predict(batch, recommend=False)
+        assert (prediction.peak_bytes, prediction.capacity_bytes) == (expected, expected + spare)
+        assert (prediction.fits, prediction.headroom_bytes) == (fits, spare)
+        assert prediction.risk is (OOMRisk.HIGH if fits else OOMRisk.CRITICAL)
+
+
+def test_a_first_step_that_takes_more_counts():
+    class Warming(nn.Linear):
+        """Makes a table at its first call."""
+
+        table = None
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.zeros(MIB).sum()
+            return super().forward(x)
+
+    model = Warming(4, 4)
+    prediction = ms.OOMPredictor(model, loss=square, hardware=box(MIB)).predict(torch.ones(2, 4), recommend=False)
+    assert prediction.profile.peak_bytes < MIB
+    assert prediction.peak_bytes == prediction.profile.first_step_peak_bytes > 4 * MIB
+    assert not prediction.fits
+    assert model.table is None
+
+
+def test_on_a_card_it_is_what_the_caching_allocator_reserves():
+    predictor = ms.OOMPredictor(blocks(), loss=square, hardware="t4")
+    prediction = predictor.predict(rows(256))
+    assert prediction.peak_bytes == prediction.profile.reserved_peak_bytes > prediction.profile.peak_bytes
+    assert prediction.peak_bytes % (2 * MIB) == 0
+    assert prediction.capacity_bytes == ms.Hardware.named("t4").memory_bytes - 512 * MIB
+    assert "in tensors, the rest kept by the allocator" in str(prediction)
+
+
+@pytest.mark.parametrize(
+    ("budget", "capacity"),
+    [(None, 1000), (999, 999), ("0.5kB", 500), (0.25, 250), (1.0, 1000), ("1GiB", 1000), (10**9, 1000)],
+)
+def test_a_budget_is_a_capacity_below_the_devices(budget, capacity):
+    predictor = ms.OOMPredictor(nn.Linear(2, 2), loss=square, hardware=box(1000))
+    assert predictor.predict(torch.ones(1, 2), budget=budget, recommend=False).capacity_bytes == capacity
+
+
+def test_it_prints_what_matters():
+    prediction = ms.OOMPredictor(blocks(), loss=square, hardware=box(3 * MIB)).predict(rows(256))
+    text = str(prediction).splitlines()
+    assert text[0] == f"CRITICAL: {prediction.message}"
+    assert text[0].startswith("CRITICAL: the step does not fit: its peak of 3.13 MiB is 133 KiB above")
+    assert text[0].endswith("above the 3.00 MiB of box")
+    assert text[1].startswith("at the peak, in backward, ")
+    assert text[2].split()[0] == "activation"
+    best = prediction.recommendations[0]
+    assert (
+        f"{best.action}: peak {best.peak_bytes / MIB:.2f} MiB, fits" in text[text.index("what would free memory") + 1]
+    )
+    assert (
+        repr(prediction)
+        == f"OOMPrediction(risk=CRITICAL, peak_bytes={prediction.peak_bytes}, capacity_bytes={3 * MIB})"
+    )
+
+
+def test_json_keeps_everything_and_says_the_verdict():
+    prediction = ms.OOMPredictor(blocks(), loss=square, hardware=box(3 * MIB)).predict(rows(256))
+    assert {type(each.plan) for each in prediction.recommendations} == {ms.Plan, type(None)}
+    assert OOMPrediction.from_json(prediction.to_json()) == prediction
+    for part in ('"risk": "CRITICAL"', '"fits": false', f'"headroom_bytes": {prediction.headroom_bytes}'):
+        assert part in prediction.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "takes the text that OOMPrediction.to_json wrote"),
+        ("[]", "takes the text that OOMPrediction.to_json wrote"),
+        ('{"memscale_prediction": 99}', "got schema version 99 and reads 1"),
+        ('{"memscale_prediction": 1, "profile": {}}', "Profile.from_json"),
+    ],
+)
+def test_json_that_is_none(text, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        OOMPrediction.from_json(text)
+
+
+# -- recommendations ---------------------------------------------------------------------------------------------------
+
+
+def test_each_recommended_plan_frees_by_the_allocator_what_it_says():
+    model, batch = Speaker(), tokens(8)
+    before = truth(model, batch, loss=next_token)
+    prediction = ms.OOMPredictor(model, loss=next_token, hardware=box(before)).predict(batch)
+    plans = [each for each in prediction.recommendations if each.plan is not None]
+    checkpointed, tiled = {"layers.*": ms.checkpoint()}, {"head": ms.tile(chunks=8)}
+    both = {"layers.*": ms.compose(ms.checkpoint(), ms.cast()), "head": ms.tile(chunks=8), "": ms.cast()}
+    assert {ms.Plan(tiled), ms.Plan({**checkpointed, **tiled}), ms.Plan(both)} <= {each.plan for each in plans}
+    for each in plans:
+        after = truth(ms.transform(model, each.plan), batch, loss=next_token)
+        # A tiled head remembers the random state, which no operator makes, so that no simulation sees it.
+        unseen = torch.get_rng_state().nbytes if "tile" in repr(each.plan) else 0
+        assert each.peak_bytes == after - unseen
+        assert each.freed_bytes == before - each.peak_bytes
+
+
+def test_recommendations_free_something_and_come_best_first():
+    prediction = ms.OOMPredictor(Speaker(), loss=next_token, hardware=box(MIB)).predict(tokens(8))
+    freed = [each.freed_bytes for each in prediction.recommendations]
+    assert len(freed) >= 4
+    assert freed == sorted(freed, reverse=True)
+    assert freed[-1] > 0
+    assert all(each.freed_bytes + each.peak_bytes == prediction.peak_bytes for each in prediction.recommendations)
+
+
+def test_a_combination_that_adds_nothing_to_its_parts_is_not_told():
+    # The peak is in backward, where no loop of the optimizer changes anything.
+    model, tried = blocks(), []
+    predictor = ms.OOMPredictor(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        loss=square,
+        hardware=box(MIB),
+        progress=lambda what, *_: tried.append(what),
+    )
+    prediction = predictor.predict(rows(1024))
+    told = [each.action for each in prediction.recommendations]
+    both = "compose(checkpoint(), cast()) on *, cast() on the whole model"
+    assert both in told
+    assert f"{both}, and build the optimizer with fused=True" in tried
+    assert not any("optimizer" in action for action in told)
+
+
+def test_the_optimizers_loops_are_tried_and_its_groups_are_as_before():
+    model = blocks(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [list(group.items())[1:] for group in optimizer.param_groups]
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware="h100").predict(rows(2), recommend=True)
+    for options in ({"fused": True}, {"foreach": False}):
+        (key, value) = next(iter(options.items()))
+        other = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        peak = ms.profile(model, rows(2), optimizer=other, loss=square, hardware="h100").reserved_peak_bytes
+        told = [each for each in prediction.recommendations if each.action == f"build the optimizer with {key}={value}"]
+        assert [each.peak_bytes for each in told] == ([peak] if peak < prediction.peak_bytes else [])
+    assert [list(group.items())[1:] for group in optimizer.param_groups] == before
+    assert not optimizer.state
+
+
+def test_the_foreach_loop_costs_what_is_said():
+    # Wide enough that its temporaries are more than the allocator's granularity hides.
+    model = blocks(3, 512)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    predictor = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB))
+    prediction = predictor.predict(torch.ones(2, 512))
+    told = {each.action: each for each in prediction.recommendations}
+    for choice in ("fused=True", "foreach=False"):
+        each = told[f"build the optimizer with {choice}"]
+        other = torch.optim.Adam(model.parameters(), **each.optimizer_options)
+        profile = ms.profile(model, torch.ones(2, 512), optimizer=other, loss=square, hardware=box(MIB))
+        assert each.peak_bytes == profile.peak_bytes == prediction.peak_bytes - each.freed_bytes
+    assert optimizer.param_groups[0]["foreach"] is True
+
+
+def test_options_of_an_optimizer_are_put_back_also_where_they_were_not_there():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), fused=False)
+    del optimizer.param_groups[0]["foreach"]
+    before = dict(optimizer.param_groups[0])
+    options = {"fused": True, "foreach": False}
+
+    def use():
+        with optimizer_options(optimizer, options):
+            assert optimizer.param_groups[0].items() >= options.items()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert list(optimizer.param_groups[0].items()) == list(before.items())
+    with optimizer_options(None, {}):
+        pass
+
+
+def test_accumulation_takes_as_few_parts_as_fit():
+    model, batch = blocks(1), rows(1024)
+    whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
+    assert whole > half > quarter
+    for capacity, parts, peak in ((half, 2, half), (half - 1, 4, quarter)):
+        prediction = ms.OOMPredictor(model, loss=square, hardware=box(capacity)).predict(batch)
+        (told,) = [each for each in prediction.recommendations if each.action.startswith("accumulate")]
+        assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
+        assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
+
+
+def test_parts_that_the_model_does_not_take_are_not_recommended():
+    # With a convolution, so that the rows are what takes the memory.
+    model = nn.Sequential(nn.Conv1d(1, 64, 1), nn.Flatten(), nn.Linear(64 * WIDTH, 4), nn.BatchNorm1d(4))
+    prediction = ms.OOMPredictor(model, loss=square, hardware=box(1)).predict(torch.ones(16, 1, WIDTH))
+    (told,) = [each for each in prediction.recommendations if each.parts > 1]
+    assert told.parts == 8  # a single row has no variance
+    assert prediction.notes == ()
+
+
+def test_a_simulation_is_not_compared_with_real_steps():
+    class ReadsFewRows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks(2)
+
+        def forward(self, x):
+            return self.blocks(x) * (self.blocks[0][0].weight.sum().item() if len(x) < 256 else 1)
+
+    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, hardware=box(1)).predict(rows(256))
+    assert prediction.profile.method == "static"
+    assert [each for each in prediction.recommendations if each.parts > 1] == []
+    (note,) = prediction.notes
+    assert note.startswith("not simulated: accumulate gradients: the step cannot be simulated: ")
+
+
+def test_parts_end_where_smaller_ones_free_no_more():
+    # In 4 parts the peak is in the optimizer, which does not see the batch.
+    model, batch = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]), torch.ones(512, 200)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    half, quarter, eighth = (
+        ms.profile(model, split(batch, parts), optimizer=optimizer, loss=square, accumulate=2).peak_bytes
+        for parts in (2, 4, 8)
+    )
+    assert half > quarter == eighth
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(1)).predict(batch)
+    (told,) = [each for each in prediction.recommendations if each.parts > 1]
+    assert (told.parts, told.peak_bytes) == (4, quarter)
+
+
+def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
+    mask, table, number = torch.ones(6, 2), torch.ones(5, 6), 7
+    part = split({"x": torch.arange(6), "mask": mask, "table": table, "number": number, "none": None}, 3)
+    assert part["x"].tolist() == [0, 1]
+    assert (part["mask"].shape, part["table"], part["number"], part["none"]) == ((2, 2), table, number, None)
+    assert split(torch.ones(6), 4) is None
+    assert split(torch.ones(0), 2) is None
+    assert split((torch.tensor(1.0), "text"), 2) is None
+
+
+def test_what_the_plan_has_is_not_recommended_again_and_is_part_of_what_is():
+    own = {"layers.*": ms.checkpoint()}
+    predictor = ms.OOMPredictor(Speaker(), loss=next_token, plan=own, hardware=box(MIB))
+    plans = [each.plan for each in predictor.predict(tokens(8)).recommendations if each.plan is not None]
+    assert ms.Plan({**own, "head": ms.tile(chunks=8)}) in plans
+    assert all(repr(plan).count("checkpoint()") == 1 and plan.rules[0] == ms.Plan(own).rules[0] for plan in plans)
+
+
+def test_a_card_without_bfloat16_is_not_told_to_compute_in_it():
+    def casts(hardware):
+        tried = remedies(blocks(), ms.Plan(), None, rows(2), hardware)
+        return any("cast()" in each.action for each in tried)
+
+    assert not casts(ms.Hardware.named("t4"))
+    assert casts(ms.Hardware.named("a10"))
+    assert casts(box(1))  # whose speeds are not known
+    assert not any("cast" in each.action for each in remedies(blocks().bfloat16(), ms.Plan(), None, rows(2), box(1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        (Speaker(), "head"),
+        (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), "0"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "2"),
+        (nn.Linear(4, 4), None),
+        (nn.Sequential(nn.Conv1d(1, 1, 1)), None),
+    ],
+)
+def test_the_loss_head_is_the_last_of_the_widest_linear_layers(model, path):
+    assert loss_head(model, ["layers.0", "layers.1", "layers.2"]) == path
+
+
+def test_layers_inside_blocks_are_no_heads():
+    assert loss_head(blocks(), ["0", "1", "2"]) == "3.0"
+
+
+def test_what_cannot_be_simulated_is_a_note():
+    calls = itertools.count()
+
+    class Restless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.one(x).tanh() if next(calls) % 3 else self.other(x)
+
+    prediction = ms.OOMPredictor(nn.Sequential(Restless(), Restless()), loss=square, hardware=box(1)).predict(
+        torch.ones(16, 8)
+    )
+    (note,) = [note for note in prediction.notes if note.startswith("not simulated: checkpoint() on *: ")]
+    assert "recompute differs" in note
+    assert f"note: {note}" in str(prediction)
+    assert all("checkpoint" not in each.action for each in prediction.recommendations)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "recommend", "simulations"),
+    [(2**40, None, 1), (2**40, False, 1), (1, False, 1), (1, None, 5), (2**40, True, 5)],
+)
+def test_recommending_costs_simulations_only_when_it_is_close_or_asked_for(memory_bytes, recommend, simulations):
+    calls = []
+    predictor = ms.OOMPredictor(
+        blocks(2), loss=square, hardware=box(memory_bytes), progress=lambda *call: calls.append(call)
+    )
+    prediction = predictor.predict(rows(256), recommend=recommend)
+    assert len(calls) == simulations
+    assert [done for _, done, _ in calls] == list(range(simulations))
+    assert calls[-1][2] == (1 if recommend is False else None if simulations == 1 else simulations)
+    assert bool(prediction.recommendations) == (simulations > 1)
+
+
+def test_a_model_that_reads_values_is_measured_and_so_is_what_is_recommended():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks(2)
+
+        def forward(self, x):
+            return self.blocks(x) * self.blocks[0][0].weight.sum().item()
+
+    model, batch = Reading(), rows(256)
+    before = truth(model, batch)
+    prediction = ms.OOMPredictor(model, loss=square, hardware=box(before)).predict(batch)
+    assert prediction.profile.method == "empirical"
+    told = {each.plan: each.freed_bytes for each in prediction.recommendations}
+    plan = ms.Plan({"blocks.*": ms.checkpoint()})
+    assert told[plan] == before - truth(ms.transform(model, plan), batch)
+
+
+# -- the largest batch -------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_batch_fits_by_the_allocator_and_one_more_does_not():
+    model = blocks(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    capacity = 4 * MIB + 123
+    largest = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(capacity)).largest(rows)
+    assert largest.peak_bytes == truth(model, rows(largest.n), optimizer) <= capacity
+    assert largest.next_peak_bytes == truth(model, rows(largest.n + 1), optimizer) > capacity
+    assert largest.simulations <= 8
+    assert largest.capacity_bytes == capacity
+
+
+def test_the_largest_length_where_attention_is_quadratic():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (q @ k.mT).softmax(-1) @ v
+
+    model = Attention()
+    capacity = 8 * MIB
+
+    def text(n):
+        return torch.ones(2, n, 16)
+
+    largest = ms.OOMPredictor(model, loss=square, hardware=box(2**40)).largest(text, budget=capacity)
+    assert truth(model, text(largest.n)) == largest.peak_bytes <= capacity
+    assert truth(model, text(largest.n + 1)) == largest.next_peak_bytes > capacity
+    assert largest.simulations <= 7
+
+
+def test_a_plan_and_accumulation_count_in_the_largest_batch():
+    model = blocks()
+    plan = {"*": ms.checkpoint()}
+    fit = ms.OOMPredictor(model, loss=square, plan=plan, accumulate=2, hardware=box(6 * MIB)).largest(rows)
+    doubled = torch.ones(2 * fit.n, WIDTH)
+    # Both parts are views of one batch there, and the batch itself is there once in a simulation.
+    there = truth(ms.transform(model, plan), doubled, parts=2) - doubled.nbytes + doubled.nbytes // 2
+    assert fit.peak_bytes == there
+    assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, hardware=box(6 * MIB)).largest(rows).n
+
+
+def test_the_largest_of_a_range():
+    predictor = ms.OOMPredictor(blocks(1), loss=square, hardware=box(100 * MIB))
+    top = predictor.largest(rows, at_least=3, at_most=20)
+    assert (top.n, top.next_peak_bytes) == (20, None)
+    assert "the most that was asked for" in str(top)
+    only = predictor.largest(rows, at_least=7, at_most=7)
+    assert (only.n, only.simulations) == (7, 1)
+
+
+def test_it_prints_the_proof():
+    largest = LargestBatch(n=7, peak_bytes=3 * MIB, next_peak_bytes=5 * MIB, capacity_bytes=4 * MIB, simulations=4)
+    assert str(largest) == "7 fits: 3.00 MiB of 4.00 MiB; 8 would take 5.00 MiB (4 sizes simulated)"
+
+
+def search(peak, capacity, at_least=1, at_most=2**20):
+    asked = []
+
+    def counted(n):
+        assert at_least <= n <= at_most
+        asked.append(n)
+        return peak(n)
+
+    n, peaks = largest_fitting(counted, capacity, at_least=at_least, at_most=at_most)
+    assert asked == list(peaks)  # none twice
+    return n, len(asked)
+
+
+lines = st.tuples(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(0, 9))
+
+
+@given(
+    st.lists(lines, min_size=1, max_size=3),
+    st.sampled_from([1, 512, 10**5]),
+    st.integers(0, 10**9),
+    st.integers(1, 5000),
+)
+def test_the_search_finds_the_boundary_of_any_peak_that_does_not_fall(parts, granule, capacity, at_most):
+    def peak(n):
+        return -(-max(base + slope * n + bend * n * n for base, slope, bend in parts) // granule) * granule
+
+    n, asked = search(peak, capacity, at_most=at_most)
+    fitting = sum(peak(n) <= capacity for n in range(1, at_most + 1))
+    assert (n or 0) == fitting
+    assert asked <= 2 * at_most.bit_length() + 8
+
+
+@given(lines.filter(lambda line: line[1]), st.integers(10**7, 10**11))
+def test_a_parabola_takes_few_simulations(line, capacity):
+    base, slope, bend = line
+    n, asked = search(lambda n: base + slope * n + bend * n * n, capacity, at_most=10**12)
+    # 1 and 2, strides of 16 up to the answer, three points make the curve, the answer, and one more.
+    assert asked <= 6 + np.log(n) / np.log(16)
+
+
+def test_a_cliff_is_found_by_halving():
+    n, asked = search(lambda n: 10 if n < 10**6 else 10**9, 100)
+    assert n == 10**6 - 1
+    assert asked <= 40
+
+
+def test_a_step_that_hides_the_slope_is_looked_beyond():
+    assert search(lambda n: max(10**6, 999 * n), 10**7) == (10010, 9)
+    assert search(lambda n: 5, 4) == (None, 1)
+
+
+# -- nothing is changed, and bad input ---------------------------------------------------------------------------------
+
+
+def state_of(model, optimizer):
+    return (
+        [
+            (name, id(tensor), tensor._version, tensor.tolist(), tensor.grad)
+            for name, tensor in model.named_parameters()
+        ],
+        model.training,
+        [(key, value) for group in optimizer.param_groups for key, value in group.items() if key != "params"],
+        {
+            id(key): {name: float(value.sum()) for name, value in state.items()}
+            for key, state in optimizer.state.items()
+        },
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
+
+
+def dropping():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8)) for _ in range(2)])
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+def test_nothing_is_changed(trained):
+    model = dropping()
+    optimizer = torch.optim.Adam(model.parameters())
+    if trained:
+        square(model(torch.ones(2, 8)), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = state_of(model, optimizer)
+    predictor = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(1))
+    assert predictor.predict(torch.ones(8, 8)).recommendations
+    assert ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB)).largest(lambda n: torch.ones(n, 8)).n > 1
+    assert state_of(model, optimizer) == before
+
+
+def test_nothing_is_changed_by_an_error():
+    model = dropping()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = state_of(model, optimizer)
+    calls = itertools.count()
+
+    def failing(output, _):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return square(output, _)
+
+    predictor = ms.OOMPredictor(model, optimizer, loss=failing, hardware=box(1))
+    with pytest.raises(KeyboardInterrupt):
+        predictor.predict(torch.ones(8, 8))
+    assert next(calls) == 6
+    assert state_of(model, optimizer) == before
+
+
+def predictor(**options):
+    return ms.OOMPredictor(**{"model": nn.Linear(4, 4), "loss": square, "hardware": box(MIB), **options})
+
+
+def fours(n):
+    return torch.ones(n, 4)
+
+
+def failing(n):
+    if n > 20:
+        raise IndexError("only 20 rows")
+    return fours(n)
+
+
+BAD = {
+    "model": (lambda: predictor(model=3), r"OOMPredictor\(model=\.\.\.\) takes a torch.nn.Module, got int"),
+    "a function": (lambda: predictor(model=lambda: None), r"got function; .* compare memscale.profile"),
+    "card": (lambda: predictor(hardware="h1000"), r"no card is called 'h1000'; the nearest are 'h100'"),
+    "optimizer": (lambda: predictor(optimizer="adam"), r"must be a torch.optim.Optimizer or None, got str"),
+    "other parameters": (
+        lambda: predictor(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
+        r"updates 2 parameters and none of them is the model's",
+    ),
+    "accumulate": (lambda: predictor(accumulate=0).predict(fours(2)), r"accumulate=0\) must be an int of at least 1"),
+    "batch": (lambda: predictor().predict(torch.ones(2, 5)), r"the step fails when it runs: RuntimeError"),
+    "no batch": (lambda: predictor().predict(None), r"as the batch, got NoneType"),
+    "loss": (lambda: predictor(loss=lambda y, _: y).predict(fours(2)), r"must be a tensor with one element, got"),
+    "no training": (
+        lambda: predictor(model=nn.Linear(4, 4).requires_grad_(False)).predict(fours(2)),
+        r"has no parameter that requires a gradient",
+    ),
+    "budget": (lambda: predictor().predict(fours(2), budget="6G"), r"budget='6G' must be .*; write '6GiB' or '6GB'"),
+    "share": (lambda: predictor().predict(fours(2), budget=1.5), r"budget=1\.5 must be bytes .* a float in \(0, 1\]"),
+    "at_least": (lambda: predictor().largest(fours, at_least=0), r"largest\(at_least=0\) must be an int of at least 1"),
+    "at_most": (lambda: predictor().largest(fours, at_most=2.0), r"largest\(at_most=2\.0\) must be an int"),
+    "range": (lambda: predictor().largest(fours, at_least=5, at_most=4), r"at_least=5, at_most=4\) leaves no size"),
+    "constant": (
+        lambda: predictor().largest(lambda n: fours(3)),
+        r"does not scale: batch_fn\(1\) and batch_fn\(2\) return batches of the same shapes \[\[3, 4\]\]",
+    ),
+    "ignored": (
+        lambda: predictor(model=Ignoring()).largest(lambda n: (fours(3), n)),
+        r"does not scale: the peak is \d+ bytes at n=1 as at n=1048576, with tensors of the same shapes",
+    ),
+    "no batch for n": (
+        lambda: predictor().largest(failing),
+        r"batch_fn\(32\) raises IndexError: only 20 rows; give largest\(at_most=\.\.\.\) below 32",
+    ),
+    "no step for n": (
+        lambda: predictor().largest(lambda n: torch.ones(n, 4 if n < 20 else 5)),
+        r"the step does not run with batch_fn\(32\): .*; give largest\(at_most=\.\.\.\) below 32",
+    ),
+    "no step at all": (lambda: predictor().largest(lambda n: torch.ones(n, 5)), r"^the step fails when it runs"),
+}
+
+
+class Ignoring(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, n):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_error(make, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        make()
+
+
+def test_a_plan_for_another_model_is_a_plan_error():
+    with pytest.raises(ms.PlanError, match=r"'layers\.\*' matches nothing"):
+        predictor(plan={"layers.*": ms.checkpoint()})
+
+
+def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
+    peak = truth(nn.Linear(4, 4), fours(3))
+    with pytest.raises(ms.BudgetError, match=rf"not even batch_fn\(3\) fits: its step takes {peak} B \({peak} bytes\)"):
+        predictor().largest(fours, at_least=3, budget=peak - 1)
+    assert predictor().largest(fours, at_least=3, at_most=3, budget=peak).n == 3
+
+
+# -- budgets as text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("6GiB", 6 * 2**30),
+        ("6GB", 6 * 10**9),
+        ("6gib", 6 * 2**30),
+        (" 1.5 MiB ", 3 * 2**19),
+        (".5kB", 500),
+        ("1KiB", 1024),
+        ("2TiB", 2**41),
+        ("2TB", 2 * 10**12),
+        ("7B", 7),
+        ("0.1GB", 10**8),  # which a float product misses on the way
+        ("1.9999B", 1),
+        (123, 123),
+        (0.5, 500),
+        (1.0, 1001),
+    ],
+)
+def test_budgets_in_bytes(text, nbytes):
+    assert budget_bytes(text, 1001) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("6", r"budget='6' must be bytes as an int, a string such as '6GiB' or '6GB'"),
+        ("6G", r"write '6GiB' or '6GB'$"),
+        ("6mi", r"write '6MiB' or '6MB'$"),
+        ("6PB", r"float in \(0, 1\]$"),
+        ("", r"budget='' must be"),
+        ("GiB", r"budget='GiB' must be"),
+        ("-1GiB", r"budget='-1GiB' must be"),
+        ("1e9B", r"budget='1e9B' must be"),
+        ("0B", r"budget='0B' is 0 bytes and must be at least 1"),
+        (0, r"budget=0 is 0 bytes"),
+        (-5, r"budget=-5 is -5 bytes"),
+        (0.0, r"budget=0\.0 must be"),
+        (1.0001, r"budget=1\.0001 must be"),
+        (float("nan"), r"budget=nan must be"),
+        (True, r"budget=True must be"),
+        (None, r"budget=None must be"),
+    ],
+)
+def test_budgets_that_are_none(value, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        budget_bytes(value, 1000)
+
+
+def test_a_budget_is_called_what_the_verb_calls_it():
+    with pytest.raises(ms.ConfigError, match=r"^max_cpu='x' must be"):
+        budget_bytes("x", 1, argument="max_cpu")
+
+
+def test_recommendations_are_values():
+    one = Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}))
+    assert one == Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), {}, 1, None)
+    with pytest.raises(AttributeError):
+        one.freed_bytes = 2

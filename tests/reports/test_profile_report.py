@@ -1,0 +1,647 @@
+"""How a `Profile` is shown: as text, as a picture, as a page. Every number that is shown is a number of the profile."""
+
+import dataclasses
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memscale as ms
+from memscale.core.units import format_bytes
+from memscale.reports import plot
+from memscale.reports.columns import COLOURS, columns, placed, thick
+from memscale.reports.module_tree import Held, module_tree, stacks, summary
+from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.results import Holding, Moment
+
+MIB = 1 << 20
+CARD = ms.Hardware.named("h100")
+
+
+def layer(number):
+    return {
+        f"net.layers.{number}": {"activation": 2 * MIB},
+        f"net.layers.{number}.mlp": {"parameter": 8 * MIB, "optimizer state": 16 * MIB, "activation": 24 * MIB},
+        f"net.layers.{number}.attn": {"parameter": 4 * MIB, "optimizer state": 8 * MIB, "activation": 10 * MIB},
+    }
+
+
+BY_MODULE = {
+    "": {"input": MIB, "temporary": 40 * MIB},
+    "net.embed": {"parameter": 30 * MIB, "optimizer state": 60 * MIB},
+    **layer(0),
+    **layer(1),
+    "net.norm": {"parameter": 1024},
+}
+BY_CATEGORY = {
+    category: nbytes
+    for category in CATEGORIES
+    if (nbytes := sum(parts.get(category, 0) for parts in BY_MODULE.values()))
+}
+PEAK = sum(BY_CATEGORY.values())
+HOLDINGS = (
+    Holding(40 * MIB, "temporary", "", "aten::nll_loss_backward", "backward", (2048, 5120), "float32"),
+    Holding(30 * MIB, "parameter", "net.embed.weight", "", "", (7680, 1024), "float32"),
+    *(
+        Holding(24 * MIB, "activation", f"net.layers.{n}.mlp", "aten::mm", "forward", (6144, 1024), "float32")
+        for n in (0, 1)
+    ),
+    Holding(8 * MIB, "parameter", "net.layers.0.mlp.weight", "", "", (2048, 1024), "float32"),
+)
+SECONDS = {"": 0.001, "net.embed": 2e-5, "net.layers.0.mlp": 0.01, "net.layers.1.mlp": 0.01, "net.layers.1.attn": 0.005}
+
+
+def category(name):
+    return CATEGORIES.index(name)
+
+
+def shown(**changes):
+    """A profile of which every number is known: resident 150 MiB, then 109 MiB more at 20 ms, then all of them gone."""
+    resident = [(category(name), BY_CATEGORY[name]) for name in ("parameter", "optimizer state", "input")]
+    transient = [(category(name), BY_CATEGORY[name]) for name in ("activation", "temporary")]
+    fields = {
+        "method": "static",
+        "notes": ("aten::topk in net chooses by activations: random ones were assumed",),
+        "hardware": CARD,
+        "peak_bytes": PEAK,
+        "first_step_peak_bytes": PEAK - 100 * MIB,
+        "reserved_peak_bytes": PEAK + 20 * MIB,
+        "moment": Moment("aten::nll_loss_backward", "net.head", "backward"),
+        "by_category": BY_CATEGORY,
+        "categories_by_module": BY_MODULE,
+        "by_tier": {},
+        "holdings": HOLDINGS,
+        "flops": 12_900_000_000,
+        "step_seconds": sum(SECONDS.values()),
+        "seconds_by_module": SECONDS,
+        "changes": (*resident, *transient, *((index, -nbytes) for index, nbytes in transient)),
+        "positions": (0.0, 0.0, 0.0, 0.01, 0.02, 0.0215, 0.026),
+        "position_unit": "seconds",
+        "phases": (("forward", 0.0), ("backward", 0.012), ("optimizer", 0.024)),
+    }
+    return ms.Profile(**{**fields, **changes})
+
+
+EMPIRICAL = shown(
+    method="empirical",
+    notes=("measured on real steps, since it cannot be simulated",),
+    hardware=ms.Hardware(name="box", device_type="cpu", memory_bytes=1 << 30),
+    reserved_peak_bytes=None,
+    moment=Moment("", "", "backward"),
+    categories_by_module={},
+    holdings=(),
+    flops=0,
+    seconds_by_module={},
+)
+UNTIMED = shown(step_seconds=None, seconds_by_module={}, position_unit="operators", positions=(0, 0, 0, 1, 2, 2, 3),
+                phases=(("forward", 0.0), ("backward", 2.0)))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def test_a_profile_prints_as_this():
+    assert (
+        str(shown())
+        == """\
+peak 275 MiB in backward, aten::nll_loss_backward of net.head
+  0.3 % of 78.7 GiB on NVIDIA H100 80GB HBM3; the allocator reserves 295 MiB
+  static; first step 175 MiB; time at least 26.0 ms; 12.9 GFLOP
+at the peak            bytes      %
+  optimizer state    108 MiB   39.3
+  activation        72.0 MiB   26.2
+  parameter         54.0 MiB   19.6
+  temporary         40.0 MiB   14.5
+  input             1.00 MiB    0.4
+by module                 resident   transient      total      %      time
+  net.layers.*.mlp        48.0 MiB    48.0 MiB   96.0 MiB   34.9   20.0 ms
+  net.embed               90.0 MiB           -   90.0 MiB   32.7   20.0 µs
+  net.layers.*.attn       24.0 MiB    20.0 MiB   44.0 MiB   16.0   5.00 ms
+  (top level)                    -    41.0 MiB   41.0 MiB   14.9   1.00 ms
+  net.layers.* (itself)          -    4.00 MiB   4.00 MiB    1.5         -
+  (the rest)              1.00 KiB           -   1.00 KiB   <0.1         -
+largest tensors at the peak
+   2 × 24.0 MiB   activation   float32[6144, 1024]   aten::mm                  net.layers.*.mlp
+   1 × 40.0 MiB   temporary    float32[2048, 5120]   aten::nll_loss_backward   (top level)
+   1 × 30.0 MiB   parameter    float32[7680, 1024]                             net.embed.weight
+  1+ × 8.00 MiB   parameter    float32[2048, 1024]                             net.layers.*.mlp.weight
+note: aten::topk in net chooses by activations: random ones were assumed"""
+    )
+
+
+def test_a_measured_step_prints_what_is_known_of_it():
+    assert (
+        str(EMPIRICAL)
+        == """\
+peak 275 MiB in backward
+  26.9 % of 1.00 GiB on box
+  empirical; first step 175 MiB; time 26.0 ms
+at the peak            bytes      %
+  optimizer state    108 MiB   39.3
+  activation        72.0 MiB   26.2
+  parameter         54.0 MiB   19.6
+  temporary         40.0 MiB   14.5
+  input             1.00 MiB    0.4
+note: measured on real steps, since it cannot be simulated"""
+    )
+
+
+def test_without_times_there_is_no_column_of_them():
+    lines = str(UNTIMED).splitlines()
+    assert lines[2] == "  static; first step 175 MiB; 12.9 GFLOP"
+    assert "by module                 resident   transient      total      %" in lines
+    assert "  net.layers.*.mlp        48.0 MiB    48.0 MiB   96.0 MiB   34.9" in lines
+
+
+def without_activations():
+    """The same step with the activations of the two layers' parts gone, and a little more time."""
+    by_module = {
+        path: {**parts, "activation": 0} if path.endswith(("mlp", "attn")) else parts
+        for path, parts in BY_MODULE.items()
+    }
+    return shown(
+        peak_bytes=PEAK - 68 * MIB,
+        by_category={**BY_CATEGORY, "activation": 4 * MIB},
+        categories_by_module=by_module,
+        step_seconds=0.03,
+    )
+
+
+def test_a_difference_prints_as_this():
+    diff = shown().diff(without_activations())
+    assert diff.peak_bytes == -68 * MIB
+    assert diff.by_category["activation"] == -68 * MIB
+    assert diff.by_module["net.layers.1.mlp"] == -24 * MIB
+    assert (
+        str(diff)
+        == """\
+peak 275 MiB -> 207 MiB (-68.0 MiB, 0.753 ×), now in backward, aten::nll_loss_backward of net.head
+  time 26.0 ms -> 30.0 ms (1.153 ×)
+at the peaks     before      after      change
+  activation   72.0 MiB   4.00 MiB   -68.0 MiB
+by module             resident   transient      change
+  net.layers.*.mlp           -   -48.0 MiB   -48.0 MiB
+  net.layers.*.attn          -   -20.0 MiB   -20.0 MiB"""
+    )
+    back = str(without_activations().diff(shown())).splitlines()
+    assert back[0].startswith("peak 207 MiB -> 275 MiB (+68.0 MiB, 1.329 ×)")
+    assert back[-1] == "  net.layers.*.attn          -   +20.0 MiB   +20.0 MiB"
+
+
+def test_no_difference_is_said_to_be_none():
+    assert str(shown().diff(shown())).splitlines() == [
+        "peak 275 MiB -> 275 MiB (the same), now in backward, aten::nll_loss_backward of net.head",
+        "  time 26.0 ms -> 26.0 ms (1.000 ×)",
+    ]
+
+
+def test_a_difference_to_a_measured_step_does_not_take_unknown_modules_for_empty_ones():
+    assert "by module" not in str(shown().diff(EMPIRICAL))
+    assert "by module" not in str(EMPIRICAL.diff(shown()))
+
+
+def test_however_much_there_is_it_stays_on_a_screen():
+    path = ".".join(f"a_module_with_a_long_name_{depth}" for depth in range(8))
+    by_module = {f"{path}.part_{n}.of_{m}": {"activation": MIB * (n + m + 1)} for n in range(9) for m in range(9)}
+    holdings = tuple(
+        Holding(MIB * n, "optimizer state", f"{path}.{n}", "aten::_a_foreach_operator_with_a_very_long_name",
+                "optimizer", (1000, 1000, 10, 10, n), "complex128")
+        for n in range(90, 1, -1)
+    )  # fmt: skip
+    profile = shown(
+        by_category=dict.fromkeys(CATEGORIES, 40 * MIB),
+        categories_by_module=by_module,
+        holdings=holdings,
+        moment=Moment("aten::mm", path, "backward"),
+        notes=tuple(f"note {n} " + "that goes on and on " * 9 for n in range(9)),
+    )
+    for text in (str(profile), str(profile.diff(shown())), str(shown().diff(profile))):
+        lines = text.splitlines()
+        assert len(lines) <= 35
+        assert max(map(len, lines[1:])) <= 120
+    assert re.fullmatch(r"note: \d more in Profile.notes", str(profile).splitlines()[-1])
+    assert str(profile).splitlines()[-3].startswith("note: note 0 that goes on")
+
+
+@pytest.mark.parametrize(
+    ("parameter_bytes", "expected"),
+    [
+        ({"h.0.fc": 4, "h.1.fc": 4, "head": 9}, {"h.0.fc": "h.*.fc", "h.1": "h.*", "head": "head"}),
+        # The first layer of a mixture is often dense.
+        (
+            {"h.0.fc": 4, **{f"h.{n}.experts.{m}": 2 for n in (1, 2, 3) for m in (0, 1)}},
+            {"h.0": "h.0", "h.0.fc": "h.0.fc", "h.2.experts.1": "h.{1-3}.experts.*"},
+        ),
+        ({str(n): n % 2 + 1 for n in range(4)}, {"0": "{0,2}", "1": "{1,3}"}),
+        ({str(n): 1 if n % 3 else n + 2 for n in range(12)}, {"1": "{1,2,…,11}", "3": "3"}),
+        # The levels of a U-Net have a number each and are not alike.
+        ({f"down.{n}.conv": 4**n for n in range(3)}, {"down.1.conv": "down.1.conv"}),
+        # What has no parameters and is not alive in every layer goes with its layer all the same.
+        ({"h.0.fc": 4, "h.0.drop": 0, "h.1.fc": 4}, {"h.0.drop": "h.*.drop"}),
+        ({"b.0.fc": 4, "b.1.fc": 4, "b.1.gate": 1}, {"b.0.fc": "b.0.fc", "b.1.fc": "b.1.fc"}),
+        ({"conv1": 4, "conv2": 4}, {"conv1": "conv1", "conv2": "conv2"}),
+    ],
+)
+def test_layers_are_taken_together_where_their_parameters_are_alike(parameter_bytes, expected):
+    found = stacks(parameter_bytes)
+    assert {path: found[path] for path in expected} == expected
+
+
+NAMES = st.sampled_from(["a", "b", "0", "1", "2"])
+AMOUNTS = st.tuples(st.integers(-50, 50), st.integers(-50, 50)).map(lambda pair: Held(*pair))
+
+
+@given(st.dictionaries(st.lists(NAMES, max_size=4).map(".".join), AMOUNTS, max_size=30), st.integers(2, 12))
+def test_the_lines_of_a_summary_add_up_to_everything(held, lines):
+    root = module_tree(held.items(), [(path, 1.0) for path in held])
+    parts = summary(root, lines)
+    assert len(parts) <= lines
+    assert root.held == (
+        sum(own.resident_bytes for own in held.values()),
+        sum(own.transient_bytes for own in held.values()),
+    )
+    assert sum(part.held.resident_bytes for part in parts) == root.held.resident_bytes
+    assert sum(part.held.transient_bytes for part in parts) == root.held.transient_bytes
+    assert sum(part.weight for part in parts) == sum(abs(number) for own in held.values() for number in own)
+    assert sum(part.seconds for part in parts) == len(held) or not any(part.weight for part in parts)
+    assert len({part.path for part in parts}) == len(parts)
+
+
+def test_the_heaviest_module_is_the_one_that_is_split():
+    held = {f"big.{name}": Held(0, 100) for name in "abcdef"} | {f"small.{name}": Held(0, 30) for name in "ab"}
+    parts = summary(module_tree(held.items(), ()), 6)
+    assert [(part.path, part.held.nbytes) for part in parts] == [
+        ("big (rest)", 300),
+        ("big.a", 100),
+        ("big.b", 100),
+        ("big.c", 100),
+        ("small", 60),
+    ]
+
+
+def test_many_thin_modules_do_not_hide_the_thick_ones():
+    held = {f"thin_{n}": Held(0, 9) for n in range(30)} | {"thick": Held(2000, 0), "": Held(0, 500)}
+    parts = summary(module_tree(held.items(), ()), 10)
+    assert [(part.path, part.held.nbytes) for part in parts] == [
+        ("thick", 2000),
+        ("(top level)", 500),
+        ("(the rest)", 270),
+    ]
+    below = {f"net.{path}" if path else "net": own for path, own in held.items()}
+    parts = summary(module_tree(below.items(), ()), 10)
+    assert [(part.path, part.held.nbytes) for part in parts] == [
+        ("net.thick", 2000),
+        ("net (itself)", 500),
+        ("net (rest)", 270),
+    ]
+
+
+def test_a_model_of_which_no_part_is_worth_a_line_is_one_line():
+    by_module = {f"part_{n}": {"activation": MIB} for n in range(200)}
+    lines = str(shown(categories_by_module=by_module, seconds_by_module={}, peak_bytes=200 * MIB)).splitlines()
+    assert [line.split() for line in lines if line.startswith("  (")] == [
+        ["(model)", "-", "200", "MiB", "200", "MiB", "100.0"]
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- drawings
+
+
+@st.composite
+def steps(draw):
+    count = draw(st.integers(1, 40))
+    position = np.cumsum(draw(st.lists(st.sampled_from([0.0, 0.0, 0.25, 1.0, 7.0]), min_size=count, max_size=count)))
+    values = st.lists(st.integers(0, 9), min_size=count, max_size=count).map(np.array)
+    return position - position[0], {"activation": draw(values), "temporary": draw(values)}
+
+
+@given(steps(), st.integers(1, 16))
+def test_a_column_shows_the_most_that_was_live_in_it(step, count):
+    position, live_bytes = step
+    cut = columns(position, live_bytes, count=count)
+    total = sum(live_bytes.values())
+    ends = np.append(position[1:], np.inf)
+    for column in range(count):
+        left, right = cut.edges[column : column + 2]
+        is_last = column == count - 1
+        inside = (position < right) & (ends > left) | (position >= left) & (position < right)
+        inside |= is_last & (position >= left)
+        drawn = {name: int(values[column]) for name, values in cut.live_bytes.items()}
+        assert sum(drawn.values()) == total[inside].max()
+        assert any(all(live_bytes[name][at] == drawn[name] for name in drawn) for at in np.flatnonzero(inside))
+    assert sum(cut.live_bytes.values()).max() == total.max()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["forward", "backward", "optimizer"]), st.floats(0, 50)), min_size=1))
+def test_names_of_phases_do_not_overlap(phases):
+    phases = sorted(phases, key=lambda phase: phase[1])
+    before = 0.0
+    for name, at in placed(phases, 60.0, 1.5):
+        assert before <= at
+        before = at + 1.5 * len(name)
+        assert before <= 60.0 + 1e-9
+
+
+def test_every_category_has_a_colour_of_its_own():
+    colours = [COLOURS[category] for category in CATEGORIES]
+    assert len(set(colours)) == len(CATEGORIES)
+    assert thick([{"input": np.array([0, 1]), "activation": np.array([0, 3])}], 1000) == ["activation"]
+
+
+def drawn(profile):
+    figure = plot.profile_figure(profile)
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    heights = {area.get_label(): area.get_paths()[0].vertices for area in axes.collections}
+    return figure, axes, texts, heights
+
+
+def test_the_picture_shows_the_stack_the_peak_and_the_phases():
+    figure, axes, texts, heights = drawn(shown())
+    assert list(heights) == ["parameter", "optimizer state", "input", "activation", "temporary"]
+    assert heights["parameter"][:, 1].max() == pytest.approx(54.0, abs=0.01)
+    # The activations are there from 10 ms on, the temporary ones from 20 to 26 ms.
+    activation = heights["activation"]
+    assert activation[activation[:, 1] > 164][:, 0].min() == pytest.approx(10, abs=0.03)
+    assert heights["temporary"][:, 1].max() == pytest.approx(PEAK / MIB)
+    dashed, dot, *lines = axes.lines
+    assert dashed.get_ydata()[0] == PEAK / MIB
+    assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (pytest.approx(20.0), PEAK / MIB)
+    assert [line.get_xdata()[0] for line in lines] == pytest.approx([12.0, 24.0])
+    assert texts == [
+        "peak 275 MiB",
+        "in backward, aten::nll_loss_backward of net.head",
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("estimated time (ms)", "live memory (MiB)")
+    assert figure.get_suptitle() == "one training step, NVIDIA H100 80GB HBM3"
+    assert axes.get_xlim() == (0, pytest.approx(26.0))
+
+
+def test_the_axis_says_what_it_counts():
+    assert drawn(UNTIMED)[1].get_xlabel() == "operators"
+    assert drawn(UNTIMED)[1].get_xlim() == (0, 3)
+    assert drawn(EMPIRICAL)[1].get_xlabel() == "time (ms)"
+
+
+def long_profile(events=20_000):
+    """Many short-lived blocks of 1 to 3 MiB, and one of 500 MiB that lives for an instant."""
+    changes = [(category("parameter"), 40 * MIB)]
+    for at in range(events // 2):
+        nbytes = 500 * MIB if at == 7001 else MIB * (1 + at % 3)
+        changes += [(category("temporary"), nbytes), (category("temporary"), -nbytes)]
+    positions = tuple(1e-5 * (at // 2) for at in range(len(changes)))
+    phases = tuple((name, 1e-5 * at) for at, name in enumerate(["forward", "backward"] * 20))
+    return shown(changes=tuple(changes), positions=positions, peak_bytes=540 * MIB, phases=phases)
+
+
+def test_a_long_step_is_drawn_with_as_many_points_as_pixels_and_keeps_its_peak(tmp_path):
+    profile = long_profile()
+    _, _, texts, heights = drawn(profile)
+    assert heights["temporary"][:, 1].max() == 540
+    assert len(heights["temporary"]) < 5_000
+    assert len(texts) <= 2 + 4
+    profile.plot(tmp_path / "step.svg")
+    profile.html(tmp_path / "step.html")
+    assert (tmp_path / "step.svg").stat().st_size < 1_000_000
+    assert (tmp_path / "step.html").stat().st_size < 300_000
+    assert max(timeline_of((tmp_path / "step.html").read_text())["total"]) == 540 * MIB
+
+
+def test_the_suffix_chooses_the_format(tmp_path):
+    shown().plot(tmp_path / "step.PNG")
+    assert (tmp_path / "step.PNG").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    shown().plot(str(tmp_path / "step.svg"))
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert root.tag.endswith("}svg")
+    EMPIRICAL.plot(tmp_path / "measured.png")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("plot", "step.jpg", r"must end in \.png or \.svg, got 'step\.jpg'; use html\(\)"),
+        ("plot", "step", r"must end in \.png or \.svg, got 'step'"),
+        ("plot", "no/such/folder/step.png", r"must be in a folder that exists, got 'no/such/folder/step\.png'"),
+        ("html", "step.svg", r"must end in \.html, got 'step\.svg'; use plot\(\)"),
+        ("html", "no/such/folder/step.html", r"must be in a folder that exists, got 'no/such/folder/step\.html'"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused(method, path, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ms.ConfigError, match=rf"Profile\.{method}\(path\) {message}"):
+        getattr(shown(), method)(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_there_is_still_a_report(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ms.RuntimeUnavailable, match=r"Profile\.plot needs matplotlib: pip install"):
+        shown().plot(tmp_path / "step.png")
+    shown().html(tmp_path / "step.html")
+    assert (tmp_path / "step.html").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ page
+
+
+class Page(HTMLParser):
+    """What is on a page: texts, the rows of tables and of the module tree, elements; and that all are closed."""
+
+    VOID = ("meta",)
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.rows, self.elements, self.texts = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.elements.append((tag, attributes))
+        if tag in ("tr", "h2") or "row" in attributes.get("class", "").split():
+            self.rows.append([])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style") and data.strip():
+            self.texts.append(data)
+            if self.rows:
+                self.rows[-1].append(data.strip())
+
+    def row(self, name):
+        (found,) = [row for row in self.rows if row[:1] == [name]]
+        return found[1:]
+
+
+def page_of(profile, tmp_path):
+    profile.html(tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def timeline_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="timeline">\n(.*)\n</script>', text)[1])
+
+
+@pytest.mark.parametrize("profile", [shown(), EMPIRICAL, UNTIMED], ids=["static", "empirical", "untimed"])
+def test_the_page_asks_for_nothing_from_elsewhere(profile, tmp_path):
+    text, page = page_of(profile, tmp_path)
+    for word in ("http:", "https:", "//", "@import", "url(", "src=", "href=", "fetch(", "import("):
+        assert word not in text
+    assert {tag for tag, _ in page.elements} & {"link", "img", "iframe", "object", "base", "use", "image"} == set()
+    assert text.startswith("<!doctype html>")
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_has_the_numbers(tmp_path):
+    _, page = page_of(shown(), tmp_path)
+    for text in ("275 MiB", "in backward, aten::nll_loss_backward of net.head", *shown().notes):
+        assert text in page.texts
+    assert "0.3 % of 78.7 GiB on NVIDIA H100 80GB HBM3; the allocator reserves 295 MiB" in page.texts
+    assert page.row("activation")[:2] == ["72.0 MiB", "26.2"]
+    assert page.row("memory") == ["79.2 GiB"]
+    assert page.row("bfloat16 per second") == ["989 TFLOP"]
+    tensor = ["activation", "float32[6144, 1024]", "aten::mm", "forward", "net.layers.*.mlp"]
+    assert page.row("2") == ["24.0 MiB", "48.0 MiB", *tensor]
+    assert page.row("1+") == ["8.00 MiB", "8.00 MiB", "parameter", "float32[2048, 1024]", "net.layers.*.mlp.weight"]
+
+
+def test_the_tree_of_modules_has_the_sums(tmp_path):
+    text, page = page_of(shown(), tmp_path)
+    assert page.row("(model)") == ["162 MiB", "113 MiB", "275 MiB", "100.0", "26.0 ms"]
+    assert page.row("net") == ["162 MiB", "72.0 MiB", "234 MiB", "85.1", "25.0 ms"]
+    assert page.row("layers") == ["72.0 MiB", "72.0 MiB", "144 MiB", "52.4", "25.0 ms"]
+    assert page.row("(top level)") == ["41.0 MiB", "41.0 MiB", "14.9", "1.00 ms"]
+    assert page.row("0") == ["36.0 MiB", "36.0 MiB", "72.0 MiB", "26.2", "10.0 ms"]
+    assert page.rows.count(["mlp", "24.0 MiB", "24.0 MiB", "48.0 MiB", "17.5", "10.0 ms"]) == 2
+    folds = [attributes for tag, attributes in page.elements if tag == "details"]
+    assert len(folds) == 5  # the model, net, layers, and two layers, which are closed
+    assert ["open" in attributes for attributes in folds] == [True, True, False, False, False]
+    assert 'title="net.layers.1.attn"' in text
+
+
+def test_a_measured_step_has_no_tree_and_no_tensors(tmp_path):
+    _, page = page_of(EMPIRICAL, tmp_path)
+    assert "By category" in page.texts
+    assert {"By module", "Largest tensors at the peak"} & set(page.texts) == set()
+    assert page.row("speeds") == ["not known"]
+
+
+def test_the_chart_is_the_timeline(tmp_path):
+    text, page = page_of(shown(), tmp_path)
+    data = timeline_of(text)
+    assert data["total"][0] == PEAK - 112 * MIB
+    assert max(data["total"]) == data["total"][data["peak"]] == PEAK
+    assert (data["end"], data["unit"]) == (pytest.approx(26.0), "ms")
+    assert data["phases"] == [["forward", 0.0], ["backward", 12.0], ["optimizer", 24.0]]
+    # From the top of the stack down, as in the legend.
+    names = ["temporary", "activation", "input", "optimizer state", "parameter"]
+    assert re.findall(r"</span>([a-z ]+) <b>([\d.]+ \w+)</b>", text) == [
+        (name, format_bytes(BY_CATEGORY[name])) for name in names
+    ]
+    assert [values[data["peak"]] for values in data["live"]] == [BY_CATEGORY[name] for name in names]
+    assert [values[0] for values in data["live"]] == [0, 0, MIB, 108 * MIB, BY_CATEGORY["parameter"]]
+    areas = [attributes["d"] for tag, attributes in page.elements if tag == "path"]
+    (top,) = [attributes["y1"] for tag, attributes in page.elements if attributes.get("class") == "top"]
+    highest = min(float(height) for height in re.findall(r"V([\d.]+)", areas[-1]))
+    assert highest == float(top)
+    # Each layer begins on the height at which the one below it ends, the first at the bottom.
+    starts = [float(re.match(r"M70,([\d.]+)", area)[1]) for area in areas]
+    ends = [float(re.findall(r"V([\d.]+)", area)[0]) for area in areas]
+    assert starts == [326.0, *ends[:-1]]
+
+
+def test_the_script_finds_what_it_looks_for(tmp_path):
+    text, page = page_of(shown(), tmp_path)
+    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    assert set(re.findall(r'getElementById\("(\w+)"\)', text)) == ids
+    fields = set(re.findall(r"\bdata\.(\w+)", text))
+    assert fields == set(timeline_of(text))
+
+
+def test_names_cannot_become_markup(tmp_path):
+    evil = "<script>alert(1)</script>&'\""
+    profile = shown(
+        notes=(evil,),
+        hardware=dataclasses.replace(CARD, name=evil),
+        moment=Moment(evil, evil, "forward"),
+        holdings=(Holding(MIB, "activation", evil, evil, "forward", (1,), evil),),
+        categories_by_module={evil: {"activation": MIB}},
+        phases=(("</script>", 0.0), (evil, 0.01)),
+    )
+    text, page = page_of(profile, tmp_path)
+    assert [tag for tag, _ in page.elements].count("script") == 2
+    assert text.count(evil) == 0
+    assert page.row(evil) == ["1.00 MiB", "1.00 MiB", "0.4"]
+    assert any(evil in row and f"{evil}[1]" in row for row in page.rows)
+    assert evil in page.texts
+    assert timeline_of(text)["phases"][0][0] == "</script>"
+
+
+# --------------------------------------------------------------------------------------------------- real profiles
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return torch.cat([x, x.new_empty(0, *x.shape[1:])]).square().mean()  # an empty tensor has no block
+
+
+@pytest.fixture(scope="module")
+def profile():
+    with torch.device("meta"):
+        net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    return ms.profile(net, torch.zeros(32, 16, dtype=torch.long), optimizer=optimizer, hardware="h100")
+
+
+def test_the_parts_of_a_profile_add_up(profile):
+    assert profile.timeline.total_bytes.max() == profile.peak_bytes
+    assert sum(profile.by_category.values()) == sum(profile.by_module.values()) == profile.peak_bytes
+    for name in profile.by_category:
+        assert sum(parts.get(name, 0) for parts in profile.categories_by_module.values()) == profile.by_category[name]
+    assert profile.step_seconds == pytest.approx(sum(profile.seconds_by_module.values()))
+    assert ms.Profile.from_json(profile.to_json()) == profile
+
+
+def test_what_an_operator_makes_is_there_while_it_runs(profile):
+    timeline = profile.timeline
+    assert (np.diff(timeline.position) >= 0).all()
+    assert timeline.position[-1] == pytest.approx(profile.step_seconds)
+    lasts = np.append(np.diff(timeline.position), 0)[timeline.total_bytes == profile.peak_bytes]
+    assert lasts.max() >= 5e-6  # a launch takes as long on this card
+
+
+def test_a_real_profile_is_shown(profile, tmp_path):
+    text = str(profile)
+    assert re.search(r"^  layers\.\*\.\d ", text, re.MULTILINE)
+    assert f"peak {format_bytes(profile.peak_bytes)} in " in text
+    profile.plot(tmp_path / "step.png")
+    page, _ = page_of(profile, tmp_path)
+    assert max(timeline_of(page)["total"]) == profile.peak_bytes

@@ -1,0 +1,606 @@
+"""What every backend promises of memory that the CPU reads and writes in place, and of waiting on the host."""
+
+import gc
+import os
+import random
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memscale.runtime.backends import cuda as _cuda
+from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.backends.simulated import Deadlock, SimulatedBackend
+from memscale.runtime.backends.trace import TraceBackend
+from memscale.runtime.checking import hazards
+from memscale.runtime.checking.accesses import Access, Accesses
+from memscale.runtime.checking.hazards import Checked
+from memscale.runtime.storage.budget import HostBudget
+from tests.support.fake_cuda import FakeCupy
+
+MIB = 1024**2
+CAP = 40 * MIB
+# One byte, a little more than pages, whole pages, and more than all pieces that a copy is cut into.
+SIZES = [1, 4097, 4 * 4096, 300_001, 16 * MIB + 5]
+pytestmark = pytest.mark.filterwarnings("ignore:.* is in RAM")
+
+
+def cuda_on(tmp_path, **options):
+    budget = HostBudget(2 * CAP, kept_free_bytes=0, available_bytes=lambda: None)
+    settings = {"pinned_bytes": CAP, "budget": budget, "disk_bytes": CAP, "disk_directory": tmp_path}
+    return CudaBackend(**{**settings, **options})
+
+
+def host(tmp_path, monkeypatch, disk_bytes=CAP):
+    return HostBackend(tmp_path, disk_bytes=disk_bytes), "cpu"
+
+
+def fake_cuda(tmp_path, monkeypatch, disk_bytes=CAP):
+    FakeCupy().install(monkeypatch)
+    monkeypatch.setattr(_cuda, "_STAGING_BYTES", MIB)
+    return cuda_on(tmp_path, disk_bytes=disk_bytes), "cpu"
+
+
+def cuda(tmp_path, monkeypatch):
+    return cuda_on(tmp_path), "cuda"
+
+
+def simulated(seed):
+    def make(tmp_path, monkeypatch):
+        return SimulatedBackend(random.Random(seed).randrange, {"pinned": CAP, "disk": CAP}), "cpu"
+
+    return pytest.param(make, id=f"simulated-{seed}")
+
+
+def lazy(tmp_path, monkeypatch):
+    """Nothing happens before somebody waits for it."""
+    return SimulatedBackend(lambda n: n - 1, {"pinned": CAP, "disk": CAP}), "cpu"
+
+
+REAL = [host, fake_cuda, pytest.param(cuda, marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=[*REAL, lazy, *map(simulated, range(3))])
+def backend(request, tmp_path, monkeypatch):
+    return request.param(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = FakeCupy()
+    fake.install(monkeypatch)
+    return fake
+
+
+def noise(nbytes, device="cpu"):
+    return torch.randint(256, (nbytes,), dtype=torch.uint8).to(device)
+
+
+def mapped(backend, nbytes, tier):
+    buffer = backend.allocate(nbytes, tier)
+    assert buffer.tier == tier
+    return buffer, torch.from_numpy(backend.map(buffer))
+
+
+def load(backend, buffer, device):
+    """What a copy in brings to the device, and its event."""
+    target = backend.empty(buffer.nbytes, torch.empty(0, dtype=torch.uint8, device=device))
+    event = backend.copy(buffer, target, "in", after=[backend.record()])
+    backend.wait(event)
+    return target.cpu(), event
+
+
+# ------------------------------------------------------------------------------------------------ what is there
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_bytes_that_the_cpu_wrote_come_in_and_those_that_go_out_are_the_cpus_to_read(backend, nbytes):
+    backend, device = backend
+    for tier in backend.tiers:
+        buffer = backend.allocate(nbytes, tier)
+        array = backend.map(buffer)
+        assert (array.dtype, array.shape, array.flags.writeable) == (np.uint8, (nbytes,), True)
+        written = noise(nbytes)
+        array[:] = written.numpy()
+        found, arrived = load(backend, buffer, device)
+        assert torch.equal(found, written)
+        backend.synchronize(arrived)
+        assert np.array_equal(array, written.numpy()), "a copy in leaves what it read"
+
+        source = noise(nbytes, device)
+        left = backend.copy(source, buffer, "out", after=[backend.record()])
+        backend.synchronize(left)
+        assert left.done()
+        assert left.error() is None
+        assert np.array_equal(array, source.cpu().numpy())
+        backend.free(buffer, after=[arrived, left])
+
+
+def test_an_optimizer_on_the_host_step_after_step(backend):
+    """Parameters go in, gradients come out, the CPU steps in place: the numbers are those of one place."""
+    backend, device = backend
+    nbytes = 50_000
+    for tier in backend.tiers:
+        (buffer, parameter), (out_buffer, gradient) = (mapped(backend, nbytes, tier) for _ in range(2))
+        expected = noise(nbytes)
+        parameter.copy_(expected)
+        for _ in range(4):
+            on_device, loaded = load(backend, buffer, device)
+            on_device = (on_device * 3 + 1).to(device)
+            left = backend.copy(on_device, out_buffer, "out", after=[backend.record()])
+            for event in (loaded, left):
+                backend.synchronize(event)
+            parameter.sub_(gradient)
+            expected.sub_(expected * 3 + 1)
+            assert torch.equal(parameter, expected)
+        for used in (buffer, out_buffer):
+            backend.free(used, after=[])
+
+
+def test_copies_of_several_buffers_at_a_time_do_not_mix(backend):
+    backend, device = backend
+    sizes = (1, 4096, 70_001, 3 * MIB + 1, 5 * MIB, 12_288)
+    for tier in backend.tiers:
+        held = [(nbytes, *mapped(backend, nbytes, tier)) for nbytes in sizes]
+        written = [tensor.copy_(noise(nbytes)).clone() for nbytes, _, tensor in held]
+        like = torch.empty(0, dtype=torch.uint8, device=device)
+        targets = [backend.empty(nbytes, like) for nbytes in sizes]
+        after = [backend.record()]
+        loads = [
+            backend.copy(buffer, target, "in", after=after)
+            for (_, buffer, _), target in zip(held, targets, strict=True)
+        ]
+        for event in reversed(loads):
+            backend.wait(event)
+        assert [torch.equal(target.cpu(), bytes_) for target, bytes_ in zip(targets, written, strict=True)] == [
+            True
+        ] * 6
+        for event in loads:
+            backend.synchronize(event)
+        sources = [noise(nbytes, device) for nbytes in sizes]
+        after = [backend.record()]
+        leaves = [
+            backend.copy(source, buffer, "out", after=after)
+            for (_, buffer, _), source in zip(held, sources, strict=True)
+        ]
+        for event in leaves:
+            backend.synchronize(event)
+        for (_, buffer, tensor), source, event in zip(held, sources, leaves, strict=True):
+            assert torch.equal(tensor, source.cpu())
+            backend.free(buffer, after=[event])
+
+
+@pytest.mark.parametrize("make", [fake_cuda, lazy])
+def test_nothing_but_synchronize_lets_a_copy_happen(tmp_path, monkeypatch, make):
+    """On devices that do only what somebody waits for, the array shows whether anybody did."""
+    backend, _ = make(tmp_path, monkeypatch)
+    buffer, tensor = mapped(backend, 5000, "pinned")
+    tensor.fill_(1)
+    source = torch.full((5000,), 7, dtype=torch.uint8)
+    event = backend.copy(source, buffer, "out", after=[backend.record()])
+    assert tensor.unique().tolist() == [1]
+    assert not event.done()
+    backend.synchronize(event)
+    assert tensor.unique().tolist() == [7]
+
+
+def test_a_mark_of_a_compute_stream_can_be_waited_for_in_every_way(backend):
+    backend, _ = backend
+    for mark in (backend.record(), backend.record(backend.compute_stream())):
+        backend.wait(mark)
+        backend.wait(mark, backend.compute_stream())
+        backend.synchronize(mark)
+        assert mark.done()
+        assert mark.error() is None
+
+
+# ------------------------------------------------------------------------------------------ how long it is there
+
+
+def test_a_tensor_made_of_it_has_its_own_storage_and_keeps_it(backend):
+    backend, _ = backend
+    for tier in backend.tiers:
+        buffer = backend.allocate(5000, tier)
+        array = backend.map(buffer)
+        alive, tensor = weakref.ref(array), torch.from_numpy(array)
+        del array
+        assert alive() is not None
+        assert tensor.untyped_storage().nbytes() == 5000
+        tensor.fill_(5)
+        part = tensor.view(torch.int32)[100:]
+        del tensor
+        gc.collect()
+        assert part.unique().tolist() == [0x05050505]
+
+
+def test_a_place_that_was_given_back_serves_again(backend):
+    """Mapped, then not, then mapped again; what was there before does not come back."""
+    backend, device = backend
+    for tier in backend.tiers:
+        for _ in range(2):
+            buffer, tensor = mapped(backend, 3 * MIB, tier)
+            tensor.copy_(noise(3 * MIB))
+            found, event = load(backend, buffer, device)
+            assert torch.equal(found, tensor)
+            backend.free(buffer, after=[event])
+            tensor.fill_(9)  # the last that is done with it before the copy out of another goes to the same place
+            del tensor
+            buffer, source = backend.allocate(3 * MIB, tier), noise(3 * MIB, device)
+            left = backend.copy(source, buffer, "out", after=[backend.record()])
+            backend.wait(left)
+            found, event = load(backend, buffer, device)
+            assert torch.equal(found, source.cpu())
+            backend.free(buffer, after=[left, event])
+
+
+def test_mapping_takes_no_room_and_freeing_gives_all_of_it_back(backend):
+    backend, _ = backend
+    counts = []
+    for is_mapped in (False, True, True):
+        held = []
+        while (buffer := backend.allocate(4 * MIB, "auto")) is not None:
+            held.append((buffer, backend.map(buffer) if is_mapped else None))
+        counts.append([buffer.tier for buffer, _ in held])
+        for buffer, array in held:
+            if is_mapped:
+                array[:] = 1
+            backend.free(buffer, after=[])
+    # The budget of RAM is twice the cap of what is pinned, so pageable memory gets the other half.
+    assert counts == [[tier for tier in backend.tiers for _ in range(10)]] * 3
+
+
+@pytest.mark.parametrize("make", REAL)
+def test_the_array_outlives_the_backend(tmp_path, monkeypatch, make):
+    backend, device = make(tmp_path, monkeypatch)
+    tensors = []
+    for tier in backend.tiers:
+        for nbytes in (5000, 3 * MIB):
+            buffer, tensor = mapped(backend, nbytes, tier)
+            tensors.append(tensor.fill_(len(tensors) + 1))
+            backend.synchronize(load(backend, buffer, device)[1])
+    alive = weakref.ref(backend)
+    del backend, buffer, tensor
+    gc.collect()
+    assert alive() is None
+    for index, tensor in enumerate(tensors):
+        assert tensor.unique().tolist() == [index + 1]
+        assert tensor.add_(100).unique().tolist() == [index + 101]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("backend", [host, fake_cuda], indirect=True)
+def test_a_fork_reads_what_its_parent_wrote_and_shares_what_is_on_disk(backend):
+    backend, _ = backend
+    held = {tier: mapped(backend, 2 * MIB + 3, tier) for tier in backend.tiers}
+    for _, tensor in held.values():
+        tensor.fill_(3)
+    load(backend, held["disk"][0], "cpu")  # which sends it out of RAM
+    child = os.fork()
+    if child == 0:
+        found = [tensor.min() == tensor.max() == 3 for _, tensor in held.values()]
+        for _, tensor in held.values():
+            tensor[1_000_000:] = 4
+        tensor = None
+        held.clear()
+        gc.collect()  # unmapped there, not here
+        os._exit(0 if all(found) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    expected = torch.full((2 * MIB + 3,), 3, dtype=torch.uint8)
+    expected[1_000_000:] = 4
+    assert torch.equal(held["disk"][1], expected)
+    assert torch.equal(load(backend, held["disk"][0], "cpu")[0], expected)
+
+
+# ---------------------------------------------------------------------------------------------- on disk, not in RAM
+
+
+def resident_bytes(tensor):
+    """What of the mapping behind a tensor is in this process's memory, from the kernel's own books."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            start, stop = (int(number, 16) for number in first.split("-"))
+            inside = start <= tensor.data_ptr() < stop
+        elif inside and first == "Rss:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no mapping has this address")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs /proc/self/smaps")
+@pytest.mark.parametrize("make", [host, fake_cuda])
+def test_copies_leave_nothing_of_a_disk_buffer_in_ram(tmp_path, monkeypatch, make):
+    backend, device = make(tmp_path, monkeypatch, disk_bytes=64 * MIB)
+    buffer, tensor = mapped(backend, 64 * MIB, "disk")
+    assert resident_bytes(tensor) == 0
+    tensor.copy_(noise(64 * MIB))
+    assert resident_bytes(tensor) > 32 * MIB  # all of it, where the kernel is not short of memory
+    found, _ = load(backend, buffer, device)
+    assert resident_bytes(tensor) < MIB
+    assert torch.equal(found, tensor)
+    assert resident_bytes(tensor) > 32 * MIB
+    source = found.add_(1)
+    backend.synchronize(backend.copy(source, buffer, "out", after=[]))
+    assert resident_bytes(tensor) < MIB
+    assert torch.equal(source, tensor)
+
+
+# ------------------------------------------------------------------------------------------------ single backends
+
+
+def test_pinned_memory_that_is_mapped_is_copied_by_the_device_alone(cupy, tmp_path):
+    backend = cuda_on(tmp_path)
+    buffer = backend.allocate(1000, "pinned")
+    array = backend.map(buffer)
+    array[:] = 3
+    target, source = torch.zeros(1000, dtype=torch.uint8), torch.full((1000,), 4, dtype=torch.uint8)
+    back = backend.copy(buffer, target, "in", after=[backend.record()])
+    out = backend.copy(source, buffer, "out", after=[back])
+    assert isinstance(back, CudaEvent)
+    assert isinstance(out, CudaEvent)
+    queues = {name: cupy.queues[lane.stream.ptr] for name, lane in backend._lanes.items()}
+    copies = {name: [job[1:] for job in queue if job[0] == "copy"] for name, queue in queues.items()}
+    assert copies == {
+        "in": [(target.data_ptr(), array.ctypes.data, 1000)],
+        "out": [(array.ctypes.data, source.data_ptr(), 1000)],
+    }
+    backend.synchronize(out)
+    assert (target.unique().tolist(), np.unique(array).tolist()) == ([3], [4])
+
+
+def test_synchronize_queues_nothing_on_the_device(cupy, tmp_path):
+    """It holds the caller up, and not the stream that computes."""
+    backend, source = cuda_on(tmp_path), noise(1000)
+    buffer, _ = mapped(backend, 1000, "pinned")
+    event = backend.copy(source, buffer, "out", after=[])
+    cupy.log.clear()
+    backend.synchronize(event)
+    assert event.done()
+    assert cupy.log == []
+
+
+def test_a_trace_has_no_memory_and_nothing_to_wait_for():
+    backend = TraceBackend({"disk": None})
+    buffer = backend.allocate(100, "auto")
+    with pytest.raises(AssertionError, match="100 bytes on disk are only counted in a trace and have no memory to map"):
+        backend.map(buffer)
+    assert backend.synchronize(backend.record()) is None
+
+
+def test_a_thread_that_waits_for_what_can_never_happen_is_a_deadlock():
+    backend, other = (SimulatedBackend(lambda n: n - 1, {"pinned": 4096}) for _ in range(2))
+    source = torch.zeros(8, dtype=torch.uint8)
+    never = other.copy(source, other.allocate(8, "auto"), "out", after=[])
+    stuck = backend.copy(source, backend.allocate(8, "auto"), "out", after=[never])
+    with pytest.raises(Deadlock, match="the calling thread waits for a copy that nothing will ever start"):
+        backend.synchronize(stuck)
+
+
+def test_a_simulated_thread_that_waits_sees_the_time_pass():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    event = backend.copy(torch.zeros(4096, dtype=torch.uint8), backend.allocate(4096, "auto"), "out", after=[])
+    backend.synchronize(event)
+    assert backend.clock() == event.span()[1] > 0
+
+
+# ---------------------------------------------------------------------------------------------------- hazards
+
+
+def checked_buffer(nbytes=4096, cap=4096):
+    checked = Checked(SimulatedBackend(lambda n: n - 1, {"pinned": cap}))
+    buffer = checked.allocate(nbytes, "auto")
+    return checked, buffer
+
+
+def on_device(checked, nbytes=4096):
+    tensor = torch.zeros(nbytes, dtype=torch.uint8)
+    checked.produced(tensor)
+    return tensor
+
+
+def copied(checked, buffer, tensor, way):
+    after = [checked.record()]
+    source, target = (tensor, buffer) if way == "out" else (buffer, tensor)
+    return checked.copy(source, target, way, after=after)
+
+
+def kinds(checked):
+    return [hazard.kind for hazard in checked.hazards]
+
+
+@pytest.mark.parametrize(
+    ("way", "write", "is_hazard"), [("out", False, True), ("out", True, True), ("in", True, True), ("in", False, False)]
+)
+@pytest.mark.parametrize(
+    "how", ["nothing", "wait", "wait and mark", "synchronize", "done", "wait and synchronize a mark"]
+)
+def test_memory_that_is_touched_under_a_copy(way, write, is_hazard, how):
+    """Found on any schedule, also where the copy happens to be done; only what the thread knows makes it right."""
+    checked, buffer = checked_buffer()
+    checked.map(buffer)
+    checked.touched(buffer, write=True)
+    tensor = on_device(checked)
+    event = copied(checked, buffer, tensor, way)
+    if how.startswith("wait"):
+        checked.wait(event)
+        assert event.inner.finished is not None, "nothing went wrong this time"
+    if how == "wait and mark":
+        checked.record()
+    elif how == "synchronize":
+        checked.synchronize(event)
+    elif how == "done":
+        checked.inner.wait(event.inner)
+        assert event.done()
+    elif how == "wait and synchronize a mark":
+        checked.synchronize(checked.record())
+    checked.touched(buffer, write=write)
+    is_known = "synchronize" in how or how == "done"
+    assert kinds(checked) == ([hazards.TOUCHED_EARLY] if is_hazard and not is_known else [])
+    if checked.hazards:
+        (hazard,) = checked.hazards
+        assert f"4096 bytes on pinned, {'written' if write else 'read'} by the CPU" in str(hazard)
+        assert "in test_memory_that_is_touched" in hazard.here
+        assert "in copied" in hazard.there
+
+
+def test_memory_that_is_touched_after_it_was_freed():
+    checked, buffer = checked_buffer()
+    checked.map(buffer)
+    checked.touched(buffer, write=True)
+    checked.free(buffer, after=[])
+    assert kinds(checked) == []
+    checked.touched(buffer, write=False)
+    assert kinds(checked) == [hazards.TOUCHED_LATE]
+    assert "in test_memory_that_is_touched_after" in checked.hazards[0].there
+
+
+def test_a_mapped_buffer_holds_something_before_any_copy():
+    for is_mapped in (True, False):
+        checked, buffer = checked_buffer()
+        if is_mapped:
+            checked.map(buffer)
+        tensor = on_device(checked)
+        checked.wait(copied(checked, buffer, tensor, "in"))
+        assert kinds(checked) == ([] if is_mapped else [hazards.READ_BEFORE_WRITE])
+
+
+def test_a_copy_in_of_a_mapped_buffer_comes_after_its_copy_out():
+    checked, buffer = checked_buffer()
+    checked.map(buffer)
+    tensors = [on_device(checked) for _ in range(2)]
+    copied(checked, buffer, tensors[0], "out")
+    copied(checked, buffer, tensors[1], "in")
+    assert hazards.READ_BEFORE_WRITE in kinds(checked)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_place_is_mapped_only_once_it_is_free(is_waited_for):
+    """The CPU may write as soon as it has the array: a copy of the one before must be done by then."""
+    checked, buffer = checked_buffer()
+    tensor = on_device(checked)
+    event = copied(checked, buffer, tensor, "out")
+    checked.free(buffer, after=[])
+    if is_waited_for:
+        checked.synchronize(event)
+    again = checked.allocate(4096, "auto")  # of a caller that gave the place back with no word of the copy
+    checked.map(again)
+    assert kinds(checked) == ([] if is_waited_for else [hazards.SLOT_REUSED])
+    checked.touched(again, write=True)  # said once: what is left is over for this buffer
+    assert len(checked.hazards) == (0 if is_waited_for else 1)
+
+
+def test_a_buffer_is_mapped_once_and_before_any_copy():
+    for before in (
+        lambda checked, buffer: checked.map(buffer),
+        lambda checked, buffer: copied(checked, buffer, on_device(checked), "out"),
+        lambda checked, buffer: checked.free(buffer, after=[]),
+    ):
+        checked, buffer = checked_buffer()
+        before(checked, buffer)
+        with pytest.raises(AssertionError, match="4096 bytes on pinned are mapped after they were mapped, copied"):
+            checked.map(buffer)
+    checked, buffer = checked_buffer()
+    with pytest.raises(AssertionError, match="4096 bytes on pinned are touched and were never mapped"):
+        checked.touched(buffer, write=False)
+
+
+def test_a_checker_remembers_a_buffer_that_is_copied_for_ever_once():
+    checked, buffer = checked_buffer()
+    checked.map(buffer)
+    for _ in range(50):
+        tensor = on_device(checked)
+        checked.wait(copied(checked, buffer, tensor, "in"))
+        del tensor
+    assert len(checked._on_tiers.at(*buffer.place)) == 1
+    assert kinds(checked) == []
+
+
+def test_a_read_is_forgotten_only_for_one_that_comes_after_it():
+    accesses = Accesses()
+    accesses.add(0, Access("read", 0, 8, "in", 1, "a"), {"in": 1})
+    accesses.add(0, Access("read", 0, 8, "out", 1, "b"), {"out": 1})  # of no order with the first
+    accesses.add(0, Access("write", 0, 8, "in", 2, "c"), {"in": 2})  # of another kind
+    accesses.add(0, Access("read", 0, 4, "in", 3, "d"), {"in": 3})  # of other bytes
+    assert [access.site for access in accesses.at(0, 0, 8)] == ["a", "b", "c", "d"]
+    accesses.add(0, Access("read", 0, 8, "in", 4, "e"), {"in": 4, "out": 1})
+    assert [access.site for access in accesses.at(0, 0, 8)] == ["c", "d", "e"]
+    assert [access.site for access in accesses.at(0, 4, 8)] == ["c", "e"]
+    accesses.forget(0, 0, 8)
+    assert accesses.at(0, 0, 8) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_programs_that_synchronize_have_no_hazard(seed):
+    """Many mapped buffers, used in random order by a caller that keeps the rules, on a device that keeps none."""
+    draw = random.Random(seed)
+    checked = Checked(SimulatedBackend(draw.randrange, {"pinned": 40_000, "disk": 100_000}))
+    held = []
+    for _ in range(60):
+        if len(held) < 6:
+            buffer = checked.allocate(draw.choice([1, 5000, 9000]), "auto")
+            array = checked.map(buffer)
+            checked.touched(buffer, write=True)
+            array[:] = value = draw.randrange(256)
+            held.append([buffer, array, value, None])
+        item = draw.choice(held)
+        buffer, array, value, event = item
+        action = draw.choice(["in", "out", "write", "read", "free"])
+        if event is not None:
+            checked.synchronize(event)
+        if action == "in":
+            target = on_device(checked, buffer.nbytes)
+            item[3] = copied(checked, buffer, target, "in")
+            checked.wait(item[3])
+            checked.used(target)
+            assert target.unique().tolist() == [value]
+        elif action == "out":
+            item[2] = draw.randrange(256)
+            tensor = on_device(checked, buffer.nbytes).fill_(item[2])
+            checked.produced(tensor)
+            item[3] = copied(checked, buffer, tensor, "out")
+            checked.wait(item[3])
+        elif action == "free":
+            checked.free(buffer, after=[])
+            held.remove(item)
+        else:
+            checked.touched(buffer, write=action == "write")
+            assert np.unique(array).tolist() == [value]
+            if action == "write":
+                item[2] = draw.randrange(256)
+                array[:] = item[2]
+    for buffer, *_ in held:
+        checked.free(buffer, after=[])
+    assert checked.finish() == []
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+def test_transfers_of_mapped_memory_run_beside_the_interpreter(tmp_path):
+    """An optimizer's thread touches one buffer while others are copied, and nothing of it is lost."""
+    backend = HostBackend(tmp_path, disk_bytes=CAP)
+    (mine, my_tensor), *others = (mapped(backend, 4 * MIB, "disk") for _ in range(4))
+    my_tensor.zero_()
+
+    def optimize():
+        for _ in range(50):
+            my_tensor.add_(1)
+
+    thread = threading.Thread(target=optimize)
+    thread.start()
+    for value in range(5):
+        sources = [torch.full((4 * MIB,), value + index, dtype=torch.uint8) for index in range(3)]
+        leaves = [
+            backend.copy(source, buffer, "out", after=[]) for source, (buffer, _) in zip(sources, others, strict=True)
+        ]
+        for event, source, (_, tensor) in zip(leaves, sources, others, strict=True):
+            backend.synchronize(event)
+            assert torch.equal(tensor, source)
+    thread.join()
+    assert my_tensor.unique().tolist() == [50]
+    assert load(backend, mine, "cpu")[0].unique().tolist() == [50]

@@ -1,0 +1,629 @@
+"""The CUDA backend: on a fake CuPy whose streams do nothing by themselves, and on a device where there is one."""
+
+import errno
+import gc
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from memscale.core.errors import RuntimeUnavailable, TransformError
+from memscale.runtime import Visit
+from memscale.runtime.backends import cuda, host_tiers
+from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.engine.engine import Engine
+from memscale.runtime.storage.budget import HostBudget
+from memscale.runtime.storage.courier import Errand
+from memscale.runtime.storage.disk import DiskTierFull, FileIO
+from tests.support.fake_cuda import FakeCupy
+from tests.support.schedules import Program, results
+
+MIB = 1024**2
+PIECE = 8192
+# Where the `dev` extra installs one.
+CUPY_HAS_A_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is in RAM")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = FakeCupy()
+    fake.install(monkeypatch)
+    monkeypatch.setattr(cuda, "_STAGING_BYTES", PIECE)
+    return fake
+
+
+def budget(nbytes=64 * MIB):
+    return HostBudget(nbytes, kept_free_bytes=0, available_bytes=lambda: None)
+
+
+def backend_on(tmp_path, **options):
+    return CudaBackend(
+        **{"pinned_bytes": MIB, "budget": budget(), "disk_bytes": MIB, "disk_directory": tmp_path, **options}
+    )
+
+
+ALIVE = []
+
+
+@pytest.fixture(autouse=True)
+def _alive():
+    """A copy that nothing waits for may happen as late as when its backend goes; its tensor must still be there."""
+    yield
+    gc.collect()
+    ALIVE.clear()
+
+
+def noise(nbytes, device="cpu"):
+    ALIVE.append(torch.randint(256, (nbytes,), dtype=torch.uint8, device=device))
+    return ALIVE[-1]
+
+
+# ------------------------------------------------------------------------------ what every backend promises
+
+
+def fake_cuda_backend(tmp_path, monkeypatch):
+    FakeCupy().install(monkeypatch)
+    monkeypatch.setattr(cuda, "_STAGING_BYTES", PIECE)
+    return backend_on(tmp_path), "cpu"
+
+
+def cuda_backend(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "_STAGING_BYTES", PIECE)
+    return backend_on(tmp_path), "cuda"
+
+
+def host_backend(tmp_path, monkeypatch):
+    return HostBackend(tmp_path, disk_bytes=MIB), "cpu"
+
+
+@pytest.fixture(params=[host_backend, fake_cuda_backend, pytest.param(cuda_backend, marks=pytest.mark.cuda)])
+def backend(request, tmp_path, monkeypatch):
+    return request.param(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, PIECE, 3 * PIECE + 5, 300_000])
+def test_bytes_go_to_every_tier_and_come_back(backend, nbytes):
+    backend, device = backend
+    for tier in ("auto", *backend.tiers):
+        source = noise(nbytes, device)
+        expected = source.clone()
+        buffer = backend.allocate(nbytes, tier)
+        assert (buffer.tier, buffer.nbytes) == (backend.tiers[0] if tier == "auto" else tier, nbytes)
+        out = backend.copy(source, buffer, "out", after=[backend.record()])
+        target = backend.empty(nbytes, source.new_empty(0))
+        assert (target.dtype, target.shape, target.device) == (torch.uint8, (nbytes,), source.device)
+        back = backend.copy(buffer, target, "in", after=[backend.record(), out])
+        backend.wait(out)
+        source.fill_(0)  # its bytes are out by now
+        backend.wait(back)
+        assert torch.equal(target, expected)
+        assert out.error() is back.error() is None
+        backend.free(buffer, after=[out, back])
+
+
+def test_events_say_when_they_are_done_and_when_that_was(backend):
+    backend, device = backend
+    for tier in backend.tiers:
+        before = backend.clock()
+        buffer, source = backend.allocate(100, tier), noise(100, device)
+        event = backend.copy(source, buffer, "out", after=[backend.record()])
+        backend.wait(event)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert event.done()
+        begin, end = event.span()
+        # A device's own clock is about as good as this.
+        assert before - 1e-3 <= begin <= end <= backend.clock() + 1e-3
+        mark = backend.record()
+        backend.wait(mark)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert mark.done()
+        assert mark.error() is None
+        backend.free(buffer, after=[event])
+
+
+def test_a_full_tier_passes_on_to_the_next_and_the_last_to_none(backend):
+    backend, _ = backend
+    held = []
+    for tier in backend.tiers:
+        if tier == "pageable":
+            continue  # its budget is 64 MiB
+        while (buffer := backend.allocate(200_000, tier)) is not None and buffer.tier == tier:
+            held.append(buffer)
+        assert sum(buffer.tier == tier for buffer in held) == 5
+        if buffer is not None:
+            assert backend.tiers.index(buffer.tier) == backend.tiers.index(tier) + 1
+            backend.free(buffer, after=[])
+    assert backend.allocate(200_000, "disk") is None
+    for buffer in held:
+        backend.free(buffer, after=[])
+    assert [backend.allocate(200_000, buffer.tier).tier for buffer in held] == [buffer.tier for buffer in held]
+    assert backend.usage()["disk"].high_water_bytes >= 1_000_000
+
+
+# ---------------------------------------------------------------------------- the CUDA backend on a fake CuPy
+
+
+def test_a_copy_is_queued_and_ordered_by_events_alone(cupy, tmp_path):
+    backend = backend_on(tmp_path)
+    out_stream, in_stream = (backend._lanes[name].stream.ptr for name in ("out", "in"))
+    buffer, source = backend.allocate(1000, "auto"), noise(1000)
+    cupy.log.clear()
+    out = backend.copy(source, buffer, "out", after=[backend.record()])
+    target = noise(1000)
+    back = backend.copy(buffer, target, "in", after=[backend.record(), out])
+    assert isinstance(out, CudaEvent)
+    assert not out.done()
+    assert out.span() is None
+    assert cupy.log == [
+        ("record", 7),
+        ("copy", "out", 1000, out_stream),
+        ("record", 7),
+        ("copy", "in", 1000, in_stream),
+    ]
+    assert [kind for kind, *_ in cupy.queues[out_stream]] == ["wait", "record", "copy", "record"]
+    assert [kind for kind, *_ in cupy.queues[in_stream]] == ["wait", "wait", "record", "copy", "record"]
+    backend.wait(back)  # which waits for the copy out in turn
+    assert out.done()
+    assert torch.equal(target, source)
+    assert cupy.log[-1] == ("wait", 7)
+
+
+def test_the_current_stream_is_asked_for_at_each_use(cupy, tmp_path):
+    backend = backend_on(tmp_path)
+    buffer, source = backend.allocate(1000, "auto"), noise(1000)
+    cupy.log.clear()
+    cupy.compute_stream = 8
+    event = backend.copy(source, buffer, "out", after=[backend.record()])
+    cupy.compute_stream = 9
+    backend.wait(event)
+    assert [call for call in cupy.log if call[0] in ("record", "wait")] == [("record", 8), ("wait", 9)]
+
+
+def test_events_and_streams_belong_to_the_device_of_the_backend(cupy, tmp_path):
+    backend = backend_on(tmp_path, device=torch.device("cuda", 1))
+    assert backend.device == torch.device("cuda", 1)
+    assert {lane.stream.device for lane in backend._lanes.values()} == {1}
+    for tier in backend.tiers:
+        event = backend.copy(noise(10), backend.allocate(10, tier), "out", after=[])
+        backend.wait(event)
+        if isinstance(event, CudaEvent):
+            assert (event._begin.device, event.end.device) == (1, 1)
+    assert backend.record().end.device == 1
+    assert backend_on(tmp_path).device == torch.device("cuda", 0)
+
+
+def test_the_default_stream_is_that_of_the_backends_device(cupy, tmp_path):
+    """Its pointer is 0 on every device, so the one that is current decides."""
+    backend = backend_on(tmp_path, device=torch.device("cuda", 1))
+    cupy.compute_stream = 0
+    cupy.log.clear()
+    for stream in (None, backend.compute_stream()):
+        event = backend.copy(noise(10), backend.allocate(10, "pinned"), "out", after=[backend.record(stream)])
+        backend.wait(event, stream)
+    assert cupy.device() == 0
+    calls = [call for call in cupy.log if call[0] in ("record", "wait")]
+    assert calls == [("record", "the default of 1"), ("wait", "the default of 1")] * 2
+
+
+def test_memory_of_one_stream_is_lent_to_another_by_pytorchs_own_means(cupy, tmp_path):
+    backend, tensor = backend_on(tmp_path), noise(10)
+    cupy.compute_stream = 8
+    backend.lend(tensor)
+    assert cupy.log[-1] == ("record_stream", tensor.data_ptr(), 8)
+
+
+def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
+    """For parameters that were read, for gradients that are asked for, and for those that nobody asked for."""
+
+    class Slow(CudaBackend):
+        now = 0.0
+
+        def clock(self):
+            return self.now
+
+        def synchronize(self, event):
+            super().synchronize(event)
+            self.now += 1.0
+
+    engine = Engine(Slow(pinned_bytes=MIB, budget=budget(), disk_bytes=0), depth=2)
+    parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
+    like = torch.empty(0, dtype=torch.uint8)
+    homes = [engine.homes.place(parameter, "auto", like) for parameter in parameters]
+    visit = Visit()
+    engine.homes.enter(visit, homes)
+    assert engine.stats().exposed_seconds == 0.0
+    engine.homes.leave(visit)
+    assert engine.stats().exposed_seconds == 3.0
+    with torch.no_grad():
+        sent = [engine.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
+    assert engine.stats().exposed_seconds == 3.0
+    engine.gradients.received(sent[0])
+    assert engine.stats().exposed_seconds == 4.0
+    engine._end_backward()
+    assert engine.stats().exposed_seconds == 6.0
+
+
+def test_what_has_no_memory_on_the_device_any_more_ends_with_its_handle(cupy, tmp_path, monkeypatch):
+    """Its load may still be under way, which the slot waits for and nobody else has to."""
+    engine = Engine(backend_on(tmp_path), depth=0)
+    handle = engine.stash(torch.ones(1000))
+    engine.look_again()
+    monkeypatch.setattr(CudaEvent, "done", lambda self: False)
+    assert engine.fetch(handle).sum() == 1000
+    del handle
+    assert engine._moved == {}
+
+
+def test_pinned_memory_is_exact_registered_once_and_for_all_devices(cupy, tmp_path):
+    backend = backend_on(tmp_path, pinned_bytes=100 * 4096)
+    held = [backend.allocate(nbytes, "pinned") for nbytes in (5, 4096, 100_000)]
+    assert [call for call in cupy.log if call[0] == "register"] == [("register", 100 * 4096, 1)]
+    assert {buffer.tier for buffer in held} == {"pinned"}
+    for buffer in held:
+        backend.free(buffer, after=[])
+    # The next step is like the last: the slab shrinks to what that held.
+    assert backend.allocate(100, "pinned").tier == "pinned"
+    assert [call for call in cupy.log if call[0] != "copy"][-2:] == [
+        ("unregister", 100 * 4096),
+        ("register", (512 + 4096 + 100_352 + 4095) // 4096 * 4096, 1),
+    ]
+
+
+def test_a_slot_is_reused_only_after_its_last_copy(cupy, tmp_path):
+    backend = backend_on(tmp_path, pinned_bytes=4096, budget=budget(4096), disk_bytes=0)
+    buffer, source, target = backend.allocate(4096, "auto"), noise(4096), noise(4096)
+    out = backend.copy(source, buffer, "out", after=[])
+    back = backend.copy(buffer, target, "in", after=[out])
+    backend.free(buffer, after=[out, back])
+    assert backend.allocate(1, "auto") is None
+    backend.wait(out)
+    assert backend.allocate(1, "auto") is None
+    backend.wait(back)
+    assert backend.allocate(1, "auto") is not None
+
+
+def test_what_the_system_does_not_pin_is_pageable_and_then_on_disk(cupy, tmp_path):
+    cupy.pin_limit_bytes = 0
+    shared = budget(100_000)
+    backend = backend_on(tmp_path, budget=shared)
+    held = [backend.allocate(40_000, "auto") for _ in range(3)]
+    assert [buffer.tier for buffer in held] == ["pageable", "pageable", "disk"]
+    assert shared.reserved_bytes <= 100_000
+    assert cupy.registered == {}
+    high_water = {tier: use.high_water_bytes for tier, use in backend.usage().items()}
+    assert high_water == {"pinned": 0, "pageable": 80_000, "disk": 40_960}
+
+
+def test_the_budget_counts_pinned_memory_and_gets_it_back(cupy, tmp_path):
+    shared = budget(600_000)
+    first = backend_on(tmp_path, budget=shared, pinned_bytes=400_000, disk_bytes=0)
+    second = backend_on(tmp_path, budget=shared, pinned_bytes=400_000, disk_bytes=0)
+    buffers = [backend.allocate(350_000, "auto") for backend in (first, second)]
+    assert [buffer and buffer.tier for buffer in buffers] == ["pinned", None]
+    first.free(buffers[0], after=[])
+    first.allocate(1, "auto")  # what was more than a step needs goes
+    assert shared.reserved_bytes == 352_256
+    assert second.allocate(240_000, "auto") is not None
+
+
+def test_copies_of_a_lane_keep_their_order(cupy, tmp_path, monkeypatch):
+    """One that needs no help waits behind one that does, which is in the thread."""
+    gate = threading.Event()
+
+    class Slow(FileIO):
+        def write(self, descriptor, buffers, offset):
+            assert gate.wait(30)
+            return super().write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(host_tiers, "DiskSlab", lambda *args, **options: _host_tiers_disk(*args, io=Slow(), **options))
+    gate.set()
+    backend = backend_on(tmp_path)
+    on_disk, pinned = backend.allocate(100, "disk"), backend.allocate(100, "pinned")
+    gate.clear()
+    first = backend.copy(noise(100), on_disk, "out", after=[])
+    second = backend.copy(noise(100), pinned, "out", after=[])
+    time.sleep(0.05)
+    assert [event.done() for event in (first, second)] == [False, False]
+    other = backend.copy(pinned, noise(100), "in", after=[])  # the other lane is free
+    assert isinstance(other, CudaEvent)
+    behind = backend.copy(pinned, noise(100), "in", after=[second])  # which has no event in any stream
+    assert isinstance(behind, Errand)
+    gate.set()
+    backend.wait(second)
+    assert [event.done() for event in (first, second)] == [True, True]
+    backend.wait(behind)
+    assert isinstance(backend.copy(noise(100), pinned, "out", after=[first]), CudaEvent)
+
+
+def test_the_time_in_a_queue_is_no_time_of_a_copy(cupy, tmp_path):
+    """Or depth, which is how many requests pass during one copy, would grow with what is queued."""
+    backend, gate = backend_on(tmp_path), threading.Event()
+    before = backend._lanes["out"].submit(lambda: gate.wait(30))
+    event = backend.copy(noise(100), backend.allocate(100, "pageable"), "out", after=[])
+    asked_at = backend.clock()
+    assert event.span() is None
+    gate.set()
+    backend.wait(event)
+    (began, ended), (copy_began, copy_ended) = before.span(), event.span()
+    assert began < asked_at < ended <= copy_began < copy_ended
+
+
+_host_tiers_disk = host_tiers.DiskSlab
+
+
+class Failing(FileIO):
+    def __init__(self, **fails):
+        self.fails = fails  # call -> at which one
+
+    def _count(self, kind):
+        self.fails[kind] = self.fails.get(kind, 0) - 1
+        if self.fails[kind] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(self, descriptor, buffers, offset):
+        self._count("write")
+        return super().write(descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        self._count("read")
+        return super().read(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_disk_that_fails_is_the_events_error_and_loses_nothing(cupy, tmp_path, monkeypatch, kind, at):
+    io = Failing()
+    monkeypatch.setattr(host_tiers, "DiskSlab", lambda *args, **options: _host_tiers_disk(*args, io=io, **options))
+    backend = backend_on(tmp_path)
+    source, target = noise(3 * PIECE), noise(3 * PIECE)
+    expected = source.clone()
+    buffer = backend.allocate(source.nbytes, "disk")
+    io.fails[kind] = at
+    out = backend.copy(source, buffer, "out", after=[])
+    backend.wait(out)
+    if kind == "write":
+        assert isinstance(out.error(), DiskTierFull)
+        out = backend.copy(source, buffer, "out", after=[])  # again
+        backend.wait(out)
+    assert out.error() is None
+    back = backend.copy(buffer, target, "in", after=[out])
+    backend.wait(back)
+    if kind == "read":
+        assert isinstance(back.error(), DiskTierFull)
+        back = backend.copy(buffer, target, "in", after=[out])
+        backend.wait(back)
+    assert back.error() is None
+    assert torch.equal(target, expected)
+
+
+def test_a_buffer_on_disk_is_freed_after_its_events(cupy, tmp_path):
+    backend = backend_on(tmp_path, pinned_bytes=0, budget=budget(0), disk_bytes=4096)
+    buffer, late = backend.allocate(100, "auto"), threading.Event()
+    late.done = late.is_set
+    backend.free(buffer, after=[late])
+    assert backend.allocate(100, "auto") is None
+    late.set()
+    assert backend.allocate(100, "auto") is not None
+
+
+def test_no_disk_to_be_had_is_a_tier_without_room_unless_it_was_named(cupy, tmp_path, monkeypatch):
+    monkeypatch.setattr("memscale.runtime.storage.slab_file._is_in_memory", lambda directory: True)
+    backend = backend_on(tmp_path, disk_directory=None, disk_bytes=None)
+    assert backend.allocate(100, "disk") is None
+    assert backend.allocate(100, "disk") is None
+    backend = backend_on(tmp_path, disk_directory=tmp_path / "nowhere")
+    with pytest.raises(RuntimeUnavailable, match=r"no file can be made in .*nowhere"):
+        backend.allocate(100, "disk")
+    monkeypatch.setattr(host_tiers, "DiskSlab", _raise_full)
+    assert backend_on(tmp_path).allocate(100, "disk") is None
+
+
+def _raise_full(*args, **options):
+    raise DiskTierFull("no room")
+
+
+def test_a_backend_that_is_dropped_unregisters_its_memory_after_its_copies(cupy, tmp_path):
+    backend = backend_on(tmp_path)
+    source = noise(1000)
+    buffer = backend.allocate(1000, "pinned")
+    backend.copy(source, buffer, "out", after=[])
+    assert sum(cupy.registered.values()) == MIB
+    del backend, buffer
+    gc.collect()
+    assert cupy.registered == {}  # and the fake refuses to do that under a copy
+
+
+def test_capture_is_refused(cupy, tmp_path):
+    backend = backend_on(tmp_path, device=torch.device("cuda", 1))
+    buffer = backend.allocate(10, "auto")
+    cupy.capturing = 0  # which is none of this backend's business
+    backend.record()
+    cupy.capturing = 1  # while the current device is 0
+    for use in (
+        lambda: backend.allocate(10, "auto"),
+        lambda: backend.empty(10, torch.empty(0)),
+        lambda: backend.copy(noise(10), buffer, "out", after=[]),
+        lambda: backend.record(),
+    ):
+        with pytest.raises(TransformError, match="inside a CUDA graph capture"):
+            use()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_refused_and_unregisters_nothing(cupy, tmp_path):
+    backend = backend_on(tmp_path)
+    buffer = backend.allocate(10, "auto")
+    child = os.fork()
+    if child == 0:
+        says = ""
+        try:
+            backend.copy(noise(10), buffer, "out", after=[])
+        except TransformError as error:
+            says = str(error)
+        cupy.log.clear()
+        ended = weakref.ref(backend)
+        del backend, buffer
+        gc.collect()
+        os._exit(0 if "of which it is a fork" in says and ended() is None and cupy.log == [] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_is_missing_is_named_with_its_remedy(cupy, monkeypatch):
+    cupy.available = False
+    with pytest.raises(RuntimeUnavailable, match=r"CuPy 14.0 finds no CUDA device where PyTorch, built for CUDA 13.0"):
+        CudaBackend(pinned_bytes=1)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeUnavailable, match=r"needs CuPy .*; run: pip install cupy-cuda13x"):
+        CudaBackend(pinned_bytes=1)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(RuntimeUnavailable, match=r"pip install cupy-cuda12x"):
+        CudaBackend(pinned_bytes=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeUnavailable, match="PyTorch finds no CUDA device; use a machine that has one"):
+        CudaBackend(pinned_bytes=1)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeUnavailable, match="this PyTorch is built without CUDA"):
+        CudaBackend(pinned_bytes=1)
+
+
+# The process sees no device even where there is one, so that this runs on every machine.
+WITHOUT_A_DEVICE = """
+import sys
+import torch
+from memscale import RuntimeUnavailable
+from memscale.runtime.backends.cuda import CudaBackend, load_cupy
+
+def refusals():
+    for ask in (load_cupy, lambda: CudaBackend(pinned_bytes=1)):
+        try:
+            ask()
+        except RuntimeUnavailable as error:
+            print("cupy" in sys.modules, error)
+
+print("cupy" in sys.modules)
+refusals()
+torch.version.cuda, torch.cuda.is_available = "13.0", lambda: True
+refusals()
+"""
+
+
+@pytest.mark.skipif(not CUPY_HAS_A_WHEEL, reason="there is no CuPy wheel for this platform")
+def test_the_real_cupy_without_a_device_is_refused_quietly():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_A_DEVICE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")  # a stream's destructor would have printed there, or the exit
+    imported, *refused = done.stdout.splitlines()
+    assert imported == "False"
+    no_device = (
+        r"False offload\(\) of CUDA tensors needs a CUDA device: "
+        r"(this PyTorch is built without CUDA|PyTorch finds no CUDA device); use a machine that has one"
+    )
+    no_device_for_cupy = (
+        r"True CuPy \d+\.\S+ finds no CUDA device where PyTorch, built for CUDA 13\.0, does; "
+        r"uninstall every cupy package and run: pip install cupy-cuda13x"
+    )
+    expected = [no_device, no_device, no_device_for_cupy, no_device_for_cupy]
+    for line, pattern in zip(refused, expected, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+class Moody(CudaBackend):
+    """Between operators the fake device does something, or nothing."""
+
+    def __init__(self, cupy, draw, **options):
+        super().__init__(**options)
+        self.fake, self.draw = cupy, draw
+
+    def compute(self, seconds):
+        with self.fake.lock:
+            busy = [stream for stream, queue in self.fake.queues.copy().items() if queue]
+            if busy and self.draw.random() < 0.5:
+                self.fake.step(self.draw.choice(busy))
+
+
+@pytest.mark.parametrize("chunk", range(5))
+@pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
+def test_random_programs_through_the_engine(cupy, tmp_path, chunk):
+    """Bitwise the results of PyTorch, no hazard and no leak."""
+    for seed in range(chunk * 20, chunk * 20 + 20):
+        draw = random.Random(seed)
+        backend = Moody(
+            cupy,
+            draw,
+            pinned_bytes=draw.choice([0, 8 * 512, MIB]),
+            budget=budget(draw.choice([0, 4096, MIB])),
+            disk_bytes=draw.choice([0, MIB]),
+            disk_directory=tmp_path,
+        )
+        engine = CheckedEngine(Checked(backend), depth=draw.randrange(4))
+        program = Program(seed)
+        assert results(program, engine) == results(program, None), f"case {seed}"
+        assert set(engine.stats().live_bytes.values()) <= {0}, f"case {seed}"
+        assert engine.backend.finish() == [], f"case {seed}"
+
+
+# ------------------------------------------------------------------------------------------------- on a device
+
+
+@pytest.mark.cuda
+def test_side_streams_on_a_device(tmp_path):
+    """Computed, moved and used on streams of the caller's, with nothing but events in between."""
+    backend = backend_on(tmp_path, pinned_bytes=64 * MIB)
+    source = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    buffer = backend.allocate(source.nbytes, "auto")
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(50_000_000)
+        source.fill_(3)
+        out = backend.copy(source, buffer, "out", after=[backend.record()])
+        assert not out.done()  # the host was not held up
+        backend.wait(out)
+        source.fill_(4)
+    with torch.cuda.stream(second):
+        target = backend.empty(source.nbytes, source)
+        back = backend.copy(buffer, target, "in", after=[backend.record(), out])
+        backend.wait(back)
+        total = target.sum(dtype=torch.int64)
+    assert total.item() == 3 * source.nbytes
+    assert back.done()
+    (_, out_end), (back_begin, _) = out.span(), back.span()
+    assert out_end <= back_begin + 1e-3
+
+
+@pytest.mark.cuda
+def test_memory_that_was_registered_is_pinned_for_pytorch_too(tmp_path):
+    backend = backend_on(tmp_path, pinned_bytes=128 * MIB, budget=budget(256 * MIB))
+    source = torch.zeros(128 * MIB, dtype=torch.uint8, device="cuda")
+    buffer = backend.allocate(source.nbytes, "pinned")
+    assert buffer.room.tensor.is_pinned()
+    back = torch.empty_like(source)
+    back.copy_(buffer.room.tensor, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back.cpu(), buffer.room.tensor)
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_capture_on_a_device_is_refused(tmp_path):
+    backend = backend_on(tmp_path)
+    buffer, source = backend.allocate(10, "auto"), noise(10, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(TransformError, match="inside a CUDA graph capture"), torch.cuda.graph(graph):
+        backend.copy(source, buffer, "out", after=[])

@@ -1,0 +1,470 @@
+"""The engine on a real disk: what moves and what not, what comes back, and what happens when something goes wrong."""
+
+import json
+import threading
+import types
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import memscale as ms
+from memscale.runtime import Runtime
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.backends.simulated import Link, SimulatedBackend
+from memscale.runtime.backends.trace import TraceBackend
+from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.entry import State
+from memscale.runtime.storage.courier import Errand
+from tests.support.checks import bits
+from tests.support.schedules import run_case
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def engine():
+    """Synchronous, and checked for hazards."""
+    return CheckedEngine(Checked(HostBackend(disk_bytes=1 << 24)), depth=0)
+
+
+def stashed(engine, make, *views):
+    """Handles on views of what `make` makes, which nobody else holds."""
+    tensor = make()
+    handles = [engine.stash(view(tensor)) for view in views or [lambda t: t]]
+    del tensor
+    engine.look_again()
+    return handles
+
+
+def out_bytes(engine):
+    return sum(engine.stats().out_bytes.values())
+
+
+# -------------------------------------------------------------------------------------------- what comes back
+
+KINDS = {
+    "float32": lambda: torch.randn(8, 8),
+    "bfloat16": lambda: torch.randn(8, 8).bfloat16(),
+    "float8": lambda: torch.randn(8, 8).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.randn(8, 8) > 0,
+    "uint8": lambda: torch.randint(0, 255, (3, 5), dtype=torch.uint8),
+    "int64": lambda: torch.randint(-9, 9, (3, 5)),
+    "complex": lambda: torch.randn(8, 8, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(8, 8, dtype=torch.complex128).conj(),
+    "negative": lambda: torch.randn(8, 8, dtype=torch.complex64).conj().imag,
+    "transposed": lambda: torch.randn(8, 4).t(),
+    "a slice": lambda: torch.randn(100)[7:90:3],
+    "zero stride": lambda: torch.randn(5, 1).expand(5, 7),
+    "overlapping": lambda: torch.randn(20).unfold(0, 5, 1),
+    "scalar": lambda: torch.tensor(3.0),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "odd bytes": lambda: torch.arange(7, dtype=torch.int8)[1:],
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_any_strided_tensor_comes_back_as_it_was(engine, make):
+    torch.manual_seed(0)
+    expected = make()
+    torch.manual_seed(0)
+    (handle,) = stashed(engine, make)
+    assert handle.entry.state is State.AWAY
+    found = engine.fetch(handle)
+    assert (found.dtype, found.stride(), found.is_conj(), found.is_neg()) == (
+        expected.dtype,
+        expected.stride(),
+        expected.is_conj(),
+        expected.is_neg(),
+    )
+    assert bits(found.resolve_conj().resolve_neg()) == bits(expected.resolve_conj().resolve_neg())
+
+
+def test_a_tensor_without_elements_stays(engine):
+    handles = stashed(engine, lambda: torch.randn(64), lambda t: t[:0].view(0, 3))
+    assert out_bytes(engine) == 0
+    assert engine.fetch(handles[0]).shape == (0, 3)
+
+
+def test_views_move_once_and_come_back_as_views_of_one_storage(engine):
+    handles = stashed(engine, lambda: torch.arange(1024.0), lambda t: t[:512], lambda t: t[256:].view(3, 256).t())
+    assert out_bytes(engine) == NBYTES
+    x = torch.ones(1, requires_grad=True)
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            first, second = map(engine.fetch, handles)
+            assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+            assert torch.equal(second.t().reshape(-1)[:256], first[256:])
+            return grad
+
+    Both.apply(x).backward()
+    assert sum(engine.stats().in_bytes.values()) == NBYTES
+
+
+def test_of_a_large_storage_only_the_part_that_is_wanted_moves(engine):
+    (handle,) = stashed(engine, lambda: torch.arange(100_000.0), lambda t: t[5000:5256])
+    # From the multiple of 64 bytes at or below byte 20 000, to byte 21 024.
+    assert out_bytes(engine) == 1024 + 20_000 % 64
+    assert engine.fetch(handle).tolist() == [*range(5000, 5256)]
+
+
+# ----------------------------------------------------------------------------------------- what moves and what not
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[3:4], lambda t: t.detach(), lambda t: t.numpy()])
+def test_what_something_else_keeps_is_not_moved_until_it_lets_go(engine, keep):
+    tensor = torch.arange(1024.0)
+    kept = keep(tensor)
+    handle = engine.stash(tensor)
+    del tensor
+    engine.look_again()
+    assert out_bytes(engine) == 0
+    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
+    del kept
+    engine.look_again()
+    assert out_bytes(engine) == NBYTES
+    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
+
+
+def test_what_was_held_to_the_end_is_counted(engine):
+    tensor = torch.arange(1024.0)
+    handle = engine.stash(tensor)
+    del handle
+    assert engine.stats().held_bytes == NBYTES
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_change_in_place_is_the_error_of_autograd(engine, moved):
+    tensor = torch.ones(4, 4)
+    handle = engine.stash(tensor)
+    tensor[0] = 2.0
+    if moved:
+        del tensor
+        engine.look_again()
+        assert handle.entry.state is State.AWAY
+    with pytest.raises(
+        ms.CorrectnessError, match=r"inplace operation: .*float32\[4, 4\], is at version 1, .* version 0"
+    ):
+        engine.fetch(handle)
+
+
+# --------------------------------------------------------------------------------------------------- lifetimes
+
+
+def test_bytes_belong_to_the_handles(engine):
+    first, second = stashed(engine, lambda: torch.randn(1024), lambda t: t, lambda t: t[:8])
+    assert sum(engine.stats().live_bytes.values()) == NBYTES
+    del first
+    assert sum(engine.stats().live_bytes.values()) == NBYTES
+    del second
+    assert sum(engine.stats().live_bytes.values()) == 0
+    assert engine.backend.finish() == []
+
+
+def test_a_handle_that_goes_while_the_engine_works_is_let_go_afterwards(engine):
+    """As the garbage collector does: a finalizer in the middle of `stash`, in the thread that holds the lock."""
+    victims = stashed(engine, lambda: torch.randn(1024))
+    allocate = engine.backend.allocate
+
+    def collect(nbytes, tier):
+        victims.clear()
+        return allocate(nbytes, tier)
+
+    engine.backend.allocate = collect
+    survivors = stashed(engine, lambda: torch.randn(1024))
+    assert victims == []
+    assert sum(engine.stats().live_bytes.values()) == NBYTES
+    assert len(survivors) == 1
+
+
+def test_threads_share_an_engine():
+    engine = Engine(HostBackend(disk_bytes=1 << 24), depth=2)
+    failures = []
+
+    def train(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(10):
+            x = torch.randn(64, 64, generator=generator).requires_grad_()
+
+            def chain(x):
+                for _ in range(5):
+                    x = (x * 1.5).sin() @ x.cos()
+                return x.sum()
+
+            with torch.autograd.graph.saved_tensors_hooks(engine.stash, engine.fetch):
+                loss = chain(x)
+            found = torch.autograd.grad(loss, x)[0]
+            del loss
+            if not torch.equal(found, torch.autograd.grad(chain(x), x)[0]):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert out_bytes(engine) > 0
+    assert set(engine.stats().live_bytes.values()) == {0}
+    assert (engine._moved, engine._by_storage) == ({}, {})
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_random_programs_on_a_real_disk(depth):
+    """The programs of the simulated device, in the order in which the threads of this machine happen to run."""
+    engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 22)), depth=depth)
+    for seed in range(depth, 200, 4):
+        assert run_case(seed, engine) == [], f"case {seed}"
+    assert out_bytes(engine) > 0
+
+
+# ------------------------------------------------------------------------------------------------ when it fails
+
+
+def test_without_room_everything_stays_with_one_warning():
+    engine = Engine(HostBackend(disk_bytes=0), depth=0)
+    with pytest.warns(RuntimeWarning, match=r"keeps a tensor of 4096 bytes .*no tier of \['disk'\] has room") as caught:
+        handles = [*stashed(engine, lambda: torch.ones(1024)), *stashed(engine, lambda: torch.zeros(1024))]
+    assert len(caught) == 1
+    assert [float(engine.fetch(handle).sum()) for handle in handles] == [1024.0, 0.0]
+    assert engine.stats().resident_bytes == 2 * NBYTES
+
+
+def test_a_write_that_fails_loses_nothing():
+    failures = [OSError(28, "No space left on device")]
+    backend = SimulatedBackend(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0])
+    engine = CheckedEngine(Checked(backend), depth=0)
+    with pytest.warns(RuntimeWarning, match=r"keeps a tensor of 4096 bytes on the device: the copy failed .*No space"):
+        (handle,) = stashed(engine, lambda: torch.arange(1024.0))
+    for _ in range(2):
+        assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
+    failures[0] = None
+    (other,) = stashed(engine, lambda: torch.arange(1024.0))
+    assert other.entry.state is State.AWAY
+    del handle, other
+    assert engine.backend.finish() == []
+
+
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(engine):
+    (handle,) = stashed(engine, lambda: torch.arange(1024.0))
+    slab = engine.backend.inner._slab
+    read = slab.read
+
+    def broken(extent, into):
+        failed = Errand()
+        failed.set_exception(OSError(5, "Input/output error"))
+        return failed
+
+    slab.read = broken
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.fetch(handle)
+    slab.read = read
+    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
+
+
+def test_a_forked_process_is_refused(engine):
+    (handle,) = stashed(engine, lambda: torch.arange(1024.0))
+    engine.backend.inner._process -= 1
+    with pytest.raises(ms.TransformError, match="run forward and backward in one process"):
+        engine.fetch(handle)
+    with pytest.raises(ms.TransformError, match="of which it is a fork"):
+        stashed(engine, lambda: torch.arange(1024.0))
+    with pytest.raises(ms.TransformError, match="of which it is a fork"):
+        engine.homes.place(torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8))
+    engine.backend.inner._process += 1
+    assert torch.equal(engine.fetch(handle), torch.arange(1024.0)), "what was refused has left nothing half done"
+
+
+# ------------------------------------------------------------------------------------------------ order is a hint
+
+
+def chain_step(engine, backend, order):
+    """Stash ten tensors of a second each on the link, then use them in `order`, with a second of compute after each."""
+    handles = {}
+    for index in range(10):
+        handles[index] = engine.stash(torch.full((64,), float(index)))
+        backend.compute(1.0)
+    engine.look_again()
+    engine.settle()
+    x = torch.ones(1, requires_grad=True)
+    before = engine.stats().exposed_seconds
+
+    class Use(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            for index in order:
+                assert engine.fetch(handles[index])[0] == index
+                del handles[index]
+                backend.compute(1.0)
+            return grad
+
+    Use.apply(x).backward()
+    return engine.stats().exposed_seconds - before
+
+
+def test_the_order_of_backward_is_learned():
+    order = [3, 9, 1, 7, 5, 0, 8, 2, 6, 4]
+    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}, link=Link(bytes_per_second=256, latency_seconds=0.0))
+    engine = CheckedEngine(Checked(backend), depth=2)
+    first, second = (chain_step(engine, backend, order) for _ in range(2))
+    # The guess of the first backward, that it runs the other way than forward, is wrong everywhere here.
+    assert first == pytest.approx(5.0)
+    assert second == pytest.approx(1.0)  # the first load, which nothing can hide
+    assert engine.backend.finish() == []
+
+
+def test_loading_ahead_without_memory_is_put_off(monkeypatch):
+    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    engine, empty, asked = CheckedEngine(Checked(backend), depth=2), backend.empty, []
+
+    def scarce(nbytes, like):
+        asked.append(nbytes)
+        if len(asked) % 2 == 0:
+            raise torch.OutOfMemoryError
+        return empty(nbytes, like)
+
+    backend.empty = scarce
+    chain_step(engine, backend, range(9, -1, -1))
+    assert len(asked) > 10
+    assert engine.backend.finish() == []
+
+
+def test_the_tail_of_the_forward_stays_from_the_second_step_on():
+    engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 24)), depth=2)
+    moved = []
+    for _ in range(3):
+        before = out_bytes(engine)
+        handles = [handle for _ in range(5) for handle in stashed(engine, lambda: torch.ones(1024))]
+        engine.settle()  # so that no copy still waits for its turn
+        moved.append((out_bytes(engine) - before) // NBYTES)
+        del handles
+    assert moved == [5, 3, 3]
+    assert engine.stats().resident_bytes == 4 * NBYTES
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_leaves_is_gone_once_more_regions_ran_than_copies_may_be_under_way(depth):
+    """Also at the end of a forward, where nothing else leaves: what comes then, a loss, needs the memory."""
+    engine = Engine(SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}), depth=depth)
+    handles = stashed(engine, lambda: torch.ones(1024))  # a region ends at the end of this
+    gone = []
+    for _ in range(depth + 1):
+        engine.look_again()
+        gone.append(handles[0].entry.state is State.AWAY)
+    assert gone == [*[False] * depth, True]
+
+
+# ------------------------------------------------------------------------------------------- other backends, reports
+
+
+def test_under_fake_tensors_bytes_are_counted_and_memory_is_let_go():
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
+    with FakeTensorMode():
+        x = torch.ones(1024, requires_grad=True)
+
+        def fn(x):
+            hidden = x * 2
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(hidden.untyped_storage()))
+            return hidden.sin()
+
+        alive = []
+        out = ms.offload().on(runtime)(fn)(x)
+        assert runtime.stats()["fake cpu"].out_bytes == {"disk": NBYTES}
+        assert alive[0].expired()
+        out.sum().backward()
+        assert x.grad.shape == (1024,)
+    stats = runtime.stats()["fake cpu"]
+    assert (stats.in_bytes, stats.live_bytes) == ({"disk": NBYTES}, {"disk": 0})
+
+
+def test_a_tier_without_room_gives_way_to_the_next_in_a_simulation_too():
+    backend = TraceBackend({"pinned": NBYTES, "pageable": None, "disk": None})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), backend=backend)
+
+    def moved(tier):
+        with FakeTensorMode():
+            x = torch.ones(1024, requires_grad=True)
+            out = ms.offload(tier=tier).on(runtime)(lambda x: ((x * 2).sin() * 2).sin())(x)
+            stats = runtime.stats()["fake cpu"]
+            del out
+        return stats.out_bytes
+
+    assert moved("auto") == {"pinned": NBYTES, "pageable": NBYTES}
+    assert moved("disk") == {"disk": 2 * NBYTES}
+    assert {tier: use.high_water_bytes for tier, use in backend.usage().items()} == {
+        "pinned": NBYTES,
+        "pageable": NBYTES,
+        "disk": 2 * NBYTES,
+    }
+
+
+def test_a_step_can_be_written_for_a_trace_viewer(tmp_path):
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), disk_bytes=1 << 20)
+    fn = ms.offload().on(runtime)(lambda x: (x * 2).sin())
+    x = torch.ones(1024, requires_grad=True)
+    fn(x).sum().backward()
+    with runtime.record() as timeline:
+        fn(x).sum().backward()
+    fn(x).sum().backward()
+    timeline.write(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    copies = [event for event in events if event["ph"] == "X" and event["name"] != "waiting"]
+    assert [(event["name"], event["args"]["nbytes"]) for event in copies] == [
+        ("to disk", NBYTES),
+        ("from disk", NBYTES),
+    ]
+    assert copies[0]["ts"] + copies[0]["dur"] <= copies[1]["ts"]
+
+
+def test_debugging_checks_every_copy_and_logs_it(caplog):
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0, debug=True), disk_bytes=1 << 20)
+    with caplog.at_level("DEBUG", "memscale"):
+        ms.offload().on(runtime)(lambda x: (x * 2).sin())(torch.ones(1024, requires_grad=True)).sum().backward()
+    assert [record.getMessage().split(", for")[0] for record in caplog.records] == [
+        "out: 4096 bytes, disk",
+        "in: 4096 bytes, disk",
+    ]
+    engine = runtime.engine(torch.ones(1))
+    engine.backend.hazards.append("a hazard")
+    with pytest.raises(ms.CorrectnessError, match="a hazard"):
+        engine.stash(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": 3}, r"Runtime\(config=3\) must be an AsyncOffloadConfig"),
+        ({"disk_bytes": -1}, r"Runtime\(disk_bytes=-1\) must be an int of at least 0"),
+        ({"host_bytes": 1.5}, r"Runtime\(host_bytes=1\.5\) must be an int of at least 0"),
+        ({"disk_bytes": True}, r"Runtime\(disk_bytes=True\) must be an int"),
+    ],
+)
+def test_a_runtime_refuses_what_it_cannot_use(arguments, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        Runtime(**arguments)
+
+
+def test_a_device_without_a_backend_is_named():
+    tensor = types.SimpleNamespace(device=torch.device("mps:0"))
+    with pytest.raises(ms.RuntimeUnavailable, match=r"cannot move tensors of device 'mps:0': there is no backend"):
+        Runtime().engine(tensor)
+
+
+def test_meta_tensors_are_counted():
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
+    x = torch.ones(1024, device="meta", requires_grad=True)
+    out = ms.offload().on(runtime)(lambda x: (x * 2).sin())(x)
+    assert runtime.stats()["meta"].out_bytes == {"pinned": NBYTES}
+    out.sum().backward()
+    assert runtime.stats()["meta"].live_bytes == {"pinned": 0}

@@ -1,0 +1,230 @@
+"""The engine on a device that is as unkind as it may be, and mutants of the engine that must not survive there."""
+
+import inspect
+import os
+import random
+import re
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale.core.errors import CorrectnessError
+from memscale.runtime.backends.simulated import Deadlock, Link, SimulatedBackend
+from memscale.runtime.checking import hazards
+from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.engine import copies, entry
+from memscale.runtime.engine import engine as _engine
+from tests.support.schedules import NBYTES, Program, results, run_case
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 20
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_programs_on_random_devices(chunk):
+    """2 000 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        assert run_case(seed) == [], f"case {seed}"
+
+
+@settings(max_examples=max(100, settings().max_examples))
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 5), max_size=300))
+def test_schedules_that_hypothesis_chooses(seed, choices):
+    """A failing schedule shrinks, towards one on which everything happens at once."""
+    remaining = iter(choices)
+    caps = {"pinned": 2 * NBYTES, "disk": 64 * NBYTES}
+    program = Program(seed)
+    engine = CheckedEngine(Checked(SimulatedBackend(lambda n: next(remaining, 0) % n, caps)), depth=2)
+    assert results(program, engine, steps=1) == results(program, None, steps=1)
+    assert engine.backend.finish() == []
+
+
+# ---------------------------------------------------------------------------------------------------- mutants
+
+
+def mutate(monkeypatch, edits):
+    """Change the text of methods; each edit is (method, old text, new text), after the class if not the engine's."""
+    changed = {}
+    for *owner, method, old, new in edits:
+        key = (*owner, _engine.Engine)[0], method
+        source = changed.get(key) or textwrap.dedent(inspect.getsource(getattr(*key)))
+        assert source.count(old) == 1, f"{key} has {source.count(old)} times {old!r}"
+        changed[key] = source.replace(old, new)
+    for (owner, method), source in changed.items():
+        namespace = dict(vars(sys.modules[owner.__module__]))
+        exec(f"from __future__ import annotations\n{source}", namespace)
+        monkeypatch.setattr(owner, method, namespace[method])
+
+
+NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
+OUT_WAITED = "event = self.copies.release(departure)\n    while"
+IN_WAITED = "self.copies.arrive(entry.arrival, entry.base)"
+NOT_WAITED = "event = departure.need()\n    while"
+MUTANTS = {
+    "a load is not waited for": (
+        hazards.USED_EARLY,
+        [("arrived", IN_WAITED, "entry.arrival.need()")],
+    ),
+    "memory is freed without waiting": (
+        hazards.SOURCE_FREED,
+        [("_retire", OUT_WAITED, NOT_WAITED)],
+    ),
+    "a copy out does not wait for the operators before": (
+        hazards.READ_EARLY,
+        [(copies.Copies, "ask_out", "after=after", "after=()")],
+    ),
+    "a slot is given back when its load starts": (
+        hazards.SLOT_REUSED,
+        [("load", "self.copies.pump()", "self.copies.pump(); self.backend.free(entry.buffer, after=())")],
+    ),
+    "a load does not wait for the operators before": (
+        hazards.RELOAD_OVERWRITTEN,
+        [("load", "after = [self.backend.record()]", "after = []")],
+    ),
+    "a dropped load is not waited for": (
+        hazards.RELOAD_FREED,
+        [("let_go", "self.copies.no_longer(entry.arrival)", "pass"), ("_close", "self.copies.no_longer(copy)", "pass")],
+    ),
+    "a load does not wait for its copy out": (
+        hazards.READ_BEFORE_WRITE,
+        [
+            ("_retire", OUT_WAITED, NOT_WAITED),
+            ("load", "after.append(entry.departure.need())", "pass"),
+        ],
+    ),
+    "a load is started again": (
+        hazards.PREFETCHED_TWICE,
+        [("_load_ahead", "candidate.state is State.AWAY", "candidate.state in (State.AWAY, State.BACK)")],
+    ),
+    "what was consumed is loaded": (
+        hazards.PREFETCHED_LATE,
+        [
+            NO_LIVE_CHECK,
+            ("_forget", "self._moved.pop(entry.ordinal, None)", "self._moved.get(entry.ordinal)"),
+            ("_free_buffer", "buffer, entry.buffer = entry.buffer, None", "buffer = entry.buffer"),
+        ],
+    ),
+    "a full pool is waited for": (
+        hazards.DEADLOCK,
+        [
+            (
+                "_move",
+                "entry.buffer = self._allocate(stop - start, entry.tier)",
+                "while entry.buffer is None: entry.buffer = self._allocate(stop - start, entry.tier)",
+            )
+        ],
+    ),
+    "bytes are not given back": (hazards.LEAK, [("_forget", "self._free_buffer(entry)", "pass")]),
+}
+
+
+def hazards_of(seed):
+    """The kinds of hazard that the checker reports in a case; it goes on after the first."""
+    program = Program(seed)
+    draw = random.Random(seed)
+    caps = {"pinned": draw.choice([2, 4, 16]) * NBYTES, "disk": draw.choice([0, 4]) * NBYTES}
+    engine = CheckedEngine(Checked(SimulatedBackend(draw.randrange, caps)), depth=draw.randrange(1, 4))
+    engine.backend.raise_hazards = lambda: None
+    try:
+        results(program, engine)
+    except (Deadlock, AssertionError) as error:
+        return {hazards.DEADLOCK} if "exhausted pool" in str(error) else set()
+    return {hazard.kind for hazard in engine.backend.finish()}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("hazard", "edits"), MUTANTS.values(), ids=MUTANTS)
+def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
+    assert set().union(*map(hazards_of, range(60))) == set(), "the engine itself has none"
+    mutate(monkeypatch, edits)
+    # Most show within ten cases; asking which copies are done, the link puts many in order by accident.
+    assert any(hazard in hazards_of(seed) for seed in range(400))
+
+
+def engine_on(caps, choose=lambda n: n - 1, **options):
+    """By default nothing runs before somebody waits for it."""
+    return CheckedEngine(Checked(SimulatedBackend(choose, caps)), **options)
+
+
+def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
+    monkeypatch.setattr(entry.Entry, "is_last_keeper", lambda self: True)
+    engine, held = engine_on({"pinned": 4096}, depth=1), torch.ones(8, 8)
+    handle = engine.stash(held)
+    with pytest.raises(CorrectnessError, match=hazards.SOURCE_OVERWRITTEN):
+        engine.stash(held.add_(1))
+    del handle
+
+
+def test_a_hazard_names_both_call_sites(monkeypatch):
+    not_let_go = ("let_go", "self.copies.no_longer(entry.arrival)", "pass")  # which waits, too
+    mutate(monkeypatch, [*MUTANTS["a load is not waited for"][1], not_let_go])
+    engine = engine_on({"pinned": 4096}, depth=0)
+    handle = engine.stash(torch.ones(8, 8))
+    engine.look_again()
+    with pytest.raises(CorrectnessError) as raised:
+        engine.fetch(handle)
+    message = str(raised.value)
+    here, there = r"at \S+test_simulated\.py:\d+ in test_a_hazard_\w+", r"is \S+copies\.py:\d+ in start"
+    assert re.search(rf"{hazards.USED_EARLY}: torch\.float32\[8, 8\], {here}; the other side {there}$", message)
+
+
+# ----------------------------------------------------------------------------------------------- the device itself
+
+
+def test_bytes_that_have_not_arrived_are_poison():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    source = torch.arange(8, dtype=torch.uint8)
+    buffer = backend.allocate(8, "auto")
+    out = backend.copy(source, buffer, "out", after=[backend.record()])
+    target = backend.empty(8, source)
+    back = backend.copy(buffer, target, "in", after=[out])
+    assert target.tolist() == [255] * 8
+    backend.wait(back)
+    assert target.tolist() == list(range(8))
+    backend.free(buffer, after=[back])
+    other = backend.allocate(8, "auto")
+    backend.wait(backend.copy(other, target, "in", after=[]))
+    assert target.tolist() == [255] * 8, "the bytes of a slot that was given back"
+
+
+def test_a_copy_whose_source_was_freed_copies_poison():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    source, buffer = torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto")
+    out = backend.copy(source, buffer, "out", after=[])
+    del source
+    target = torch.zeros(8, dtype=torch.uint8)
+    backend.wait(backend.copy(buffer, target, "in", after=[out]))
+    assert target.tolist() == [255] * 8
+
+
+def test_waiting_for_what_can_never_happen_is_a_deadlock():
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    other = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    never = other.copy(torch.zeros(8, dtype=torch.uint8), other.allocate(8, "auto"), "out", after=[])
+    stuck = backend.copy(torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto"), "out", after=[never])
+    with pytest.raises(Deadlock, match="waits for a copy that nothing will ever start"):
+        backend.wait(stuck)
+
+
+def test_the_virtual_clock_overlaps_copies_with_compute():
+    """Ten tensors of a second each on the link, with a second of compute after each: hidden with depth, else not."""
+    waits = {}
+    for depth in (0, 2):
+        link = Link(bytes_per_second=256, latency_seconds=0.0)
+        backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}, link=link)
+        engine = CheckedEngine(Checked(backend), depth=depth)
+        handles = []
+        for index in range(10):
+            handles.append(engine.stash(torch.full((64,), float(index))))
+            backend.compute(1.0)
+        engine.look_again()
+        waits[depth] = engine.stats().exposed_seconds
+        assert [float(engine.fetch(handle)[0]) for handle in reversed(handles)] == [*map(float, range(9, -1, -1))]
+        handles.clear()
+        assert engine.backend.finish() == []
+    assert waits[0] == pytest.approx(10.0)
+    assert waits[2] == pytest.approx(0.0)

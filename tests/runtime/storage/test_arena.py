@@ -1,0 +1,531 @@
+"""The arena, the free ranges under it, and the host budget: against models that only count."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from memscale.core import host_memory
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.runtime.storage.arena import PAGE_BYTES, Arena, page_aligned_memory
+from memscale.runtime.storage.budget import HostBudget
+from memscale.runtime.storage.spans import FreeSpans
+
+KIB = 1024
+
+
+class Event:
+    def __init__(self, happened=False):
+        self.happened = happened
+
+    def done(self):
+        return self.happened
+
+
+class Slabs:
+    """A system with so many bytes, which counts what it handed out."""
+
+    def __init__(self, system_bytes=10**9):
+        self.system_bytes = system_bytes
+        self.sizes = []
+
+    def allocate(self, nbytes):
+        if sum(self.sizes) + nbytes > self.system_bytes:
+            raise MemoryError
+        self.sizes.append(nbytes)
+        return page_aligned_memory(nbytes)
+
+    def release(self, slab):
+        self.sizes.remove(slab.nbytes)
+
+
+def arena_of(slabs, *, cap_bytes=256 * KIB, slab_bytes=32 * KIB, alignment=512):
+    return Arena(
+        slabs.allocate, cap_bytes=cap_bytes, slab_bytes=slab_bytes, alignment=alignment, release_slab=slabs.release
+    )
+
+
+class AnArena(RuleBasedStateMachine):
+    """Blocks are filled with a number of their own when taken, and must still hold it when given back."""
+
+    @initialize(
+        alignment=st.sampled_from([64, 512, PAGE_BYTES]),
+        slab=st.integers(1, 40_000),
+        cap=st.integers(0, 400_000),
+        system=st.integers(0, 500_000),
+    )
+    def start(self, alignment, slab, cap, system):
+        self.alignment, self.cap = alignment, cap
+        self.slabs = Slabs(system)
+        self.arena = arena_of(self.slabs, cap_bytes=cap, slab_bytes=slab, alignment=alignment)
+        self.blocks = []  # (block, what it was filled with)
+        self.pending = []  # (span as start and stop addresses, bytes, events)
+        self.count = 0
+        self.high_water = 0
+
+    def span(self, nbytes):
+        return max(self.alignment, -(-nbytes // self.alignment) * self.alignment)
+
+    def waiting(self):
+        return [item for item in self.pending if not all(event.happened for event in item[2])]
+
+    @rule(nbytes=st.one_of(st.integers(0, 3_000), st.integers(0, 60_000)))
+    def take(self, nbytes):
+        before = self.arena.stats()
+        block = self.arena.take(nbytes)
+        if block is None:
+            # Neither a hole nor a new slab could hold it. Slabs that are wholly free make way for a new one.
+            span = self.span(nbytes)
+            assert before.largest_free_bytes < span
+            assert self.blocks or self.waiting() or span > min(self.cap, self.slabs.system_bytes)
+            return
+        assert (block.nbytes, block.tensor.nbytes, block.tensor.dtype) == (nbytes, nbytes, torch.uint8)
+        start = block.tensor.data_ptr() if nbytes else None
+        if nbytes:
+            assert start % self.alignment == 0
+            for (low, high), _, _ in self.waiting():
+                assert start + nbytes <= low or high <= start, "memory that an event still protects"
+        self.count = self.count % 255 + 1
+        block.tensor.fill_(self.count)
+        self.blocks.append((block, self.count))
+        used = sum(held.nbytes for held, _ in self.blocks) + sum(item[1] for item in self.waiting())
+        self.high_water = max(self.high_water, used)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data(), late=st.integers(0, 2))
+    def give(self, data, late):
+        block, filled = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+        assert (block.tensor == filled).all()
+        start = block.tensor.data_ptr()
+        events = [Event() for _ in range(late)]
+        self.pending.append(((start, start + block.nbytes), block.nbytes, events))
+        self.arena.give(block, after=iter(events))
+        with pytest.raises(AssertionError, match="was given back"):
+            _ = block.tensor
+        with pytest.raises(AssertionError, match="given back twice"):
+            self.arena.give(block)
+
+    @precondition(lambda self: self.waiting())
+    @rule(data=st.data())
+    def happen(self, data):
+        waiting = self.waiting()
+        for event in waiting[data.draw(st.integers(0, len(waiting) - 1))][2]:
+            event.happened = True
+
+    @rule()
+    def trim(self):
+        before = self.arena.stats()
+        dropped = self.arena.trim()
+        after = self.arena.stats()
+        assert dropped == before.reserved_bytes - after.reserved_bytes
+        if not self.blocks and not self.waiting():
+            assert after.reserved_bytes == 0
+
+    @rule()
+    def replan(self):
+        reserved = self.arena.stats().reserved_bytes
+        if self.arena.replan():
+            assert not self.blocks
+            assert not self.waiting()
+            assert self.arena.stats().reserved_bytes < reserved
+
+    @invariant()
+    def counts(self):
+        stats = self.arena.stats()
+        assert stats.live_bytes == sum(block.nbytes for block, _ in self.blocks)
+        assert stats.pending_bytes == sum(item[1] for item in self.waiting())
+        assert stats.reserved_bytes == sum(self.slabs.sizes) <= min(self.cap, self.slabs.system_bytes)
+        assert stats.slabs == len(self.slabs.sizes)
+        assert stats.reserved_bytes <= stats.reserved_high_water_bytes
+        assert stats.high_water_bytes >= self.high_water
+        for block, filled in self.blocks:
+            assert (block.tensor == filled).all()
+
+    def teardown(self):
+        """Everything given back joins again: what was there in pieces is there in one."""
+        for block, _ in self.blocks:
+            self.arena.give(block)
+        for _, _, events in self.pending:
+            for event in events:
+                event.happened = True
+        assert self.arena.stats().largest_free_bytes == max(self.slabs.sizes, default=0)
+        self.arena.trim()
+        assert self.slabs.sizes == []
+
+
+TestArena = AnArena.TestCase
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=60))
+def test_free_spans_are_a_set_of_bytes_cut_best_fit(moves):
+    spans, size = FreeSpans(), 200
+    spans.give(0, size)
+    free, taken = set(range(size)), []
+
+    def runs():
+        found, start = [], None
+        for byte in range(size + 1):
+            if byte in free and start is None:
+                start = byte
+            elif byte not in free and start is not None:
+                found.append((byte - start, start))
+                start = None
+        return found
+
+    for is_take, nbytes, which in moves:
+        if is_take:
+            fitting = [run for run in runs() if run[0] >= nbytes]
+            start = spans.take(nbytes)
+            assert start == (min(fitting)[1] if fitting else None)
+            if start is not None:
+                free -= set(range(start, start + nbytes))
+                taken.append((start, nbytes))
+        elif taken:
+            start, nbytes = taken.pop(which % len(taken))
+            free |= set(range(start, start + nbytes))
+            joined, joined_bytes = spans.give(start, nbytes)
+            assert (joined_bytes, joined) in runs()
+            assert joined <= start < joined + joined_bytes
+        assert spans.free_bytes == len(free)
+        assert spans.largest_bytes == max((run[0] for run in runs()), default=0)
+        for nbytes, start in runs():
+            assert spans.size_at(start) == nbytes
+
+
+def test_slabs_are_as_large_as_asked_for_and_never_more():
+    slabs = Slabs()
+    arena = arena_of(slabs, cap_bytes=100 * KIB)
+    arena.take(1)
+    arena.take(45 * KIB)  # larger than a slab: one of its own, of its size
+    assert slabs.sizes == [32 * KIB, 45 * KIB]
+    arena.take(21 * KIB)
+    arena.take(22 * KIB)  # less than a slab is left under the cap
+    assert slabs.sizes == [32 * KIB, 45 * KIB, 23 * KIB]
+    assert arena.stats().slabs == 3
+
+
+def test_the_smallest_hole_that_fits_is_cut():
+    arena = arena_of(Slabs(), slab_bytes=64 * KIB)
+    blocks = [arena.take(size * KIB) for size in (20, 1, 8, 1, 12, 1)]
+    holes = [blocks[index].tensor.data_ptr() for index in (0, 2, 4)]
+    for index in (0, 2, 4):
+        arena.give(blocks[index])
+    assert [arena.take(size * KIB).tensor.data_ptr() for size in (7, 10, 13)] == [holes[1], holes[2], holes[0]]
+
+
+def test_a_block_is_reused_once_all_its_events_are_done():
+    arena = arena_of(Slabs(), cap_bytes=32 * KIB)
+    first, second = arena.take(16 * KIB), arena.take(16 * KIB)
+    addresses = [first.tensor.data_ptr(), second.tensor.data_ptr()]
+    reads, writes = Event(), Event()
+    arena.give(first, after=[reads, writes])
+    arena.give(second, after=[])  # behind one that waits
+    assert (arena.stats().pending_bytes, arena.stats().live_bytes) == (16 * KIB, 0)
+    assert arena.take(16 * KIB).tensor.data_ptr() == addresses[1]
+    assert arena.take(16 * KIB) is None
+    writes.happened = True
+    assert arena.take(16 * KIB) is None
+    reads.happened = True
+    assert arena.take(16 * KIB).tensor.data_ptr() == addresses[0]
+
+
+def test_an_event_that_fails_loses_no_block():
+    class Fails(Event):
+        def done(self):
+            if not self.happened:
+                raise RuntimeError("the device is gone")
+            return True
+
+    arena, event = arena_of(Slabs(), cap_bytes=32 * KIB), Fails()
+    arena.give(arena.take(32 * KIB), after=[event])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            arena.take(32 * KIB)
+    event.happened = True
+    assert arena.take(32 * KIB) is not None
+
+
+def test_free_slabs_make_way_for_a_larger_one():
+    slabs = Slabs()
+    arena = arena_of(slabs, cap_bytes=96 * KIB)
+    kept, *others = [arena.take(32 * KIB) for _ in range(3)]
+    for block in others:
+        arena.give(block)
+    assert arena.take(80 * KIB) is None  # even without them: nothing is thrown away for it
+    assert slabs.sizes == [32 * KIB] * 3
+    assert arena.take(60 * KIB) is not None
+    assert slabs.sizes == [32 * KIB, 60 * KIB]
+    assert kept.tensor.nbytes == 32 * KIB
+
+
+def test_refused_a_slab_the_arena_asks_for_what_it_needs():
+    slabs = Slabs(40 * KIB)
+    arena = arena_of(slabs)
+    assert arena.take(20 * KIB) is not None
+    assert arena.take(13 * KIB) is None
+    assert arena.take(8 * KIB) is not None  # in the slab; then 8 KiB that the system still has
+    assert arena.take(8 * KIB) is not None
+    assert slabs.sizes == [32 * KIB, 8 * KIB]
+    arena = arena_of(slabs := Slabs(40 * KIB))
+    arena.give(arena.take(1))
+    assert arena.take(40 * KIB) is not None  # in place of the free slab
+    assert slabs.sizes == [40 * KIB]
+
+
+def step(arena, sizes):
+    blocks = [arena.take(nbytes) for nbytes in sizes]
+    for block in reversed(blocks):
+        arena.give(block)
+
+
+def test_a_plan_wastes_nothing_on_a_step_that_repeats():
+    slabs = Slabs()
+    arena = arena_of(slabs, cap_bytes=1024 * KIB)
+    sizes = [20 * KIB, 9 * KIB, 30 * KIB, KIB] * 4
+    step(arena, sizes)
+    assert slabs.sizes == [32 * KIB] * 8
+    assert arena.replan()
+    assert slabs.sizes == [sum(sizes)]
+    for _ in range(3):
+        step(arena, sizes)
+    assert slabs.sizes == [sum(sizes)]
+    assert arena.stats().waste == 0
+    assert not arena.replan()  # nothing to gain
+
+    step(arena, [*sizes, 40 * KIB])
+    assert arena.replan() is False  # a slab of just that size was added
+    assert arena.stats().slabs == 2
+    step(arena, [*sizes, 41 * KIB])
+    assert arena.replan()  # which was too small for this one, so that there are three
+
+
+def test_a_plan_is_made_once_for_a_peak():
+    slabs = Slabs()
+    arena = arena_of(slabs, cap_bytes=1024 * KIB)
+
+    def fragmented():
+        first, second, third = (arena.take(size * KIB) for size in (10, 10, 12))
+        arena.give(second)
+        last = arena.take(20 * KIB)  # 42 KiB in use, and no 20 of 42 in one piece
+        for block in (first, third, last):
+            arena.give(block)
+        return arena.replan()
+
+    assert [fragmented() for _ in range(3)] == [True, False, False]
+    assert slabs.sizes == [42 * KIB + 2 * KIB, 32 * KIB]  # whole pages
+
+
+def test_no_plan_while_anything_is_in_use():
+    slabs = Slabs()
+    arena = arena_of(slabs)
+    block, late = arena.take(100), Event()
+    assert not arena.replan()
+    arena.give(block, after=[late])
+    assert not arena.replan()
+    late.happened = True
+    assert arena.replan()
+    assert slabs.sizes == [PAGE_BYTES]
+
+
+def test_a_plan_that_the_system_refuses_leaves_an_arena_that_works():
+    slabs = Slabs()
+    arena = arena_of(slabs)
+    step(arena, [20 * KIB, 20 * KIB])
+    slabs.system_bytes = 39 * KIB
+    assert arena.replan()
+    assert slabs.sizes == []
+    assert arena.take(20 * KIB) is not None
+
+
+def test_giving_back_inside_the_arena_itself_does_not_lock_it():
+    """A finalizer may run at any moment, in the thread that holds the lock too."""
+    slabs = Slabs()
+    arena = None
+
+    class Graph:
+        def __init__(self, block):
+            self.cycle = self
+            weakref.finalize(self, lambda: arena.give(block))
+
+    def allocate(nbytes):
+        gc.collect()
+        return slabs.allocate(nbytes)
+
+    arena = Arena(allocate, cap_bytes=128 * KIB, slab_bytes=16 * KIB)
+    Graph(arena.take(16 * KIB))
+    worker = threading.Thread(target=lambda: arena.take(16 * KIB), daemon=True)
+    worker.start()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert arena.stats().live_bytes == 16 * KIB
+
+
+def test_threads_share_an_arena():
+    arena, failed = arena_of(Slabs(), cap_bytes=200 * KIB), []
+
+    def work(number):
+        try:
+            for turn in range(300):
+                block = arena.take(1 + (number * 977 + turn * 131) % 6000)
+                block.tensor.fill_(number)
+                event = Event()
+                assert (block.tensor == number).all()
+                arena.give(block, after=[event])
+                event.happened = True
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert arena.stats().live_bytes == arena.stats().pending_bytes == 0
+
+
+def test_misuse_is_told_apart():
+    arena, other = arena_of(Slabs()), arena_of(Slabs())
+    block = arena.take(10)
+    with pytest.raises(AssertionError, match="a block of 10 bytes was given back twice, or to an arena"):
+        other.give(block)
+    arena.give(block)
+    with pytest.raises(AssertionError, match="twice"):
+        arena.give(block)
+    with pytest.raises(ConfigError, match=r"take\(-1\)"):
+        arena.take(-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cap_bytes": -1}, r"Arena\(cap_bytes=-1\) must be at least 0"),
+        ({"slab_bytes": 0}, r"Arena\(slab_bytes=0\) must be at least 1"),
+        ({"alignment": 500}, r"Arena\(alignment=500\) must be a power of two"),
+        ({"alignment": 0}, r"Arena\(alignment=0\) must be a power of two"),
+    ],
+)
+def test_bad_arguments(options, says):
+    with pytest.raises(ConfigError, match=says):
+        arena_of(Slabs(), **options)
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda nbytes: page_aligned_memory(nbytes + 1),
+        lambda nbytes: page_aligned_memory(4 * nbytes).view(torch.int32),
+        lambda nbytes: page_aligned_memory(nbytes + 64)[64:],
+    ],
+)
+def test_a_slab_must_be_what_was_asked_for(allocate):
+    arena = Arena(allocate, cap_bytes=64 * KIB, slab_bytes=32 * KIB)
+    with pytest.raises(ConfigError, match=r"allocate_slab\(32768\) returned .*; return a uint8 tensor of 32768 bytes"):
+        arena.take(1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 3 * 1024**2])
+def test_page_aligned_memory(nbytes):
+    memory = page_aligned_memory(nbytes)
+    assert (memory.dtype, memory.shape, memory.data_ptr() % PAGE_BYTES) == (torch.uint8, (nbytes,), 0)
+    memory.fill_(3)
+    view = memory[nbytes // 2 :]
+    del memory
+    gc.collect()
+    assert view.tolist() == [3] * len(view)  # which keeps the memory
+
+
+def test_memory_that_the_system_refuses():
+    with pytest.raises(MemoryError, match="the system refuses"):
+        page_aligned_memory(2**60)
+
+
+class Machine:
+    """What a machine says is available, and what a budget made of it."""
+
+    def __init__(self, available_bytes):
+        self.available_bytes = available_bytes
+
+    def __call__(self):
+        return self.available_bytes
+
+
+@given(st.integers(0, 100), st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=30))
+def test_a_budget_never_grants_more_than_its_cap(cap, moves):
+    budget, granted = HostBudget(cap, available_bytes=lambda: None), []
+    for is_release, nbytes in moves:
+        if is_release and granted:
+            budget.release(granted.pop())
+        elif budget.reserve(nbytes):
+            granted.append(nbytes)
+            assert sum(granted) <= cap
+        else:
+            assert sum(granted) + nbytes > cap
+        assert budget.reserved_bytes == sum(granted)
+
+
+def test_a_budget_grants_only_what_is_there():
+    machine = Machine(1000)
+    budget = HostBudget(None, kept_free_bytes=100, available_bytes=machine)
+    assert not budget.reserve(901)
+    assert budget.reserve(900)
+    machine.available_bytes = 100
+    assert not budget.reserve(1)
+    assert budget.reserved_bytes == 900
+    assert HostBudget(10**18, kept_free_bytes=0).reserve(10**17) is False  # of this machine's own RAM
+
+
+def test_no_cap_on_a_machine_that_says_nothing_is_refused():
+    with pytest.raises(RuntimeUnavailable, match="install psutil, or set max_cpu_offload_gb"):
+        HostBudget(None, available_bytes=lambda: None)
+
+
+def test_bad_budgets():
+    for options, says in (({"cap_bytes": -1}, "cap_bytes"), ({"cap_bytes": 1, "kept_free_bytes": -1}, "kept_free")):
+        with pytest.raises(ConfigError, match=rf"HostBudget\({says}.*must be at least 0"):
+            HostBudget(**options)
+    budget = HostBudget(10, available_bytes=lambda: None)
+    with pytest.raises(ConfigError, match=r"reserve\(-1\)"):
+        budget.reserve(-1)
+    budget.release(1)
+    with pytest.raises(AssertionError, match="1 bytes more were released than were reserved"):
+        _ = budget.reserved_bytes
+
+
+def test_releasing_inside_the_budget_itself_does_not_lock_it():
+    budget = None
+
+    def available():
+        budget.release(10)
+        return 1000
+
+    budget = HostBudget(None, kept_free_bytes=0, available_bytes=lambda: 1000)
+    budget._available_bytes = available
+    worker = threading.Thread(target=lambda: budget.reserve(50), daemon=True)
+    worker.start()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert budget.reserved_bytes == 40
+
+
+def test_without_proc_psutil_says_what_is_available(monkeypatch, tmp_path):
+    psutil = pytest.importorskip("psutil")
+    monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 12345})())
+    assert host_memory.available_host_bytes() == 12345
+    monkeypatch.setitem(__import__("sys").modules, "psutil", None)
+    assert host_memory.available_host_bytes() is None
+    (tmp_path / "none").write_text("MemTotal: 10 kB\nMemAvailable:       7 kB\n")
+    assert host_memory.available_host_bytes() == 7 * KIB
+
+
+def test_a_cgroup_lowers_what_is_available(monkeypatch):
+    monkeypatch.setattr(host_memory, "cgroup_limits", lambda *_: iter([(10_000, 4_000), (20_000, 1_000)]))
+    assert host_memory.available_host_bytes() == 6_000
+    assert host_memory.cgroup_limit_bytes() == 10_000

@@ -1,0 +1,803 @@
+"""The disk tier: bytes come back as they went whatever the system calls do, and a fault loses nothing."""
+
+import errno
+import gc
+import os
+import stat
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
+from memscale.runtime.backends.host import HostBackend
+from memscale.runtime.storage import slab_file
+from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
+from memscale.runtime.storage.courier import Courier
+from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
+
+# Where the tests' directory is in RAM they run all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is in RAM")
+
+CAP = 4 * 1024**2
+SIZES = [0, 1, 4095, 4096, 4097, 300_000, 3 * 1024**2 + 5]
+
+
+def noise(nbytes, *, shift=0):
+    """Random bytes that start ``shift`` bytes into a page."""
+    return page_aligned_memory(nbytes + shift)[shift:].random_(256)
+
+
+class Buffered(FileIO):
+    """A filesystem without unbuffered access."""
+
+    def make_direct(self, descriptor):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+class RefusesDirectTransfers(FileIO):
+    """A filesystem that takes the flag and refuses what is asked for under it."""
+
+    def __init__(self):
+        self.is_direct = False
+
+    def make_direct(self, descriptor):
+        self.is_direct = True
+
+    def make_buffered(self, descriptor):
+        self.is_direct = False
+
+    def write(self, descriptor, buffers, offset):
+        if self.is_direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().write(descriptor, buffers, offset)
+
+
+class Faulty(FileIO):
+    """Does what a script says, call by call: a number is the most bytes of that call, an errno name fails it."""
+
+    def __init__(self, *, write=(), read=()):
+        self.script = {"write": list(write), "read": list(read)}
+        self.armed = False
+
+    def _play(self, kind, descriptor, buffers, offset):
+        step = self.script[kind].pop(0) if self.armed and self.script[kind] else None
+        if isinstance(step, str):
+            raise OSError(getattr(errno, step), os.strerror(getattr(errno, step)))
+        if step is not None:
+            buffers = [buffers[0][:step]]  # which the kernel refuses under O_DIRECT where it is no page: see Partial
+        return getattr(super(), kind)(descriptor, buffers, offset)
+
+    def write(self, descriptor, buffers, offset):
+        return self._play("write", descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        return self._play("read", descriptor, buffers, offset)
+
+
+class Partial(FileIO):
+    """Moves all, and reports as many bytes as a script says: what was not reported must move again."""
+
+    def __init__(self, reports):
+        self.script = {"write": list(reports), "read": list(reports)}
+        self.armed = False
+
+    def _report(self, kind, moved):
+        return min(moved, self.script[kind].pop(0)) if self.armed and self.script[kind] else moved
+
+    def write(self, descriptor, buffers, offset):
+        return self._report("write", super().write(descriptor, buffers, offset))
+
+    def read(self, descriptor, buffers, offset):
+        return self._report("read", super().read(descriptor, buffers, offset))
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(io=None, **options):
+        made.append(DiskSlab(tmp_path, io=io, **{"cap_bytes": CAP, **options}))
+        if hasattr(io, "armed"):
+            io.armed = True
+        return made[-1]
+
+    yield make
+    for slab in made:
+        slab.close()
+
+
+def round_trip(slab, source, *, shift=0):
+    extent = slab.write(source).result()
+    into = page_aligned_memory(source.nbytes + shift)[shift:]
+    slab.read(extent, into).result()
+    assert torch.equal(into, source)
+    return extent
+
+
+@pytest.mark.parametrize("io", [FileIO, Buffered, RefusesDirectTransfers])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_bytes_come_back(make, io, checksum):
+    slab = make(io(), checksum=checksum)
+    if io is not FileIO:
+        assert not slab.direct
+    for shift in (0, 1, 64, 512):
+        for nbytes in SIZES:
+            slab.free(round_trip(slab, noise(nbytes, shift=shift), shift=shift))
+    assert slab.used_bytes == 0
+
+
+def test_a_read_leaves_the_bytes_around_its_tensor_alone(make):
+    slab = make()
+    source = noise(5000)
+    extent = slab.write(source).result()
+    around = torch.full((3 * PAGE_BYTES,), 7, dtype=torch.uint8)
+    for shift in (0, -around.data_ptr() % PAGE_BYTES):
+        around.fill_(7)
+        slab.read(extent, around[shift : shift + 5000]).result()
+        assert torch.equal(around[shift : shift + 5000], source)
+        assert (around[:shift] == 7).all()
+        assert (around[shift + 5000 :] == 7).all()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40_000), st.sampled_from([0, 1, 64, 512]), st.integers(0, 3)), min_size=1, max_size=12
+    ),
+    st.lists(st.integers(1, 30_000), max_size=20),
+    st.booleans(),
+)
+def test_extents_never_share_bytes(tmp_path_factory, tensors, reports, buffered):
+    class IO(Partial, *([Buffered] if buffered else [])):
+        pass
+
+    io = IO(reports)
+    slab = DiskSlab(tmp_path_factory.mktemp("slab"), cap_bytes=40 * PAGE_BYTES, first_bytes=PAGE_BYTES, io=io)
+    io.armed = buffered  # under O_DIRECT eight calls without a whole page are an error, which other tests cover
+    held = []
+    for nbytes, shift, drop in tensors:
+        source = noise(nbytes, shift=shift)
+        try:
+            held.append((source, slab.write(source).result()))
+        except DiskTierFull:
+            assert slab.used_bytes + nbytes > 20 * PAGE_BYTES
+        for _ in range(min(drop, len(held))):
+            slab.free(held.pop(0)[1])
+        for source, extent in held:
+            into = torch.empty_like(source)
+            slab.read(extent, into).result()
+            assert torch.equal(into, source)
+    assert slab.used_bytes == sum(-(-source.nbytes // PAGE_BYTES) * PAGE_BYTES for source, _ in held)
+    slab.close()
+
+
+def test_the_file_has_no_name_and_is_for_nobody_else(make, tmp_path):
+    slab = make(Buffered())
+    slab.write(noise(100)).result()
+    assert os.listdir(tmp_path) == []
+    facts = os.fstat(slab._file._descriptor)
+    assert (facts.st_nlink, stat.S_IMODE(facts.st_mode)) == (0, 0o600)
+    assert facts.st_blocks * 512 >= CAP  # preallocated
+    assert not os.get_inheritable(slab._file._descriptor)
+
+
+def test_without_unnamed_files_the_name_is_gone_at_once(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "O_TMPFILE", 0, raising=False)
+    slab = make()
+    assert os.listdir(tmp_path) == []
+    facts = os.fstat(slab._file._descriptor)
+    assert (facts.st_nlink, stat.S_IMODE(facts.st_mode)) == (0, 0o600)
+    round_trip(slab, noise(5000))
+
+
+def test_a_filesystem_that_refuses_unnamed_files(make, monkeypatch, tmp_path):
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    round_trip(make(), noise(5000))
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_survives_a_kill(tmp_path):
+    code = (
+        "import os, signal, sys, torch\n"
+        "from memscale.runtime.storage.disk import DiskSlab\n"
+        f"slab = DiskSlab({str(tmp_path)!r}, cap_bytes={CAP})\n"
+        "slab.write(torch.ones(100_000, dtype=torch.uint8)).result()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == -9
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("script", [[1], [5000, 1, 1, 4095], [4096] * 5, [1] * 8])
+def test_short_transfers_go_on(make, script):
+    for io in (Partial(script), type("BufferedFaults", (Faulty, Buffered), {})(write=script, read=script)):
+        round_trip(make(io), noise(50_000))
+        assert io.script == {"write": [], "read": []}  # each was met
+
+
+def test_a_transfer_that_makes_no_headway_ends(make):
+    for reports in ([0], [1] * 9):
+        slab = make(Partial(reports))
+        if reports[0] and not slab.direct:
+            continue  # a byte is headway there
+        with pytest.raises(DiskTierError, match="the system moves no more than 0 of them"):
+            slab.write(noise(50_000)).result()
+        assert slab.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("ENOSPC", DiskTierFull), ("EDQUOT", DiskTierFull), ("EIO", DiskTierError)]
+)
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_write_that_fails_loses_nothing_and_takes_no_room(make, name, error, good):
+    io = Faulty(write=[4096] * good + [name])
+    slab = make(io)
+    source = noise(50_000)
+    copy = source.clone()
+    with pytest.raises(error, match=os.strerror(getattr(errno, name))) as caught:
+        slab.write(source).result()
+    assert type(caught.value) is error
+    assert torch.equal(source, copy)
+    assert slab.used_bytes == 0
+    assert io.script["write"] == []
+    round_trip(slab, source)  # the slab goes on
+
+    io.script["write"] = [name]
+    extent = slab.reserve(50_000)
+    with pytest.raises(error):
+        slab.write(source, extent).result()
+    slab.write(source, extent).result()  # an extent of the caller's stays theirs
+    slab.free(extent)
+
+
+def test_a_read_that_fails_can_be_tried_again(make):
+    io = Faulty(read=[4096, "EIO"])
+    slab = make(io)
+    source, into = noise(50_000), noise(50_000)
+    extent = slab.write(source).result()
+    with pytest.raises(DiskTierError, match="Input/output error"):
+        slab.read(extent, into).result()
+    slab.read(extent, into).result()
+    assert torch.equal(into, source)
+
+
+def test_a_checksum_tells_what_the_disk_changed(make):
+    class Flips(FileIO):
+        def read(self, descriptor, buffers, offset):
+            moved = super().read(descriptor, buffers, offset)
+            buffers[0][0] ^= 1
+            return moved
+
+    extent = (slab := make(Flips(), checksum=True)).write(noise(5000)).result()
+    with pytest.raises(CorrectnessError, match="5000 bytes came back changed"):
+        slab.read(extent, noise(5000)).result()
+    extent = (slab := make(Flips())).write(source := noise(5000)).result()
+    slab.read(extent, into := noise(5000)).result()
+    assert not torch.equal(into, source)
+
+
+def test_full(make):
+    slab = make(cap_bytes=10 * PAGE_BYTES, first_bytes=PAGE_BYTES)
+    kept = slab.write(noise(9 * PAGE_BYTES)).result()
+    assert slab.reserve(PAGE_BYTES + 1) is None
+    with pytest.raises(DiskTierFull, match=r"4097 bytes do not fit: the disk tier uses 36864 of at most 40960 bytes"):
+        slab.write(noise(PAGE_BYTES + 1))
+    last = slab.reserve(PAGE_BYTES)
+    assert slab.reserve(0) is None  # even nothing takes a page
+    slab.free(last)
+    slab.free(kept)
+    assert slab.used_bytes == 0
+    assert slab.reserve(10 * PAGE_BYTES) is not None
+
+
+def test_the_file_grows_to_its_cap_and_no_further(make):
+    asked = []
+
+    class Watched(Buffered):
+        def preallocate(self, descriptor, offset, nbytes):
+            asked.append((offset // PAGE_BYTES, nbytes // PAGE_BYTES))
+            super().preallocate(descriptor, offset, nbytes)
+
+    slab = make(Watched(), cap_bytes=11 * PAGE_BYTES, first_bytes=2 * PAGE_BYTES)
+    for _ in range(11):
+        assert slab.reserve(PAGE_BYTES) is not None
+    assert slab.reserve(PAGE_BYTES) is None
+    assert asked == [(0, 2), (2, 2), (4, 4), (8, 3)]
+    assert os.fstat(slab._file._descriptor).st_size == 11 * PAGE_BYTES
+
+
+def test_a_disk_that_fills_up_gives_what_it_has(make):
+    class Small(FileIO):
+        room = 5 * PAGE_BYTES
+
+        def preallocate(self, descriptor, offset, nbytes):
+            if offset + nbytes > self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    for first_bytes in (4 * PAGE_BYTES, 6 * PAGE_BYTES):
+        slab = make(Small(), first_bytes=first_bytes)
+        extents = [slab.reserve(PAGE_BYTES) for _ in range(6)]
+        assert [extent is not None for extent in extents] == [True] * 5 + [False]
+    Small.room = 0
+    with pytest.raises(DiskTierFull, match="No space left on device"):
+        make(Small(), first_bytes=PAGE_BYTES)
+
+
+def test_a_host_whose_disk_is_full_keeps_its_tensors(monkeypatch):
+    def full(self, descriptor, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileIO, "preallocate", full)
+    assert HostBackend().allocate(1, "disk") is None
+
+
+def test_a_filesystem_without_preallocation(make):
+    class Sparse(FileIO):
+        def preallocate(self, descriptor, offset, nbytes):
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    slab = make(Sparse(), first_bytes=PAGE_BYTES)
+    round_trip(slab, noise(50_000))
+    assert os.fstat(slab._file._descriptor).st_size >= 50_000
+
+
+def test_pieces_of_an_extent(make):
+    slab = make(checksum=True)
+    source, into = noise(10_000), noise(10_000)
+    extent = slab.reserve(10_000)
+    for at in (8192, 0, 4096):
+        slab.write(source[at : at + 4096], extent, at=at).result()
+    for at in (0, 4096, 8192):
+        slab.read(extent, into[at : at + 4096], at=at).result()
+    assert torch.equal(into, source)
+    for at, nbytes in ((1, 10), (-4096, 10), (8192, 4096)):
+        with pytest.raises(ConfigError, match="pass a piece that fits and starts at a multiple of 4096"):
+            slab.write(noise(nbytes), extent, at=at)
+
+
+def test_what_was_not_written_cannot_be_read(make):
+    slab = make()
+    extent = slab.reserve(5000)
+    with pytest.raises(CorrectnessError, match="5000 bytes are read from the disk tier where 0 were written"):
+        slab.read(extent, noise(5000)).result()
+
+
+class Held(FileIO):
+    """Transfers wait for a gate."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, descriptor, buffers, offset):
+        assert self.gate.wait(30)
+        return super().write(descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        assert self.gate.wait(30)
+        return super().read(descriptor, buffers, offset)
+
+
+def test_an_extent_freed_while_it_is_read_is_reused_only_afterwards(make):
+    slab = make(io := Held(), cap_bytes=2 * PAGE_BYTES)
+    source, into = noise(2 * PAGE_BYTES), noise(2 * PAGE_BYTES)
+    extent = slab.write(source).result()
+    io.gate.clear()
+    reading = slab.read(extent, into)
+    slab.free(extent)
+    assert slab.reserve(1) is None
+    io.gate.set()
+    reading.result()
+    assert torch.equal(into, source)
+    assert slab.reserve(2 * PAGE_BYTES) is not None
+
+
+def test_what_was_started_cannot_be_cancelled(make):
+    slab = make(io := Held(), threads=1)
+    io.gate.clear()
+    futures = [slab.write(noise(100)) for _ in range(2)]
+    assert [future.cancel() for future in futures] == [False, False]
+    io.gate.set()
+    for future in futures:
+        slab.free(future.result())
+    assert slab.used_bytes == 0
+
+
+def test_a_transfer_lets_go_of_its_tensor(make):
+    for io in (FileIO(), Faulty(write=["EIO"])):
+        slab, source = make(io), noise(100)
+        extent, alive = slab.reserve(100), weakref.ref(source)
+        future = slab.write(source, extent)
+        del source
+        if future.exception() is not None:
+            del future
+        assert alive() is None  # at once, and with no help of the garbage collector
+        into = noise(100)
+        alive, future = weakref.ref(into), slab.read(extent, into)
+        del into
+        assert future.exception() is None or isinstance(io, Faulty)
+        del future
+        assert alive() is None
+
+
+def test_a_future_that_has_a_result_keeps_nothing_of_its_work():
+    courier, gate = Courier(1, "test"), threading.Event()
+    tensor = noise(10)
+    alive, seen = weakref.ref(tensor), []
+    future = courier.submit(lambda tensor=tensor: gate.wait(30) and int(tensor[0] * 0))
+    del tensor
+    future.add_done_callback(lambda future: seen.append((future.result(), alive())))
+    gate.set()
+    courier.close()
+    assert seen == [(0, None)]
+
+
+def test_close_finishes_what_was_started(make):
+    slab = make(io := Held(), threads=1)
+    io.gate.clear()
+    futures = [slab.write(noise(100)) for _ in range(3)]
+    threading.Timer(0.05, io.gate.set).start()
+    descriptor = slab._file._descriptor
+    slab.close()
+    assert [future.done() for future in futures] == [True] * 3
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    slab.close()
+    for use in (lambda: slab.write(noise(1)), lambda: slab.read(futures[0].result(), noise(100)), lambda: slab.direct):
+        with pytest.raises(RuntimeUnavailable, match="was closed"):
+            use()
+
+
+def test_a_slab_that_is_dropped_closes_its_file_after_its_last_transfer(tmp_path):
+    io = Held()
+    slab = DiskSlab(tmp_path, cap_bytes=CAP, io=io)
+    descriptor = slab._file._descriptor
+    io.gate.clear()
+    writing = slab.write(noise(100))
+    threads = list(slab._courier._pool._threads)
+    del slab
+    gc.collect()
+    assert os.fstat(descriptor).st_nlink == 0  # still there
+    io.gate.set()
+    writing.result()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # from 3.12 on, about the threads: that is the point
+def test_a_fork_is_refused_and_frees_nothing_of_its_parent(make):
+    slab = make()
+    extent = slab.write(source := noise(5000)).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            slab.write(noise(100))
+        except RuntimeUnavailable as error:
+            slab.free(extent)
+            slab.close()
+            os._exit(0 if "is a fork of" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slab.read(extent, into := noise(5000)).result()
+    assert torch.equal(into, source)
+
+
+def test_misuse_is_told_apart(make):
+    slab, other = make(), make()
+    extent = slab.write(noise(100)).result()
+    with pytest.raises(AssertionError, match="was freed"):
+        other.read(extent, noise(100))
+    slab.free(extent)
+    with pytest.raises(AssertionError, match="was freed twice"):
+        slab.free(extent)
+    with pytest.raises(AssertionError, match="was freed"):
+        slab.read(extent, noise(100))
+    with pytest.raises(AssertionError, match="was freed"):
+        slab.write(noise(100), extent)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4), torch.zeros(4, 4, dtype=torch.uint8).t()[1:], torch.zeros(4, dtype=torch.uint8, device="meta")],
+)
+def test_only_contiguous_bytes_of_the_host_move(make, tensor):
+    with pytest.raises(ConfigError, match=r"pass a contiguous uint8 CPU tensor, as x.view\(torch.uint8\) is"):
+        make().write(tensor)
+
+
+def test_bad_arguments(make, tmp_path):
+    for options, says in (
+        ({"cap_bytes": 4095}, "cap_bytes=4095"),
+        ({"threads": 0}, "threads=0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"DiskSlab\({says}\) must be at least"):
+            make(**options)
+    with pytest.raises(ConfigError, match=r"reserve\(-1\)"):
+        make().reserve(-1)
+    with pytest.raises(RuntimeUnavailable, match=r"no file can be made in .*nowhere.*; pass a directory"):
+        DiskSlab(tmp_path / "nowhere", cap_bytes=CAP)
+    with pytest.raises(ConfigError, match=r"5000 bytes for byte 0 on of an extent of 4999"):
+        (slab := make()).read(slab.reserve(4999), noise(5000))
+
+
+def mount(monkeypatch, tmp_path, filesystem):
+    device = os.stat(tmp_path).st_dev
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw master:1 - {filesystem} {filesystem} rw\n"
+    monkeypatch.setattr(slab_file, "read_or_empty", lambda path: line)
+    monkeypatch.setattr(slab_file.tempfile, "gettempdir", lambda: str(tmp_path))
+
+
+def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tmp_path):
+    mount(monkeypatch, tmp_path, "ext4")
+    DiskSlab(cap_bytes=CAP).close()
+    assert os.path.samefile(tmp_path, slab_file._directory_on_disk())
+    mount(monkeypatch, tmp_path, "tmpfs")
+    with pytest.warns(UserWarning, match="is in RAM, so offloading to it frees nothing"):
+        DiskSlab(tmp_path, cap_bytes=CAP).close()
+    monkeypatch.setattr(slab_file, "_is_in_memory", lambda directory: True)
+    with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
+        DiskSlab(cap_bytes=CAP)
+
+
+def test_threads_share_a_slab(make):
+    slab = make(cap_bytes=64 * PAGE_BYTES, threads=3)
+    failed = []
+
+    def work(seed):
+        try:
+            for step in range(20):
+                source = torch.full((1 + 997 * ((seed + step) % 9),), seed, dtype=torch.uint8)
+                extent = slab.write(source).result()
+                slab.read(extent, into := torch.empty_like(source)).result()
+                assert torch.equal(into, source)
+                slab.free(extent)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert slab.used_bytes == 0
+
+
+# ------------------------------------------------------------------------------------------- used in place
+
+
+def mapped(slab, nbytes):
+    extent = slab.reserve(nbytes)
+    return extent, torch.from_numpy(slab.map(extent))
+
+
+class Mapless(FileIO):
+    """After `armed`, all that goes past the page cache fails."""
+
+    armed = False
+
+    def write(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was written past its mapping"
+        return super().write(descriptor, buffers, offset)
+
+    def read(self, descriptor, buffers, offset):
+        assert not self.armed, "a mapped extent was read past its mapping"
+        return super().read(descriptor, buffers, offset)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, checksum, is_held):
+    """Also when nobody holds the array any more: what was written in place may be in the page cache only."""
+    slab = make(Mapless(), checksum=checksum, cap_bytes=16 * 1024**2)
+    for nbytes in [*SIZES, 9 * 1024**2 + 1]:
+        extent, tensor = mapped(slab, nbytes)
+        source, into = noise(nbytes, shift=1), noise(nbytes, shift=3)
+        tensor.copy_(source)
+        if not is_held:
+            del tensor
+            gc.collect()
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        source = noise(nbytes)
+        assert slab.write(source, extent).result() is extent
+        slab.read(extent, into).result()
+        assert torch.equal(into, source)
+        if is_held:
+            assert torch.equal(tensor, source)
+        slab.free(extent)
+
+
+def test_pieces_of_a_mapped_extent(make):
+    slab = make()
+    extent, tensor = mapped(slab, 10_000)
+    tensor.copy_(noise(10_000))
+    into = torch.empty(5000, dtype=torch.uint8)
+    slab.read(extent, into, at=4096).result()  # a piece that no write made
+    assert torch.equal(into, tensor[4096:9096])
+    before = tensor.clone()
+    slab.write(into.zero_(), extent, at=4096).result()
+    before[4096:9096] = 0
+    assert torch.equal(tensor, before)
+    for at, nbytes in ((1, 10), (-4096, 10), (8192, 4096)):
+        with pytest.raises(ConfigError, match="pass a piece that fits"):
+            slab.read(extent, noise(nbytes), at=at)
+
+
+def test_a_tensor_of_more_dimensions_is_its_bytes(make):
+    slab = make()
+    extent, tensor = mapped(slab, 600)
+    source = noise(600).view(20, 30)
+    slab.write(source, extent).result()
+    assert torch.equal(tensor, source.view(-1))
+    into = torch.empty(10, 60, dtype=torch.uint8)
+    slab.read(extent, into).result()
+    assert torch.equal(into.view(-1), tensor)
+
+
+def test_a_mapping_goes_with_the_last_array_of_it(make):
+    slab = make()
+    extent, tensor = mapped(slab, 5000)
+    part = tensor.numpy()[10:20].view(np.uint16)[1:]
+    mapping = extent._mapping
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    address = mapping()._address
+    assert is_mapped(address)
+    del part
+    gc.collect()
+    assert mapping() is None
+    assert not is_mapped(address)
+
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        spans = [[int(number, 16) for number in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < stop for start, stop in spans)
+
+
+def test_a_transfer_holds_the_mapping_until_it_is_done(make):
+    slab, gate = make(threads=1), threading.Event()
+    extent, tensor = mapped(slab, 5000)
+    source, mapping = noise(5000), extent._mapping
+    waiting = slab._courier.submit(lambda: gate.wait(30))
+    future = slab.write(source, extent)
+    del tensor
+    gc.collect()
+    assert mapping() is not None
+    gate.set()
+    assert future.result() is extent
+    assert waiting.result()
+    del future
+    assert mapping() is None  # at once, and with no help of the garbage collector
+    slab.read(extent, into := noise(5000)).result()
+    assert torch.equal(into, source)
+
+
+def test_mappings_take_no_descriptors(make):
+    slab = make()
+    before = len(os.listdir("/proc/self/fd"))
+    held = [mapped(slab, 100) for _ in range(50)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    for index, (_, tensor) in enumerate(held):
+        tensor.fill_(index)
+    slab.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert [tensor.unique().tolist() for _, tensor in held] == [[index] for index in range(50)]
+
+
+def test_an_extent_is_mapped_once_before_any_transfer_and_while_it_is_there(make):
+    slab = make(io := Held())
+    for before in ("map", "write", "start", "free"):
+        extent = slab.reserve(100)
+        if before == "map":
+            array = slab.map(extent)
+        elif before == "write":
+            slab.write(noise(100), extent).result()
+        elif before == "start":
+            io.gate.clear()
+            future = slab.write(noise(100), extent)
+        else:
+            slab.free(extent)
+        with pytest.raises(AssertionError, match="was freed" if before == "free" else "was mapped or copied before"):
+            slab.map(extent)
+    io.gate.set()
+    assert future.result().nbytes == len(array)
+
+
+def test_a_mapped_extent_that_is_freed_under_a_transfer_is_reused_only_afterwards(make):
+    slab, gate = make(cap_bytes=2 * PAGE_BYTES, threads=1), threading.Event()
+    extent, tensor = mapped(slab, 2 * PAGE_BYTES)
+    tensor.copy_(source := noise(2 * PAGE_BYTES))
+    into = noise(2 * PAGE_BYTES)
+    slab._courier.submit(lambda: gate.wait(30))
+    reading = slab.read(extent, into)
+    slab.free(extent)
+    assert slab.reserve(1) is None
+    gate.set()
+    reading.result()
+    assert torch.equal(into, source)
+    assert slab.reserve(2 * PAGE_BYTES) is not None
+
+
+def test_places_go_from_mapped_to_not_and_back_and_neighbours_stay(make):
+    """What a mapping left in the page cache is no newer than what was written past it later."""
+    slab = make(cap_bytes=3 * PAGE_BYTES)
+    left, right = (slab.write(noise(PAGE_BYTES).fill_(value)).result() for value in (1, 2))
+    for value in range(3, 9):
+        extent, tensor = mapped(slab, PAGE_BYTES - 7)
+        tensor.fill_(value)
+        del tensor
+        slab.free(extent)
+        extent = slab.write(source := noise(PAGE_BYTES)).result()
+        os.fsync(slab._file._descriptor)
+        slab.read(extent, into := noise(PAGE_BYTES)).result()
+        assert torch.equal(into, source)
+        slab.free(extent)
+        for around, expected in ((left, 1), (right, 2)):
+            slab.read(around, into).result()
+            assert into.unique().tolist() == [expected]
+
+
+def test_a_part_without_blocks_is_not_mapped(make):
+    """Where the disk may be full when a page is first written, that would be a signal and not an error."""
+
+    class LaterSparse(FileIO):
+        def preallocate(self, descriptor, offset, nbytes):
+            if offset == 2 * PAGE_BYTES:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            super().preallocate(descriptor, offset, nbytes)
+
+    slab = make(LaterSparse(), first_bytes=2 * PAGE_BYTES)
+    good, across, after = (slab.reserve(pages * PAGE_BYTES) for pages in (2, 2, 2))
+    assert [extent.offset // PAGE_BYTES for extent in (good, across, after)] == [0, 2, 4]
+    slab.map(good)[:] = 1
+    for extent in (across, after):
+        with pytest.raises(RuntimeUnavailable, match=r"does not set blocks aside .* use another tier"):
+            slab.map(extent)
+        slab.write(source := noise(100), extent).result()  # it serves as before
+        slab.read(extent, into := noise(100)).result()
+        assert torch.equal(into, source)
+
+
+def test_blocks_are_there_before_they_are_mapped(make):
+    slab = make(Buffered(), first_bytes=PAGE_BYTES)
+    extent, _ = mapped(slab, CAP // 2)
+    facts = os.fstat(slab._file._descriptor)
+    assert facts.st_blocks * 512 >= extent.offset + extent.nbytes
+
+
+def test_a_system_that_maps_no_more_says_so_and_the_extent_serves_otherwise(make):
+    class Full(FileIO):
+        def map(self, descriptor, offset, nbytes):
+            return super().map(-1, offset, nbytes)
+
+    slab = make(Full())
+    extent = slab.reserve(100)
+    with pytest.raises(RuntimeUnavailable, match=r"\(Bad file descriptor\); raise vm.max_map_count"):
+        slab.map(extent)
+    slab.write(source := noise(100), extent).result()
+    slab.read(extent, into := noise(100)).result()
+    assert torch.equal(into, source)
+    slab.close()
+    with pytest.raises(RuntimeUnavailable, match="the disk tier was closed"):
+        slab.map(extent)

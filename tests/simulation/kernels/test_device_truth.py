@@ -1,0 +1,625 @@
+"""What a CUDA device does differently from CPU tensors: attention kernels and dropout masks."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.core.errors import ConfigError
+from memscale.simulation.kernels import attention
+from memscale.simulation.kernels.attention import AttentionFlags, CudaAttention, attention_kernel
+from memscale.simulation.kernels.workspaces import CudaDropout
+
+T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
+FLAGS = AttentionFlags()
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def tensors(shape, dtype=BF16, *, key=None, value=None, requires_grad=False):
+    shapes = (shape, key or shape, value or key or shape)
+    return [torch.empty(s, dtype=dtype, device="meta", requires_grad=requires_grad) for s in shapes]
+
+
+def choose(shape=(2, 8, 256, 64), dtype=BF16, capability=A100, *, key=None, value=None, requires_grad=False, **options):
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "flags": FLAGS} | options
+    return attention_kernel(
+        *tensors(shape, dtype, key=key, value=value, requires_grad=requires_grad), capability=capability, **options
+    )
+
+
+def mask(*shape, dtype=torch.bool, requires_grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def flags(**fields):
+    return dataclasses.replace(FLAGS, **fields)
+
+
+# The rule after each colon is a function of sdp_utils.cpp or sdp_utils_cpp.h.
+CHOICES = {
+    "bf16 on Ampere": ({}, "flash"),
+    "priority_order: cuDNN first on Hopper": ({"capability": H100}, "cudnn"),
+    "priority_order: cuDNN first on Blackwell": ({"capability": B200}, "cudnn"),
+    "priority_order: not on consumer Blackwell": ({"capability": RTX5090}, "flash"),
+    "priority_order: not with 9.10.2": ({"capability": H100, "flags": flags(cudnn_version=91002)}, "flash"),
+    "priority_order: not with 9.15.0": ({"capability": H100, "flags": flags(cudnn_version=91500)}, "flash"),
+    "priority_order: deprioritized": ({"capability": H100, "flags": flags(prefer_cudnn=False)}, "flash"),
+    "priority_order: the user's order stands": (
+        {"capability": H100, "flags": flags(order=("efficient", "flash", "cudnn", "math"))},
+        "efficient",
+    ),
+    "check_flash_attention_hardware_support: Turing": ({"dtype": F16, "capability": T4}, "efficient"),
+    "check_sm_version: newer than sm121": ({"capability": (13, 0)}, "math"),
+    "check_tensor_dtype: float32": ({"dtype": F32}, "efficient"),
+    "check_tensor_dtype: float64": ({"dtype": F64}, "math"),
+    "check_tensor_dtype: bf16 before sm80": ({"capability": T4}, "math"),
+    "check_for_attn_mask: flash takes no mask": ({"attn_mask": mask(256, 256)}, "efficient"),
+    "check_attn_mask_shape: cuDNN takes a mask": ({"capability": H100, "attn_mask": mask(2, 1, 256, 256)}, "cudnn"),
+    "check_attn_mask_shape: of 2 or 4 dimensions": ({"capability": H100, "attn_mask": mask(8, 256, 256)}, "efficient"),
+    "check_attn_mask_shape: that broadcasts": ({"capability": H100, "attn_mask": mask(2, 8, 256, 255)}, "efficient"),
+    "check_attn_mask_shape: without a gradient": (
+        {"capability": H100, "attn_mask": mask(256, 256, dtype=BF16, requires_grad=True)},
+        "efficient",
+    ),
+    "check_head_dim_size_flash: 256": ({"shape": (2, 8, 256, 256)}, "flash"),
+    "check_head_dim_size_flash: over 256": ({"shape": (2, 8, 256, 264)}, "efficient"),
+    "check_head_dim_size_flash: one size for all": ({"value": (2, 8, 256, 128)}, "efficient"),
+    "check_head_dim_size_mem_efficient: 8 halves": ({"shape": (2, 8, 256, 60), "attn_mask": mask(256, 256)}, "math"),
+    "check_head_dim_size_mem_efficient: 4 floats": ({"shape": (2, 8, 256, 60), "dtype": F32}, "efficient"),
+    "check_head_dim_size_mem_efficient: 3 floats": ({"shape": (2, 8, 256, 63), "dtype": F32}, "math"),
+    "check_head_dim_size_mem_efficient: any floats on Turing": (
+        {"shape": (2, 8, 256, 63), "dtype": F32, "capability": T4},
+        "efficient",
+    ),
+    "pad_last_dim: flash pads heads": ({"shape": (2, 8, 256, 63)}, "flash"),
+    "check_cudnn_tensor_shapes: multiples of 8": ({"shape": (2, 8, 256, 60), "capability": H100}, "flash"),
+    "check_cudnn_tensor_shapes: 256 on Hopper": ({"shape": (2, 8, 256, 256), "capability": H100}, "cudnn"),
+    "check_cudnn_tensor_shapes: 128 on Blackwell": ({"shape": (2, 8, 256, 256), "capability": B200}, "flash"),
+    "check_cudnn_tensor_shapes: DeepSeek on Blackwell": (
+        {"shape": (2, 8, 256, 192), "value": (2, 8, 256, 128), "capability": B200},
+        "cudnn",
+    ),
+    "check_cudnn_tensor_shapes: one key": ({"key": (2, 8, 1, 64), "capability": H100}, "flash"),
+    "check_cudnn_tensor_shapes: one query with dropout": (
+        {"shape": (2, 8, 1, 64), "key": (2, 8, 9, 64), "dropout_p": 0.1, "capability": H100},
+        "flash",
+    ),
+    "can_use_cudnn_attention: no dropout in 9.12": (
+        {
+            "capability": H100,
+            "dropout_p": 0.1,
+            "flags": flags(cudnn_version=91200, order=("cudnn", "flash", "math")),
+        },
+        "flash",
+    ),
+    "check_cudnn_deterministic": ({"capability": H100, "flags": flags(deterministic=True)}, "flash"),
+    "192 < head <= 224 on sm86 in training": (
+        {"shape": (2, 8, 256, 200), "capability": A10, "requires_grad": True},
+        "efficient",
+    ),
+    "the same without a gradient": ({"shape": (2, 8, 256, 200), "capability": A10}, "flash"),
+    "the same on sm80": ({"shape": (2, 8, 256, 200), "requires_grad": True}, "flash"),
+    "head 256 on sm89": ({"shape": (2, 8, 256, 256), "capability": L4, "requires_grad": True}, "flash"),
+    "head 256 on sm89 with dropout": (
+        {"shape": (2, 8, 256, 256), "capability": L4, "requires_grad": True, "dropout_p": 0.1},
+        "efficient",
+    ),
+    "head 256 on sm120 with dropout": (
+        {"shape": (2, 8, 256, 256), "capability": RTX5090, "requires_grad": True, "dropout_p": 0.1},
+        "efficient",
+    ),
+    "check_flash_causal_non_square_seqlens": ({"key": (2, 8, 128, 64), "is_causal": True}, "efficient"),
+    "non-square without causal": ({"key": (2, 8, 128, 64)}, "flash"),
+    "check_tensor_shapes: three dimensions": ({"shape": (8, 256, 64)}, "math"),
+    "check_batch_size_and_num_heads_dense: batches": ({"key": (1, 8, 256, 64)}, "math"),
+    "check_batch_size_and_num_heads_dense: heads": ({"key": (2, 2, 256, 64)}, "math"),
+    "check_grouped_query_attention: flash shares heads": ({"key": (2, 2, 256, 64), "enable_gqa": True}, "flash"),
+    "check_grouped_query_attention: heads that divide": ({"key": (2, 3, 256, 64), "enable_gqa": True}, "math"),
+    "check_grouped_query_attention: efficient shares none": (
+        {"key": (2, 2, 256, 64), "enable_gqa": True, "dtype": F32},
+        "math",
+    ),
+    "check_grouped_query_attention: cuDNN takes unequal keys and values": (
+        {"key": (2, 4, 256, 64), "value": (2, 2, 256, 64), "enable_gqa": True, "capability": H100},
+        "cudnn",
+    ),
+    "check_grouped_query_attention: flash does not": (
+        {"key": (2, 4, 256, 64), "value": (2, 2, 256, 64), "enable_gqa": True},
+        "math",
+    ),
+    "check_runtime_disabled_flash": ({"flags": flags(flash=False)}, "efficient"),
+    "check_runtime_disabled_mem_efficient": ({"flags": flags(flash=False, efficient=False)}, "math"),
+    "no math: cuDNN is tried last": ({"flags": flags(flash=False, efficient=False, math=False)}, "cudnn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_that_a_device_takes(name):
+    arguments, kernel = CHOICES[name]
+    assert choose(**arguments) == kernel
+
+
+FIRST = ("cudnn", "math")
+MORE_CHOICES = [
+    # The architectures at the ends, and the ones beyond.
+    *[({"capability": cc}, "flash") for cc in ((8, 0), (8, 9), (12, 1))],
+    *[({"capability": cc}, "math") for cc in (T4, (12, 2))],
+    *[({"capability": cc, "dtype": F16}, "efficient") for cc in ((5, 0), (7, 0))],
+    ({"capability": (3, 7), "dtype": F16}, "math"),
+    *[({"capability": cc, "dtype": F32}, "efficient") for cc in ((8, 0), (12, 1))],
+    ({"capability": (12, 2), "dtype": F32}, "math"),
+    # Alignment of the heads for efficient.
+    ({"capability": (6, 1), "dtype": F16, "shape": (2, 8, 256, 63)}, "efficient"),
+    ({"capability": (7, 0), "dtype": F16, "shape": (2, 8, 256, 60)}, "math"),
+    ({"capability": (7, 0), "dtype": F32, "shape": (2, 8, 256, 63)}, "efficient"),
+    ({"capability": (8, 0), "dtype": F32, "shape": (2, 8, 256, 62)}, "math"),
+    ({"dtype": F32, "shape": (2, 8, 256, 64), "value": (2, 8, 256, 62)}, "math"),
+    ({"dtype": F32, "shape": (2, 8, 256, 62), "value": (2, 8, 256, 64)}, "math"),
+    ({"dtype": F32, "shape": (2, 8, 256, 64), "value": (2, 8, 256, 0)}, "math"),
+    ({"dtype": F32, "shape": (2, 8, 256, 64), "key": (2, 8, 256, 68), "value": (2, 8, 256, 64)}, "math"),
+    # Training with wide heads.
+    *[
+        ({"capability": cc, "shape": (2, 8, 256, 224), "requires_grad": True}, "efficient")
+        for cc in (L4, RTX5090, (12, 1))
+    ],
+    *[({"capability": cc, "shape": (2, 8, 256, 192), "requires_grad": True}, "flash") for cc in (A10, L4, RTX5090)],
+    ({"capability": (9, 1), "shape": (2, 8, 256, 224), "requires_grad": True}, "flash"),
+    ({"capability": L4, "shape": (2, 8, 256, 224), "dropout_p": 0.1}, "flash"),
+    ({"capability": L4, "shape": (2, 8, 256, 192), "dropout_p": 0.1, "requires_grad": True}, "flash"),
+    ({"capability": A10, "shape": (2, 8, 256, 193), "requires_grad": True}, "math"),
+    ({"capability": A10, "shape": (2, 8, 256, 225), "requires_grad": True}, "flash"),
+    ({"capability": A10, "shape": (2, 8, 256, 225), "requires_grad": True, "dropout_p": 0.1}, "math"),
+    ({"shape": (2, 8, 256, 257)}, "math"),
+    ({"is_causal": True}, "flash"),
+    # Nothing to attend to.
+    ({"key": (2, 8, 0, 64)}, "math"),
+    ({"shape": (2, 8, 0, 64), "key": (2, 8, 256, 64)}, "math"),
+    ({"shape": (2, 8, 1, 64), "key": (2, 8, 256, 64)}, "flash"),
+    # Batches of values, and values that share heads unevenly.
+    ({"value": (1, 8, 256, 64)}, "math"),
+    ({"capability": H100, "key": (2, 4, 256, 64), "value": (2, 3, 256, 64), "enable_gqa": True}, "math"),
+    ({"capability": H100, "key": (2, 3, 256, 64), "value": (2, 4, 256, 64), "enable_gqa": True}, "math"),
+    ({"enable_gqa": True}, "flash"),
+    # cuDNN by its version.
+    *[
+        ({"flags": flags(order=FIRST, cudnn_version=version), "dropout_p": dropout}, kernel)
+        for version, dropout, kernel in (
+            (89700, 0.0, "math"),
+            (90000, 0.0, "cudnn"),
+            (91100, 0.1, "cudnn"),
+            (91101, 0.1, "math"),
+            (91101, 0.0, "cudnn"),
+            (91399, 0.1, "math"),
+            (91400, 0.1, "cudnn"),
+        )
+    ],
+    *[
+        ({"flags": flags(order=FIRST, cudnn_version=version), "capability": cc, "shape": shape, "value": value}, kernel)
+        for version, cc, shape, value, kernel in (
+            (92000, A100, (2, 8, 256, 128), None, "cudnn"),
+            (92000, A100, (2, 8, 256, 136), (2, 8, 256, 128), "math"),
+            (92000, A100, (2, 8, 256, 128), (2, 8, 256, 136), "math"),
+            (90900, H100, (2, 8, 256, 136), None, "math"),
+            (91000, H100, (2, 8, 256, 256), None, "cudnn"),
+            (91000, H100, (2, 8, 256, 264), None, "math"),
+            (91099, B200, (2, 8, 256, 192), (2, 8, 256, 128), "math"),
+            (91100, B200, (2, 8, 256, 192), (2, 8, 256, 128), "cudnn"),
+            (91100, B200, (2, 8, 256, 192), None, "math"),
+            (91100, A100, (2, 8, 256, 192), (2, 8, 256, 128), "math"),
+            (92000, (12, 1), (2, 8, 256, 64), None, "cudnn"),
+            (92000, (12, 2), (2, 8, 256, 64), None, "math"),
+            (92000, T4, (2, 8, 256, 64), None, "math"),
+            (92000, A100, (2, 8, 256, 64), (2, 8, 256, 60), "math"),
+        )
+    ],
+    ({"flags": flags(order=FIRST), "dtype": F32}, "math"),
+    ({"flags": flags(order=FIRST), "key": (2, 2, 256, 64)}, "math"),
+    ({"flags": flags(order=FIRST), "key": (2, 8, 2, 64)}, "cudnn"),
+    ({"flags": flags(order=FIRST), "shape": (2, 8, 1, 64), "key": (2, 8, 256, 64)}, "cudnn"),
+    ({"flags": flags(order=FIRST), "shape": (2, 8, 2, 64), "key": (2, 8, 256, 64), "dropout_p": 0.1}, "cudnn"),
+    *[
+        ({"flags": flags(order=FIRST), "attn_mask": mask(*shape)}, kernel)
+        for shape, kernel in (
+            ((256, 256), "cudnn"),
+            ((1, 256), "cudnn"),
+            ((256, 1), "cudnn"),
+            ((256, 2), "math"),
+            ((2, 256), "math"),
+            ((1, 1, 256, 256), "cudnn"),
+            ((2, 8, 1, 256), "cudnn"),
+            ((1, 4, 256, 256), "math"),
+            ((4, 1, 256, 256), "math"),
+            ((256,), "math"),
+            ((1, 2, 8, 256, 256), "math"),
+        )
+    ],
+    # The order on other chips of the two families.
+    *[({"capability": cc}, "cudnn") for cc in ((10, 3), (9, 0))],
+    *[({"capability": cc}, "flash") for cc in ((10, 1), (11, 0), (8, 0))],
+    ({"capability": H100, "flags": flags(cudnn_version=91501)}, "cudnn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "kernel"), MORE_CHOICES, ids=str)
+def test_the_ends_of_the_rules(arguments, kernel):
+    assert choose(**arguments) == kernel
+
+
+def strided(head, dtype, stride):
+    shape = (2, 8, 16, head)
+    return torch.empty_strided(shape, (8 * 16 * 4, 16 * 4, 4, stride), dtype=dtype, device="meta")
+
+
+def test_one_element_has_no_stride_for_flash_and_one_for_efficient():
+    for stride, kernel in ((1, "efficient"), (2, "math")):
+        assert attention_kernel(*[strided(1, F32, stride)] * 3, None, 0.0, False, False, T4, FLAGS) == kernel
+        assert attention_kernel(*[strided(1, BF16, stride)] * 3, None, 0.0, False, False, A100, FLAGS) == "flash"
+    assert attention_kernel(*[strided(2, BF16, 2)] * 3, None, 0.0, False, False, A100, FLAGS) == "math"
+
+
+def test_cudnn_wants_a_dense_last_dimension_too():
+    q = torch.empty(2, 8, 64, 256, dtype=BF16, device="meta").transpose(2, 3)
+    assert attention_kernel(q, q, q, None, 0.0, False, False, A100, flags(order=FIRST)) == "math"
+
+
+def test_dtypes_have_to_agree():
+    q, k = (torch.empty(2, 8, 16, 64, dtype=dtype, device="meta") for dtype in (BF16, F16))
+    for three in ((q, k, q), (q, q, k), (k, q, q)):
+        assert attention_kernel(*three, None, 0.0, False, False, A100, FLAGS) == "math"
+
+
+def test_no_grad_is_no_training():
+    with torch.no_grad():
+        assert choose(shape=(2, 8, 256, 200), capability=A10, requires_grad=True) == "flash"
+
+
+def test_the_last_dimension_has_to_be_dense():
+    q = torch.empty(2, 8, 64, 256, dtype=BF16, device="meta").transpose(2, 3)
+    assert attention_kernel(q, q, q, None, 0.0, False, False, A100, FLAGS) == "math"
+    transposed = mask(256, 256, dtype=BF16).t()
+    assert choose(attn_mask=transposed) == "math"
+
+
+def test_no_kernel_at_all_is_an_error():
+    with pytest.raises(ConfigError, match=r"capability \(7, 5\) has no attention kernel among \['flash'\]"):
+        choose(capability=T4, flags=flags(efficient=False, cudnn=False, math=False))
+
+
+def test_flags_of_the_process_are_read(monkeypatch):
+    assert AttentionFlags.current().flash
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        now = AttentionFlags.current()
+        assert (now.flash, now.cudnn, now.efficient, now.math) == (False, False, True, True)
+        assert now.order[:2] == ("efficient", "math")
+    assert AttentionFlags.current().order == ("flash", "efficient", "math", "cudnn")
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert not AttentionFlags.current().prefer_cudnn
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert AttentionFlags.current().deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert not AttentionFlags.current().deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(torch.backends.cudnn.is_available(), reason="says what happens without cuDNN")
+@pytest.mark.parametrize(
+    ("release", "version"), [("2.10.0+cpu", 91002), ("2.11.1", 91900), ("2.12.0", 92000), ("2.99.0", 92000)]
+)
+def test_without_cudnn_the_bundled_version_counts(monkeypatch, release, version):
+    monkeypatch.setattr(torch, "__version__", release)
+    assert AttentionFlags.current().cudnn_version == version
+
+
+@pytest.fixture
+def fakes():
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+class Saved:
+    """The tensors that autograd keeps, one for each storage."""
+
+    def __init__(self):
+        self.by_storage = {}
+        self.context = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    def pack(self, tensor):
+        self.by_storage.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    def sizes(self, *but):
+        """Bytes of what is kept beside ``but``, without the seeds of dropout."""
+        known = {tensor.untyped_storage()._cdata for tensor in but}
+        kept = [t.untyped_storage().nbytes() for key, t in self.by_storage.items() if key not in known]
+        return sorted(nbytes for nbytes in kept if nbytes > 16)
+
+
+def run(capability, shape, dtype=BF16, *, key=None, value=None, flags=FLAGS, **options):
+    """One attention on fake tensors: (inputs, output, what else is kept)."""
+    inputs = [torch.empty(s, dtype=dtype, requires_grad=True) for s in (shape, key or shape, value or key or shape)]
+    saved = Saved()
+    with CudaAttention(capability, flags), saved.context:
+        out = F.scaled_dot_product_attention(*inputs, **options)
+    kept = saved.sizes(*inputs)
+    out.sum().backward()
+    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    assert [x.grad.dtype for x in inputs] == [dtype] * 3
+    return inputs, out, kept
+
+
+B, H, L, D = 2, 4, 100, 64
+
+
+def test_flash_keeps_the_output_and_one_float_a_row(fakes):
+    _, out, kept = run(A100, (B, H, L, D), is_causal=True)
+    assert out.shape == (B, H, L, D)
+    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
+
+
+def test_flash_pads_heads_to_eight(fakes):
+    _, out, kept = run(A100, (B, H, L, 60))
+    assert out.shape == (B, H, L, 60)
+    # Query, key, value and output of 64, none of which is a tensor of the caller.
+    assert kept == sorted([B * H * L * 64 * 2] * 4 + [B * H * L * 4])
+
+
+def test_flash_scales_by_the_head_before_padding(fakes, monkeypatch):
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
+                seen.append((args[0].shape[-1], kwargs["scale"]))
+            return func(*args, **(kwargs or {}))
+
+    q = torch.empty(B, H, L, 60, dtype=BF16)
+    with CudaAttention(A100, FLAGS), Record():
+        F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q, scale=0.5)
+    assert seen == [(64, 1 / math.sqrt(60)), (64, 0.5)]
+
+
+def test_flash_shares_keys_and_values_without_a_copy(fakes):
+    (_, key, _), out, kept = run(A100, (B, H, L, D), key=(B, 2, L, D), enable_gqa=True)
+    assert out.shape == (B, H, L, D)
+    assert key.grad.shape == (B, 2, L, D)
+    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
+
+
+def test_efficient_aligns_its_row_sums_to_32(fakes):
+    _, out, kept = run(A100, (B, H, L, D), F32)
+    assert out.shape == (B, H, L, D)
+    assert out.transpose(1, 2).is_contiguous()
+    assert kept == sorted([B * H * L * D * 4, B * H * 128 * 4])
+
+
+def test_efficient_keeps_no_row_sums_without_a_gradient(fakes):
+    outputs = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+                outputs.append(result[1].shape)
+            return result
+
+    q = torch.empty(B, H, L, D, requires_grad=True)
+    with CudaAttention(A100, FLAGS), Record():
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q)
+    assert outputs == [(B, H, 0), (B, H, 128)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "row"),
+    [
+        (104, 104),  # rows of a multiple of 8 are used as they are
+        (100, 104),
+        (97, 104),
+    ],
+)
+def test_efficient_keeps_a_bool_mask_as_an_aligned_additive_one(fakes, keys, row):
+    bias = torch.empty(L, keys, dtype=torch.bool)
+    _, _, kept = run(A100, (B, H, L, D), key=(B, H, keys, D), attn_mask=bias)
+    assert kept == sorted([B * H * L * D * 2, B * H * 128 * 4, L * row * 2])
+
+
+def test_efficient_keeps_an_aligned_additive_mask_itself(fakes):
+    bias = torch.empty(1, 1, 104, 104, dtype=BF16)
+    saved = Saved()
+    q = torch.empty(B, H, 104, D, dtype=BF16, requires_grad=True)
+    with CudaAttention(A100, FLAGS), saved.context:
+        F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+    assert saved.sizes(q, bias) == sorted([B * H * 104 * D * 2, B * H * 128 * 4])
+
+
+def test_a_mask_gets_its_gradient(fakes):
+    bias = torch.empty(1, H, L, L, dtype=BF16, requires_grad=True)
+    run(A100, (B, H, L, D), attn_mask=bias)
+    assert bias.grad.shape == (1, H, L, L)
+
+
+def test_cudnn_keeps_the_output_and_one_float_a_row(fakes):
+    _, out, kept = run(H100, (B, H, L, D), is_causal=True)
+    assert out.shape == (B, H, L, D)
+    assert kept == sorted([B * H * L * D * 2, B * H * L * 4])
+
+
+def test_cudnn_takes_values_of_another_size_and_a_mask(fakes):
+    _, out, kept = run(
+        B200, (B, H, L, 192), key=(B, H, L, 192), value=(B, H, L, 128), attn_mask=torch.empty(L, L, dtype=torch.bool)
+    )
+    assert out.shape == (B, H, L, 128)
+    assert kept == sorted([B * H * L * 128 * 2, B * H * L * 4, L * L * 2])
+
+
+def test_math_keeps_the_whole_matrix(fakes):
+    _, out, kept = run(A100, (B, H, L, D), F64)
+    assert out.shape == (B, H, L, D)
+    assert B * H * L * L * 8 in kept
+
+
+def test_math_on_half_computes_in_float(fakes):
+    only_math = flags(flash=False, efficient=False, cudnn=False)
+    _, out, kept = run(A100, (B, H, L, D), flags=only_math)
+    assert out.dtype == BF16
+    assert B * H * L * L * 4 in kept
+
+
+def test_math_repeats_shared_keys(fakes):
+    _, out, kept = run(A100, (B, H, L, D), F32, key=(B, 2, L, D), enable_gqa=True)
+    assert out.shape == (B, H, L, D)
+    assert B * H * L * L * 4 in kept
+
+
+def test_the_flags_are_read_at_each_call(fakes):
+    q = torch.empty(B, H, L, D, dtype=BF16, requires_grad=True)
+    for kernel, matrix in ((SDPBackend.FLASH_ATTENTION, False), (SDPBackend.MATH, True)):
+        saved = Saved()
+        with CudaAttention(A100), saved.context, sdpa_kernel(kernel):
+            F.scaled_dot_product_attention(q, q, q)
+        assert (B * H * L * L * 4 in saved.sizes(q)) == matrix
+
+
+def test_multi_head_attention_goes_through_the_same_kernels(fakes):
+    layer = nn.MultiheadAttention(H * D, H, batch_first=True, dtype=BF16)
+    x = torch.empty(B, L, H * D, dtype=BF16, requires_grad=True)
+    before = F.scaled_dot_product_attention
+    saved = Saved()
+    with CudaAttention(A100, FLAGS), saved.context:
+        layer(x, x, x, need_weights=False)[0].sum().backward()
+    assert B * H * L * 4 in saved.sizes()
+    assert F.scaled_dot_product_attention is before
+
+
+def test_an_error_inside_multi_head_attention_leaves_nothing_behind(fakes):
+    before = F.scaled_dot_product_attention
+    layer = nn.MultiheadAttention(H * D, H, batch_first=True)
+    with CudaAttention(A100, FLAGS), pytest.raises(AssertionError):
+        layer(*[torch.empty(B, L, 7)] * 3)
+    assert F.scaled_dot_product_attention is before
+
+
+def test_empty_inputs_take_no_kernel(fakes):
+    q = torch.empty(B, H, 0, D, dtype=BF16, requires_grad=True)
+    saved, full = Saved(), torch.empty(B, H, L, D, dtype=BF16)
+    with CudaAttention(A100, FLAGS), saved.context:
+        assert F.scaled_dot_product_attention(q, q, q).shape == (B, H, 0, D)
+        assert F.scaled_dot_product_attention(full, q, q).shape == (B, H, L, D)
+        assert F.scaled_dot_product_attention(q, full, full).shape == (B, H, 0, D)
+    assert saved.sizes() == []
+
+
+def test_arguments_reach_the_kernel(fakes):
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "attention" in str(func):
+                seen.append(tuple(a for a in args if not isinstance(a, torch.Tensor)))
+            return func(*args, **(kwargs or {}))
+
+    for capability, dtype in ((A100, BF16), (A100, F32), (H100, BF16)):
+        q = torch.empty(B, H, L, D, dtype=dtype)
+        with CudaAttention(capability, FLAGS), Record():
+            F.scaled_dot_product_attention(q, q, q)
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.25, is_causal=True)
+    # The dispatcher leaves out trailing arguments that have their default: no dropout, not causal, no debug mask.
+    assert seen == [
+        *[(), (0.25, True)],
+        # No mask, and no log-sum-exp without a gradient.
+        *[(None, False), (None, False, 0.25, True)] * 2,
+    ]
+
+
+def test_heads_are_shared_only_when_asked(fakes):
+    q, k = torch.empty(B, H, L, D, dtype=BF16), torch.empty(B, 2, L, D, dtype=BF16)
+    with CudaAttention(A100, FLAGS), pytest.raises(RuntimeError, match="size of tensor a"):
+        F.scaled_dot_product_attention(q, k, k)
+
+
+def test_gradients_of_torch_func_take_the_kernel_too(fakes):
+    q = torch.empty(B, H, L, D, dtype=BF16)
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with CudaAttention(A100, FLAGS), Record():
+        grad = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, q, q).sum())(q)
+    assert grad.shape == q.shape
+    assert "aten._scaled_dot_product_flash_attention_backward.default" in called
+
+
+def test_real_tensors_are_not_touched_outside():
+    assert F.scaled_dot_product_attention is attention._SDPA
+
+
+def test_dropout_keeps_one_byte_an_element(fakes):
+    x = torch.empty(100, 64, requires_grad=True)
+    for call in (lambda: F.dropout(x, 0.1), lambda: nn.Dropout(0.1)(x), lambda: torch.dropout(x, 0.1, train=True)):
+        saved = Saved()
+        with CudaDropout(), saved.context:
+            out = call()
+        assert saved.sizes() == [6400]
+        assert out.shape == x.shape
+        out.sum().backward()
+
+
+def test_dropout_on_cpu_keeps_the_noise_in_its_dtype(fakes):
+    x = torch.empty(100, 64, requires_grad=True)
+    saved = Saved()
+    with saved.context:
+        F.dropout(x, 0.1)
+    assert saved.sizes() == [25600]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.dropout(x, 0.1, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: torch.dropout(x, 0.1, False),
+        lambda x: F.dropout(torch.empty(0, 4), 0.1),
+    ],
+)
+def test_dropout_that_drops_nothing_keeps_nothing(fakes, call):
+    x = torch.empty(100, 64, requires_grad=True)
+    saved = Saved()
+    with CudaDropout(), saved.context:
+        call(x)
+    assert saved.sizes() == []
+
+
+def test_dropout_in_place_keeps_the_noise_as_on_cuda(fakes):
+    x = torch.empty(100, 64, requires_grad=True)
+    saved = Saved()
+    with CudaDropout(), saved.context:
+        F.dropout(x * 2, 0.1, inplace=True)
+    assert saved.sizes() == [25600]
+
+
+def test_dropout_checks_its_arguments_as_ever():
+    with CudaDropout(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+        F.dropout(torch.ones(4), 1.5)
+
+
+def test_dropout_inside_multi_head_attention(fakes):
+    layer = nn.MultiheadAttention(H * D, H, dropout=0.1, batch_first=True)
+    x = torch.empty(B, L, H * D, requires_grad=True)
+    before, saved = F.dropout, Saved()
+    with CudaDropout(), saved.context:
+        layer(x, x, x, need_weights=True)
+    assert B * H * L * L in saved.sizes()
+    assert F.dropout is before

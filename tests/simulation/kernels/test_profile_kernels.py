@@ -1,0 +1,188 @@
+"""What the kernels of a CPU do that shapes do not say: in which order results lie, and what is taken on the way."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memscale.simulation.kernels import scratch
+from memscale.simulation.kernels.scratch import CpuScratch, sound
+from memscale.simulation.kernels.shapes import FakeKernels, layout_of
+from tests.support.steps import Training, assert_exact
+
+aten = torch.ops.aten
+
+
+def permuted(*shape, dtype=torch.float32):
+    """A tensor whose second dimension lies last in memory: channels_last, where there are pictures."""
+    return torch.rand(shape[0], *shape[2:], shape[1]).to(dtype).movedim(-1, 1)
+
+
+def vector(n=6):
+    return torch.rand(n)
+
+
+ROWS = (permuted(4, 6, 5), permuted(4, 6, 5))
+PICTURE = permuted(4, 6, 5, 3)
+UNPICTURED = permuted(4, 6, 5)
+LAYOUTS = {
+    "layer_norm_backward": (
+        aten.native_layer_norm_backward.default,
+        (permuted(4, 6, 5), torch.rand(4, 6, 5), [5], torch.rand(4, 6, 1), torch.rand(4, 6, 1), *[vector(5)] * 2),
+        {"output_mask": [True] * 3},
+    ),
+    "log_softmax_backward": (aten._log_softmax_backward_data.default, (*ROWS, 1, torch.float32), {}),
+    "mse_loss_backward": (aten.mse_loss_backward.default, (torch.ones([]), *ROWS, 1), {}),
+    "smooth_l1_loss_backward": (aten.smooth_l1_loss_backward.default, (torch.ones([]), *ROWS, 1, 1.0), {}),
+    "huber_loss_backward": (aten.huber_loss_backward.default, (torch.ones([]), *ROWS, 1, 1.0), {}),
+    "soft_margin_loss": (aten.soft_margin_loss.default, ROWS, {}),
+    "log_sigmoid": (aten.log_sigmoid_forward.default, ROWS[:1], {}),
+    "batch_norm of pictures": (
+        aten.native_batch_norm.default,
+        (PICTURE, vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
+        {},
+    ),
+    "batch_norm of rows": (
+        aten.native_batch_norm.default,
+        (UNPICTURED, vector(), vector(), vector(), vector(), True, 0.1, 1e-5),
+        {},
+    ),
+    "batch_norm_backward of rows": (
+        aten.native_batch_norm_backward.default,
+        (UNPICTURED, UNPICTURED, *[vector()] * 5, True, 1e-5, [True] * 3),
+        {},
+    ),
+    "channel_shuffle of pictures": (aten.channel_shuffle.default, (PICTURE, 2), {}),
+    "channel_shuffle": (aten.channel_shuffle.default, (PICTURE.contiguous(), 2), {}),
+    "replication_pad2d_backward": (
+        aten.replication_pad2d_backward.default,
+        (permuted(4, 6, 7, 5), PICTURE, [1, 1, 1, 1]),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), LAYOUTS.values(), ids=LAYOUTS)
+def test_results_lie_in_memory_as_the_real_kernel_lays_them(op, args, kwargs):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    assert FakeKernels().layout(op, args, kwargs, tensors) == layout_of(op(*args, **kwargs), tensors)
+
+
+class Residual(nn.Module):
+    def __init__(self, cin, cout):
+        super().__init__()
+        self.norm1, self.conv1 = nn.GroupNorm(4, cin), nn.Conv2d(cin, cout, 3, padding=1)
+        self.norm2, self.conv2 = nn.GroupNorm(4, cout), nn.Conv2d(cout, cout, 3, padding=1)
+        self.shortcut = nn.Conv2d(cin, cout, 1)
+
+    def forward(self, x):
+        return self.shortcut(x) + self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+def test_an_autoencoder_in_channels_last(dtype, loss):
+    grow = nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()
+    shrink = nn.Conv2d(3, 16, 3, padding=1), Residual(16, 16), nn.Conv2d(16, 16, 3, stride=2, padding=1)
+    layers = *shrink, Residual(16, 16), *grow, nn.Conv2d(16, 3, 3, padding=1)
+    model = nn.Sequential(*layers).to(dtype, memory_format=torch.channels_last)
+    pictures = torch.rand(2, 3, 32, 32).to(dtype, memory_format=torch.channels_last)
+    assert_exact(Training(model, pictures, torch.optim.AdamW(model.parameters()), loss))
+
+
+def test_windows_whose_gradients_arrive_transposed():
+    transformers = pytest.importorskip("transformers")
+    shape = {"image_size": 56, "patch_size": 4, "embed_dim": 48, "window_size": 7, "depths": [2], "num_heads": [3]}
+    model = transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=10, **shape)).train()
+    batch = {"pixel_values": torch.rand(8, 3, 56, 56), "labels": torch.zeros(8, dtype=torch.long)}
+    assert_exact(Training(model, batch, torch.optim.AdamW(model.parameters())))
+
+
+def positive(y):
+    return y @ y.mT + 10 * torch.eye(48)
+
+
+KERNELS = {
+    "kthvalue": lambda y: y.kthvalue(5, -1).values,
+    "nanmedian": lambda y: y.nanmedian(-1).values,
+    "inv": torch.linalg.inv,
+    "inv of one": lambda y: torch.linalg.inv(y[0]),
+    "solve": lambda y: torch.linalg.solve(y, y.exp()),
+    "cholesky": lambda y: torch.linalg.cholesky(positive(y)),
+    "svd": lambda y: torch.linalg.svdvals(y),
+    "eigh": lambda y: torch.linalg.eigvalsh(positive(y)),
+    "qr": lambda y: torch.linalg.qr(y).R,
+    "fft": lambda y: torch.fft.rfft(y).abs(),
+    "isinf": lambda y: y.masked_fill(y.isinf(), 0.0),
+    "sum in double": lambda y: y.sum(dtype=torch.float64),
+    "logsumexp": lambda y: y.logsumexp(-1),
+    "distances": lambda y: torch.cdist(y, y),
+    "upsampling": lambda y: F.interpolate(y[None], scale_factor=2),
+    "upsampling smoothly": lambda y: F.interpolate(y[None], scale_factor=2, mode="bilinear"),
+    "logits": lambda y: F.binary_cross_entropy_with_logits(y, y.detach()),
+}
+
+
+class Ends(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(48, 48), function
+
+    def forward(self, x):
+        return self.function(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("function", KERNELS.values(), ids=KERNELS)
+def test_what_a_kernel_takes_on_the_way_is_heard(function):
+    assert_exact(Training(Ends(function), torch.rand(6, 48, 48)))
+
+
+HEARD = {
+    "kthvalue": (aten.kthvalue.default, (torch.rand(9, 40), 3)),
+    "inv": (aten.linalg_inv_ex.default, (torch.rand(3, 40, 40),)),
+    "eigh": (aten._linalg_eigh.default, (torch.rand(40, 40),)),
+    "upsample": (aten.upsample_nearest2d.default, (torch.rand(6, 8, 5, 5), [10, 10])),
+    "upsample backward": (
+        aten.upsample_nearest2d_backward.default,
+        (torch.ones([]).expand(6, 8, 10, 10), [10, 10], [6, 8, 5, 5]),
+    ),
+    "distances": (aten._cdist_forward.default, (torch.rand(30, 40), torch.rand(30, 40), 2.0, 1)),
+}
+
+
+@pytest.mark.parametrize(("op", "args"), HEARD.values(), ids=HEARD)
+def test_a_kernel_that_takes_memory_is_asked_without_a_probe(op, args):
+    real = sound(op, args, {}).scratch_bytes
+    assert real > 500
+    assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
+
+
+@pytest.mark.parametrize("name", ["upsample", "upsample backward"])
+def test_a_picture_too_large_to_try_is_known_by_fewer(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+    op, args = HEARD[name]
+    real = sound(op, args, {}).scratch_bytes
+    asked = []
+    monkeypatch.setattr(scratch, "sound", lambda op, args, kwargs: asked.append(args) or sound(op, args, kwargs))
+    monkeypatch.setattr(scratch, "_LARGEST_SOUNDING_FLOPS", 16 * args[0].nbytes * 4 // 6)
+    assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
+    assert [len(given[0]) for given in asked] == [2, 4]
+
+
+def test_a_factorisation_too_large_to_try_copies_its_matrix(monkeypatch):
+    monkeypatch.setattr(scratch, "sound", lambda *_: pytest.fail("asked"))
+    matrix = torch.empty(2000, 2000, device="meta")
+    assert CpuScratch(probe=False).nbytes(aten.linalg_inv_ex.default, (matrix,), {}, 0) == 4 * 2000 * 2000
+
+
+def test_a_kernel_that_refuses_zeros_is_left_alone():
+    args = (torch.rand(5, 5), torch.full((5, 3), 7))
+    assert CpuScratch(probe=False).nbytes(aten.gather.default, (args[0], 1, args[1]), {}, 0) == 0
+
+
+def test_a_draw_is_not_asked_for():
+    torch.manual_seed(0)
+    first = torch.rand(3)
+    torch.manual_seed(0)
+    CpuScratch(probe=False).nbytes(aten.multinomial.default, (torch.ones(50), 3), {}, 0)
+    assert torch.equal(torch.rand(3), first)

@@ -1,0 +1,307 @@
+"""Memory that CUDA libraries and kernels take beside tensors: workspaces and scratch."""
+
+import math
+
+import pytest
+import torch
+
+import memscale as ms
+from memscale.simulation.kernels.workspaces import (
+    SCRATCH,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    cuda_scratch_bytes,
+)
+
+MIB = 1 << 20
+T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+WORKSPACES = [
+    ((7, 0), {}, (2, 13), 8519680),
+    ((8, 0), {}, (2, 13), 8519680),
+    ((8, 9), {}, (2, 13), 8519680),
+    ((9, 0), {}, (2, 13), 32 * MIB),
+    ((9, 0), {}, (2, 10), 32 * MIB),
+    ((10, 0), {}, (2, 13), 32 * MIB),
+    ((12, 0), {}, (2, 12), 32 * MIB),
+    ((10, 0), {}, (2, 11), 8519680),
+    ((12, 0), {}, (2, 10), 8519680),
+    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, (2, 13), 128 * 1024),
+    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, (2, 13), 8519680),
+    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, (2, 13), 0),
+    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": "4096"}, (2, 13), 8519680),
+]
+
+
+@pytest.mark.parametrize(("capability", "environ", "version", "nbytes"), WORKSPACES)
+def test_cublas_workspaces(capability, environ, version, nbytes):
+    assert cublas_workspace_bytes(capability, environ=environ, torch_version=version) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("environ", "version", "nbytes"),
+    [
+        ({}, (2, 13), 0),
+        ({}, (2, 12), 0),
+        ({}, (2, 11), MIB),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, (2, 10), 0),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (2, 13), MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, (2, 13), 0),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, (2, 10), 4 * MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "65536"}, (2, 10), 8519680),
+        ({"CUBLASLT_WORKSPACE_SIZE": "65536", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (2, 10), 64 * MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "much"}, (2, 10), MIB),
+    ],
+)
+def test_cublaslt_workspaces(environ, version, nbytes):
+    assert cublaslt_workspace_bytes(A100, environ=environ, torch_version=version) == nbytes
+
+
+def test_workspaces_follow_the_environment_of_the_process(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
+    assert cublas_workspace_bytes(H100) == MIB
+
+
+def meta(*shape, dtype=F32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def scratch(op, *args, capability=A100, **options):
+    assert op in SCRATCH
+    return cuda_scratch_bytes(op, args, None, capability, **options)
+
+
+def test_ops_without_a_formula_take_nothing():
+    assert cuda_scratch_bytes("aten.mm.default", (meta(8, 8), meta(8, 8)), None, A100) == 0
+
+
+def test_every_op_with_a_formula_exists():
+    for name in SCRATCH:
+        _, packet, overload = name.split(".")
+        assert str(getattr(getattr(torch.ops.aten, packet), overload)) == name
+
+
+def embedding(tokens, vocabulary, width, *, dtype=F32, by_frequency=False, index=torch.int64):
+    return scratch(
+        "aten.embedding_dense_backward.default",
+        meta(*tokens, width, dtype=dtype),
+        meta(*tokens, dtype=index),
+        vocabulary,
+        -1,
+        by_frequency,
+    )
+
+
+def test_embedding_backward_sums_up_to_ten_rows_at_a_time():
+    assert embedding((3, 1024), 50304, 512) == 0
+    assert embedding((1, 3073), 50304, 512) > 0
+    # 4096 tokens: 4096 segments at most, and 409 + 4096 partial sums.
+    partials = 409 + 4096
+    small = 3 * 4096 * 8 + 2 * 4096 * 8 + 2 * 512 + 36352  # 4505 * 8 bytes rounded up
+    assert embedding((4, 1024), 50304, 512) == small + partials * 512 * 4
+    assert embedding((4, 1024), 50304, 512, dtype=BF16) == small + partials * 512 * 4
+    # A small vocabulary has fewer segments.
+    assert embedding((4, 1024), 1024, 512) == 3 * 32768 + 2 * 8192 + 1024 + 11776 + (409 + 1024) * 2048
+    assert embedding((4, 1024), 50304, 512, by_frequency=True) - embedding((4, 1024), 50304, 512) == 4096 * 8
+    assert embedding((1, 512), 50304, 512, by_frequency=True) > 0
+    assert embedding((4, 1024), 50304, 512, index=torch.int32) < embedding((4, 1024), 50304, 512)
+
+
+def test_embedding_backward_copies_a_gradient_that_is_not_contiguous():
+    grad = meta(8, 16, 4).transpose(0, 1)
+    assert scratch("aten.embedding_dense_backward.default", grad, meta(16, 8, dtype=torch.int64), 9, -1, False) == 2048
+
+
+def test_index_put_sorts_only_to_accumulate():
+    op = "aten.index_put_.default"
+    target, rows, values = meta(1000, 64), meta(4096, dtype=torch.int64), meta(4096, 64)
+    assert scratch(op, target, [rows], values) == 0
+    assert scratch(op, target, [rows], values, False) == 0
+    assert scratch(op, target, [rows], values, True) == 6 * 4096 * 8
+    # One value for all is expanded first; two index tensors broadcast.
+    assert scratch(op, target, [rows], meta(1), True) == 6 * 4096 * 8 + 4096 * 64 * 4
+    pairs = [meta(64, 1, dtype=torch.int64), meta(64, dtype=torch.int64)]
+    assert scratch(op, target, pairs, meta(64, 64), True) == 6 * 4096 * 8
+    assert scratch(op, target, [None, rows], meta(1000, 4096), True) == 6 * 4096 * 8
+    assert scratch(op, meta(64, 1000).t(), [rows], values, True) == 6 * 4096 * 8 + 64 * 1000 * 4
+    assert scratch(op, target, [meta(1000, dtype=torch.bool)], meta(1), True) == 0
+
+
+def layer_norm(rows, columns, mask=(True, True, True), *, bias=True, dtype=F32, multiprocessors=132):
+    x, weight = meta(rows, columns, dtype=dtype), meta(columns, dtype=dtype)
+    args = (x, x, [columns], meta(rows, 1), meta(rows, 1), weight, weight if bias else None, list(mask))
+    return scratch("aten.native_layer_norm_backward.default", *args, multiprocessors=multiprocessors)
+
+
+def test_layer_norm_backward_splits_many_short_rows():
+    assert layer_norm(65536, 768) == 0
+    # 24 blocks of 32 columns leave 32768 // 24 = 1365 blocks over the rows.
+    assert layer_norm(65537, 768) == 2 * 1365 * 768 * 4
+    assert layer_norm(65537, 768, bias=False) == 1365 * 768 * 4
+    assert layer_norm(65537, 768, (True, False, True)) == 1365 * 768 * 4
+    assert layer_norm(65537, 768, dtype=BF16) == 2 * 1365 * 768 * 2
+    # 16 columns: one block wide, so as many as 32 rows each need.
+    assert layer_norm(70000, 16) == 2 * 140288  # 2188 * 16 * 4 bytes rounded up
+    assert layer_norm(65537, 66 * 32) == 0
+    assert layer_norm(65537, 66 * 32, multiprocessors=148) > 0
+
+
+def flash_backward(shape, *, key=None, dtype=BF16, grad=None, **options):
+    q, k = meta(*shape, dtype=dtype), meta(*(key or shape), dtype=dtype)
+    # The kernel's own layout is (batch, length, heads, head size).
+    out = meta(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+    args = (out if grad is None else grad, q, k, k, out)
+    return scratch("aten._scaled_dot_product_flash_attention_backward.default", *args, **options)
+
+
+def test_flash_backward_accumulates_in_float():
+    assert flash_backward((2, 4, 128, 64)) == 2 * 4 * 128 * 4 + 2 * 128 * 4 * 64 * 4
+    # Rows round up to 128 and heads to 32; above 192 there is a kernel for 256 only.
+    assert flash_backward((2, 4, 100, 40)) == 2 * 4 * 128 * 4 + 2 * 128 * 4 * 64 * 4
+    assert flash_backward((2, 4, 128, 200)) == 2 * 4 * 128 * 4 + 2 * 128 * 4 * 256 * 4
+    shared = 2 * 128 * 4 * 64 * 2
+    assert flash_backward((2, 4, 128, 64), key=(2, 2, 128, 64)) == flash_backward((2, 4, 128, 64)) + 2 * shared
+    copied = flash_backward((2, 4, 128, 64), grad=meta(2, 4, 128, 64, dtype=BF16))
+    assert copied == flash_backward((2, 4, 128, 64)) + 2 * 4 * 128 * 64 * 2
+
+
+def test_flash_backward_is_deterministic_at_a_price():
+    free = flash_backward((2, 4, 128, 64))
+    torch.use_deterministic_algorithms(True)
+    try:
+        # 8 heads and 132 multiprocessors make 17 splits.
+        assert flash_backward((2, 4, 128, 64)) == free + 16 * 2 * 128 * 4 * 64 * 4
+        assert flash_backward((2, 4, 128, 64), multiprocessors=8) == free
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert flash_backward((2, 4, 128, 64)) == free
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_efficient_forward_needs_a_float_output_for_large_heads():
+    op = "aten._scaled_dot_product_efficient_attention.default"
+
+    def forward(head, dtype, value_head=None):
+        key, value = meta(2, 4, 300, head, dtype=dtype), meta(2, 4, 300, value_head or head, dtype=dtype)
+        return scratch(op, meta(2, 4, 128, head, dtype=dtype), key, value)
+
+    assert forward(128, BF16) == 0
+    assert forward(136, BF16) == 2 * 4 * 128 * 136 * 4
+    assert forward(64, BF16, 136) == 2 * 4 * 128 * 136 * 4
+    assert forward(136, BF16, 64) == 2 * 4 * 128 * 64 * 4
+    assert forward(136, F32) == 0
+
+
+def blocks(*sizes):
+    return sum(-(-nbytes // 512) * 512 for nbytes in sizes)
+
+
+def efficient_backward(shape, dtype=BF16, *, capability=A100, keys=None, value_head=None):
+    batch, heads, length, head = shape
+    q, k = meta(*shape, dtype=dtype), meta(batch, heads, keys or length, head, dtype=dtype)
+    v = meta(batch, heads, keys or length, value_head or head, dtype=dtype)
+    grad = meta(batch, length, heads, value_head or head, dtype=dtype).transpose(1, 2)
+    op = "aten._scaled_dot_product_efficient_attention_backward.default"
+    return scratch(op, grad, q, k, v, capability=capability)
+
+
+def tile(rows, columns):
+    """Bytes of one tile of float32, with its lock."""
+    return rows * columns * 4 + 16
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head", "rows", "columns", "spills"),
+    [
+        (A100, BF16, 64, 64, 64, False),
+        (A100, BF16, 72, 128, 128, False),
+        (A100, BF16, 128, 128, 128, False),
+        (A100, BF16, 136, 128, 64, True),
+        *[(capability, F16, 128, 128, 128, False) for capability in ((8, 7), H100, B200, (10, 3), (11, 0))],
+        (A10, BF16, 96, 128, 64, False),
+        (L4, BF16, 96, 128, 64, False),
+        (L4, BF16, 104, 64, 64, True),
+        (L4, BF16, 136, 64, 64, True),
+        (RTX5090, BF16, 64, 64, 64, False),
+        (RTX5090, BF16, 72, 64, 64, True),
+        (T4, F16, 64, 64, 64, True),
+    ],
+)
+def test_efficient_backward_accumulates_in_float_tiles(capability, dtype, head, rows, columns, spills):
+    # Eight heads with 256 queries and 100 keys, which are two blocks of 64 or one of 128.
+    row_sums = 8 * 256 * 4
+    floats = math.ceil(256 / rows) * math.ceil(head / columns) * tile(rows, columns)
+    if spills:
+        floats += 2 * 2 * 64 * math.ceil(head / rows) * rows * 4
+    assert efficient_backward((2, 4, 256, head), dtype, capability=capability, keys=100) == blocks(row_sums, 8 * floats)
+
+
+def test_efficient_backward_goes_by_the_larger_head():
+    floats = 2 * tile(128, 128)  # and not 4 * tile(64, 64)
+    assert efficient_backward((2, 4, 256, 64), value_head=72) == blocks(8 * 256 * 4, 8 * floats)
+
+
+def test_efficient_backward_splits_the_keys_less_for_many_heads():
+    spilled = 2 * 64 * 128 * 4
+    # 25 heads leave at most 200 // 25 = 8 of the 16 blocks of keys, and 256 heads one.
+    for batch, heads, keys, splits in ((5, 5, 1024, 8), (5, 5, 256, 4), (1, 67, 1024, 2), (16, 16, 1024, 1)):
+        floats = 4 * tile(64, 64) + splits * spilled
+        found = efficient_backward((batch, heads, 128, 128), capability=RTX5090, keys=keys)
+        assert found == blocks(batch * heads * 128 * 4, batch * heads * floats)
+    torch.use_deterministic_algorithms(True)
+    try:
+        once = efficient_backward((2, 4, 128, 128), capability=RTX5090)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert once == blocks(8 * 128 * 4, 8 * (4 * tile(64, 64) + spilled))
+    # Before sm70 keys are never split.
+    assert efficient_backward((2, 4, 128, 128), F16, capability=(6, 1)) == once
+    # On V100 row sums come from outside the kernel, and the tiles are larger than what they take.
+    volta = efficient_backward((2, 4, 128, 64), F16, capability=(7, 0), keys=256)
+    assert volta == blocks(8 * 128 * 4, 8 * (2 * tile(64, 64) + 4 * 2 * 64 * 64 * 4))
+
+
+@pytest.mark.parametrize(
+    ("capability", "head", "rows"),
+    [(A100, 64, 64), (A100, 72, 128), (L4, 72, 64), (T4, 64, 64), ((7, 0), 64, 64), ((6, 1), 64, 64)],
+)
+def test_efficient_backward_multiplies_float32_outside_the_kernel(capability, head, rows):
+    # First the product of gradient and output and its sums, then those sums in order and the tiles.
+    row_sums = 8 * 256 * 4
+    product = blocks(8 * 256 * head * 4, row_sums)
+    # Before sm70 the gradient of the query is its own accumulator.
+    tiles = math.ceil(256 / rows) * math.ceil(head / 64) * tile(rows, 64) if capability >= (7, 0) else 0
+    found = efficient_backward((2, 4, 256, head), F32, capability=capability)
+    assert found == blocks(row_sums) + max(product, blocks(8 * tiles))
+
+
+def test_efficient_backward_keeps_the_larger_of_product_and_tiles():
+    # 40 rows fill two thirds of their tiles, and 300 rows of 512 most of theirs.
+    assert efficient_backward((2, 4, 40, 64), F32) == blocks(8 * 40 * 4, 8 * tile(64, 64))
+    assert efficient_backward((2, 4, 256, 512), F32) == blocks(*[8 * 256 * 4] * 2, 8 * 256 * 512 * 4)
+
+
+def test_efficient_backward_on_volta_casts_halves_first():
+    row_sums = 256 * 128 * 4
+    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 0)) == 3 * row_sums * 128 + 2 * row_sums
+    assert efficient_backward((16, 16, 128, 128), F16, capability=(7, 2)) == 3 * row_sums * 128 + 2 * row_sums
+
+
+@pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_on_cuda_is_noted(layer):
+    def notes(device):
+        model = torch.nn.Sequential(layer(8, 8))
+        profile = ms.profile(model, torch.ones(3, 4, 8), loss=lambda y, _: y[0].mean(), hardware=device)
+        return [note for note in profile.notes if "cuDNN" in note]
+
+    (note,) = notes("h100")
+    assert note.startswith(f"{layer.__name__}: simulated with the CPU's kernels")
+    assert "reserve space" in note
+    assert notes("cpu") == []
+
+
+def test_a_model_without_recurrence_is_not_noted():
+    profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware="h100")
+    assert profile.notes == ()

@@ -1,0 +1,166 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.simulation.measured.allocator_trace import CATEGORIES, measure, training_roles
+
+MIB = 1 << 20
+
+
+def buffer(mib: int) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8)
+
+
+def test_one_buffer_allocated_and_freed():
+    trace = measure(lambda: buffer(1))
+    assert (trace.start_bytes, trace.peak_bytes, trace.growth_bytes, trace.end_bytes) == (0, MIB, MIB, 0)
+    assert trace.timeline.total_bytes.tolist() == [0, MIB, 0]
+    assert trace.timeline.live_bytes["temporary"].tolist() == [0, MIB, 0]
+    assert trace.backward_seconds is None
+
+
+def test_the_peak_is_of_what_lives_at_once_not_of_what_was_allocated():
+    def step():
+        first = buffer(3)
+        del first
+        second, third = buffer(2), buffer(2)
+        del second
+        return third
+
+    trace = measure(step)
+    assert trace.timeline.total_bytes.tolist() == [0, 3 * MIB, 0, 2 * MIB, 4 * MIB, 2 * MIB, 0]
+    assert trace.peak_bytes == 4 * MIB
+
+
+def test_what_outlives_the_step_is_counted_at_its_end():
+    kept = []
+    trace = measure(lambda: kept.append(buffer(2)))
+    assert trace.end_bytes == trace.peak_bytes == 2 * MIB
+
+
+def test_categories_of_a_training_step_are_exact():
+    # One square layer on 256 rows of 256 float32: every tensor of interest has 256 KiB.
+    unit = 256 * 256 * 4
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256, bias=False)
+    batch = torch.ones(256, 256)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        layer(batch).sigmoid().sum().backward()
+        optimizer.step()
+
+    trace = measure(step, roles=training_roles(layer, optimizer, batch))
+    live_bytes = trace.timeline.live_bytes
+    assert trace.start_bytes == 2 * unit
+    assert set(live_bytes) == set(CATEGORIES)
+    assert np.all(live_bytes["parameter"] == unit)
+    assert np.all(live_bytes["input"] == unit)
+    assert live_bytes["gradient"].max() == live_bytes["gradient"][-1] == unit
+    assert live_bytes["optimizer state"].max() == live_bytes["optimizer state"][-1] == unit
+    # Backward keeps sigmoid's output and the loss; the layer's own output dies in the forward pass.
+    # The seed gradient of backward() is the other scalar.
+    assert unit <= live_bytes["activation"].max() <= unit + 64
+    assert live_bytes["activation"][-1] == live_bytes["temporary"][-1] == live_bytes["unknown"].max() == 0
+    assert trace.end_bytes == 4 * unit
+    assert trace.backward_seconds is not None
+    assert 0 < trace.backward_seconds < trace.seconds
+    assert np.all(np.diff(trace.timeline.seconds) >= 0)
+
+
+def test_torch_checkpoint_keeps_less_for_backward():
+    # 4 blocks of 4 sigmoids each keep 16 outputs, or 4 with only the blocks' boundaries kept.
+    unit = 64 * 1024 * 4
+
+    def peak_of_activations(checkpointed: bool) -> int:
+        x = torch.zeros(64, 1024, requires_grad=True)
+        block = nn.Sequential(*[nn.Sigmoid() for _ in range(4)])
+
+        def step():
+            y = x
+            for _ in range(4):
+                y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=False) if checkpointed else block(y)
+            y.sum().backward()
+            x.grad = None
+
+        return int(measure(step).timeline.live_bytes["activation"].max())
+
+    assert peak_of_activations(False) // unit == 16
+    assert peak_of_activations(True) // unit == 4
+
+
+def test_frees_that_the_cpu_allocator_hides_are_warned_about():
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight.grad = torch.zeros(64, 64)
+
+    def step():
+        layer.weight.grad = None
+
+    with pytest.warns(RuntimeWarning, match=f"freed {64 * 64 * 4} bytes that lived before it"):
+        trace = measure(step, roles=training_roles(layer))
+    assert trace.peak_bytes == trace.start_bytes == 2 * 64 * 64 * 4
+
+
+def test_a_free_of_a_block_recorded_earlier_is_subtracted():
+    layer = nn.Linear(64, 64, bias=False)
+    roles = training_roles(layer)
+    measure(lambda: layer(torch.ones(2, 64)).sum().backward(), roles=roles)
+    trace = measure(layer.zero_grad, roles=roles)
+    assert trace.end_bytes == trace.start_bytes // 2 == 64 * 64 * 4
+
+
+def test_two_activations_periods_with_gradient_accumulation():
+    unit = 64 * 1024 * 4
+    x = torch.zeros(64, 1024, requires_grad=True)
+
+    def step():
+        for _ in range(2):
+            x.sigmoid().sum().backward()
+
+    def roles():
+        return {"gradient": [] if x.grad is None else [x.grad]}
+
+    live_bytes = measure(step, roles=roles).timeline.live_bytes
+    assert live_bytes["activation"].max() // unit == 1
+    rises = np.sum(np.diff(live_bytes["activation"]) == unit)
+    assert rises == 2
+
+
+def test_an_exception_in_the_step_passes_through():
+    with pytest.raises(ZeroDivisionError):
+        measure(lambda: 1 / 0)
+    assert measure(lambda: buffer(1)).peak_bytes == MIB
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ConfigError, match="'abacus', which is no device"):
+        measure(lambda: None, device="abacus")
+    with pytest.raises(ConfigError, match="must be a CPU or a CUDA device, got 'meta'"):
+        measure(lambda: None, device="meta")
+    with pytest.raises(ConfigError, match=r"unknown roles \['weights'\]; known are \['parameter'"):
+        measure(lambda: None, roles=lambda: {"weights": []})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_cuda_without_cuda():
+    with pytest.raises(RuntimeUnavailable, match="needs CUDA"):
+        measure(lambda: None, device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_peak_and_timeline_agree():
+    held = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+
+    def step():
+        first = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        del first
+        return torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
+
+    trace = measure(step, device="cuda", roles=lambda: {"input": [held]})
+    assert trace.growth_bytes == 4 * MIB
+    assert trace.peak_bytes == trace.timeline.total_bytes.max()
+    assert trace.end_bytes == trace.start_bytes
+    assert np.all(trace.timeline.live_bytes["input"] == MIB)

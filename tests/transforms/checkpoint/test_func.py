@@ -1,0 +1,170 @@
+"""Regions inside torch.func: every transform of torch.func gives what it gives without the region, bit for bit."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import memscale as ms
+from memscale import checkpoint, compose, policies
+from tests.support.checks import bits
+from tests.support.models import ConvBlock, mlp
+
+# Integer-valued polynomials in float64 are exact in whatever order they are summed. The order does change: a tensor
+# that a region uses twice gets one gradient from the region, which is then added to those from outside.
+X = torch.tensor([[1.0, 0, -1, 1], [0, 1, 1, -1], [-1, 1, 0, 1]], dtype=torch.float64)
+W = torch.tensor([[1.0, 0, -1, 1], [0, -1, 1, 1], [1, 1, 0, -1], [-1, 0, 1, 0]], dtype=torch.float64)
+
+
+def layer(x, w):
+    hidden = x @ w
+    return hidden * hidden + hidden
+
+
+def regions(how):
+    """A function with one region, with regions in sequence, with regions in a region, and with a captured tensor."""
+
+    def nested(x, w):
+        inner = how(layer)
+        return inner(inner(x, w), w.T).square()
+
+    def capturing(x, w):
+        return how(lambda x: layer(x, w) * (w * w).sum())(x)
+
+    return {
+        "one": how(layer),
+        "in sequence": lambda x, w: how(layer)(how(layer)(x, w), w * 2),
+        "nested": how(nested),
+        "capturing": capturing,
+    }
+
+
+def autograd_of_grad(f):
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(grad(lambda x: f(x, w).pow(2).sum())(X).sum(), w)
+
+
+LEVELS = {
+    "grad": lambda f: grad(lambda w: f(X, w).sum())(W),
+    "grad of both": lambda f: grad(lambda x, w: f(x, w).sum(), argnums=(0, 1))(X, W),
+    "vjp": lambda f: vjp(f, X, W)[1](X),
+    "jvp": lambda f: jvp(f, (X, W), (X, W)),
+    "jacrev": lambda f: jacrev(f)(X, W),
+    "jacfwd": lambda f: jacfwd(f, argnums=1)(X, W),
+    "hessian": lambda f: hessian(lambda w: f(X, w).sum())(W),
+    "vmap": lambda f: vmap(f, in_dims=(0, None))(X, W),
+    "vmap(grad)": lambda f: vmap(grad(lambda w, x: f(x[None], w).sum()), in_dims=(None, 0))(W, X),
+    "grad(grad)": lambda f: grad(lambda w: grad(lambda x: f(x, w).sum())(X).pow(2).sum())(W),
+    "grad(vmap)": lambda f: grad(lambda w: vmap(f, in_dims=(0, None))(X, w).sum())(W),
+    "autograd of grad": autograd_of_grad,
+}
+
+HOWS = {
+    "checkpoint": checkpoint(),
+    "dots": checkpoint(policy=policies.dots_saveable),
+    "twice": compose(checkpoint(), checkpoint()),
+}
+
+
+# Forward mode compiles its rules at first use, with a function that PyTorch itself has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("shape", regions(ms.identity))
+@pytest.mark.parametrize("level", LEVELS)
+def test_same_as_untransformed(level, shape, how):
+    expected = LEVELS[level](regions(ms.identity)[shape])
+    assert bits(LEVELS[level](regions(how)[shape])) == bits(expected)
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_functional_call_over_a_transformed_module(pattern, per_sample):
+    model = mlp(4).double()
+    state = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+
+    def gradients(model):
+        def loss(state, x):
+            return functional_call(model, state, (x,)).sin().sum()
+
+        return vmap(grad(loss), in_dims=(None, 0))(state, X) if per_sample else grad(loss)(state, X)
+
+    assert bits(gradients(ms.transform(model, {pattern: checkpoint()}))) == bits(gradients(model))
+
+
+def test_functional_gives_a_pure_function_of_the_state():
+    model = mlp(4).double()
+    fn, state = ms.functional(ms.transform(model, {"*": checkpoint()}))
+    plain, _ = ms.functional(model)
+    assert bits(grad(lambda s: fn(s, X).sum())(state)) == bits(grad(lambda s: plain(s, X).sum())(state))
+
+
+def test_a_captured_tensor_gets_its_gradient():
+    def loss(transform):
+        return lambda w: transform(lambda x: torch.sin(x @ w))(X).sum()
+
+    expected = grad(loss(ms.identity))(W)
+    assert expected.abs().max() > 0
+    assert torch.equal(grad(loss(checkpoint()))(W), expected)
+
+
+@pytest.mark.parametrize("level", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
+def test_a_captured_tensor_that_cannot_be_followed_is_an_error(level):
+    holder = types.SimpleNamespace()
+
+    def loss(w):
+        holder.w = w
+        return checkpoint()(lambda x: torch.sin(x * holder.w))(X).sum()
+
+    with pytest.raises(ms.TransformError, match=r"a way memscale cannot follow.*pass it to the region as an argument"):
+        level(loss)(W)
+
+
+def test_a_region_that_changes_its_input_in_place_is_an_error():
+    with pytest.raises(ms.TransformError, match=r"changes an input of shape \[3, 4\] in place.*clone it"):
+        grad(lambda x: checkpoint()(lambda t: t.mul_(2).sin())(x * 1).sum())(X)
+
+
+def test_batchnorm_buffers_are_updated_once():
+    model = ConvBlock()
+    x = torch.randn(2, 4, 5, 5)
+
+    def step(model):
+        model.calls, model.seen = 0, []
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        found = grad(lambda p, b: functional_call(model, (p, b), (x,)).pow(2).sum())(parameters, buffers)
+        return found, buffers, model.calls, model.seen
+
+    expected = step(model)
+    assert expected[2] == 1
+    assert int(expected[1]["norm.num_batches_tracked"]) == 1
+    assert bits(step(ms.transform(model, {"": checkpoint()}))) == bits(expected)
+    assert bits(step(ms.transform(model, {"": checkpoint(), "*": checkpoint()}))) == bits(expected)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("per_sample_gradients", [False, True])
+def test_dropout_under_vmap(randomness, per_sample_gradients):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2)).double()
+    state = {name: p.detach() for name, p in model.named_parameters()}
+
+    def run(model):
+        torch.manual_seed(5)
+
+        def fn(state, x):
+            return functional_call(model, state, (x,))
+
+        each = grad(lambda s, x: fn(s, x).sum()) if per_sample_gradients else fn
+        return vmap(each, in_dims=(None, 0), randomness=randomness)(state, X), torch.get_rng_state()
+
+    assert bits(run(ms.transform(model, {"": checkpoint()}))) == bits(run(model))
+
+
+def test_dropout_under_grad():
+    def run(how):
+        torch.manual_seed(5)
+        return grad(lambda w: how(lambda x: nn.functional.dropout(x @ w).sin())(X).sum())(W), torch.get_rng_state()
+
+    assert bits(run(checkpoint())) == bits(run(ms.identity))

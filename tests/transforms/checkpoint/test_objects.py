@@ -1,0 +1,359 @@
+"""Objects among the arguments of a region: what the region does to them happens once, and gradients are right."""
+
+import collections
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import memscale as ms
+from memscale import checkpoint, offload, policies
+from memscale.regions import arguments
+from memscale.transforms.checkpoint import recompute
+from tests.support.checks import bits
+from tests.support.models import numbers
+
+WIDTH = 4
+
+
+class Cache:
+    """What a block leaves for later ones: it grows, it is replaced, and it counts."""
+
+    def __init__(self):
+        self.entries = []
+        self.total = torch.zeros(3, WIDTH)
+        self.calls = 0
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "calls", "entries", "total")
+    __init__ = Cache.__init__
+
+
+class Entry:
+    def __init__(self, value):
+        self.value = value
+
+
+class Appends(nn.Linear):
+    """Reads what earlier blocks left, and leaves its own."""
+
+    def forward(self, x, cache, flag=None):
+        hidden = super().forward(x).tanh()
+        for earlier in cache.entries:
+            hidden = hidden * earlier.sigmoid()
+        cache.entries.append(hidden)
+        cache.calls += 1
+        return hidden.sin() * len(cache.entries) * cache.calls
+
+
+class Replaces(nn.Linear):
+    def forward(self, x, cache, flag=None):
+        cache.total = cache.total.exp() * super().forward(x).tanh()
+        cache.fresh = cache.total.cos()  # an attribute that was not there
+        return (cache.total + cache.fresh).sin()
+
+
+class Nests(nn.Linear):
+    """Objects in a dictionary in a list of the object, one of them in a cycle; one list in two places."""
+
+    def forward(self, x, cache, flag=None):
+        if not cache.entries:
+            first = Entry(cache.total + 1)
+            first.itself, first.also = first, cache.entries
+            cache.entries.append({"first": (first, 1)})
+        first, count = cache.entries[0]["first"]
+        first.value = super().forward(x).tanh() * first.value.exp()
+        first.also.append(count)
+        assert first.itself is first
+        return (first.value * len(cache.entries)).sin() * len(first.also)
+
+
+class Resets(nn.Linear):
+    """Removes what is there."""
+
+    def forward(self, x, cache, flag=None):
+        hidden = super().forward(x).tanh() * (2 if hasattr(cache, "seen") else 1)
+        if hasattr(cache, "seen"):
+            del cache.seen
+        else:
+            cache.seen = hidden
+        return hidden.sin().exp()
+
+
+class InPlace(nn.Linear):
+    """Writes into a tensor of the cache, as a cache of fixed size does."""
+
+    def forward(self, x, cache, flag=None):
+        with torch.no_grad():
+            cache.total.add_(1)
+        return (super().forward(x) * cache.total.clone()).sin().exp()
+
+
+class Blocks(nn.Module):
+    def __init__(self, block, wrapping=lambda cache: cache, kind=Cache):
+        super().__init__()
+        self.blocks = nn.ModuleList(block(WIDTH, WIDTH) for _ in range(3))
+        self.wrapping, self.kind = wrapping, kind
+
+    def forward(self, x):
+        cache = self.kind()
+        for block in self.blocks:
+            given = self.wrapping(cache)
+            x = block(x, given) if given is cache else Unwrap.apply(block, x, given)
+        left = [entry for entry in cache.entries if isinstance(entry, torch.Tensor)]
+        return x + sum(left) + cache.total, cache.calls, len(cache.entries)
+
+
+class Unwrap:
+    """A block that takes the cache by keyword, in a tuple in a dictionary."""
+
+    @staticmethod
+    def apply(block, x, given):
+        return block(x, **given)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.inner = Appends(*sizes)
+
+    def forward(self, x, *, nested):
+        return self.inner(x, nested[1]["cache"])
+
+
+BLOCKS = {
+    "appends": lambda: Blocks(Appends),
+    "slots": lambda: Blocks(Appends, kind=Slotted),
+    "replaces": lambda: Blocks(Replaces),
+    "nests": lambda: Blocks(Nests),
+    "resets": lambda: Blocks(Resets),
+    "by keyword": lambda: Blocks(ByKeyword, lambda cache: {"nested": (1, {"cache": cache})}),
+    "in a namedtuple": lambda: Blocks(ByKeyword, lambda cache: {"nested": Pair(1, {"cache": cache})}),
+}
+Pair = collections.namedtuple("Pair", ("number", "mapping"))
+PLANS = {
+    "each block": {"blocks.*": checkpoint()},
+    "nested": {"": checkpoint(), "blocks.*": checkpoint()},
+    "twice": {"blocks.*": ms.compose(checkpoint(), checkpoint())},
+    "dots": {"blocks.*": checkpoint(policy=policies.dots_saveable)},
+    "offload inside": {"blocks.*": ms.compose(checkpoint(), offload(min_bytes=0))},
+    "offload around": {"blocks.*": ms.compose(offload(min_bytes=0), checkpoint())},
+}
+
+
+def made(block):
+    torch.manual_seed(0)
+    return BLOCKS[block]()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_plain_backward(block, plan):
+    model, x = made(block), numbers(3, WIDTH)
+    fit = ms.transform(model, plan)
+    for _ in range(2):  # the first call of a region learns its habits
+        expected, actual = model(x), fit(x)
+        assert bits(actual) == bits(expected)
+        parameters = [x, *model.parameters()]
+        wanted = torch.autograd.grad(expected[0].sum(), parameters, retain_graph=True)
+        for keep in (True, False):
+            assert bits(torch.autograd.grad(actual[0].sum(), parameters, retain_graph=keep)) == bits(wanted)
+
+
+@pytest.mark.parametrize("plan", ["each block", "nested", "dots"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_double_backward(block, plan):
+    model, x = made(block).double(), numbers(3, WIDTH, dtype=torch.float64)
+    fit = ms.transform(model, PLANS[plan])
+
+    def second(f):
+        (first,) = torch.autograd.grad(f(x)[0].sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, *model.parameters()], allow_unused=True)
+
+    torch.testing.assert_close(second(fit), second(model), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, when jvp is first used
+@pytest.mark.parametrize("plan", ["each block", "nested", "twice", "dots"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_torch_func(block, plan):
+    model, x = made(block).double(), numbers(5, 3, WIDTH, grad=False, dtype=torch.float64)
+    fit = ms.transform(model, PLANS[plan])
+
+    def functions(f):
+        fn, state = ms.functional(f)
+        loss = lambda state, x: fn(state, x)[0].sum()  # noqa: E731
+        yield fn(state, x[0])
+        yield torch.func.grad(loss, argnums=(0, 1))(state, x[0])
+        yield torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(state, x)
+        yield torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(state, x).square().sum())(x[0])
+        yield torch.func.jvp(lambda x: loss(state, x), (x[0],), (x[1],))
+
+    torch.testing.assert_close([*functions(fit)], [*functions(model)], rtol=1e-12, atol=1e-12)
+
+
+def test_a_tensor_changed_in_place_by_each_block():
+    torch.manual_seed(0)
+    model, x = Blocks(InPlace), numbers(3, WIDTH)
+    fit = ms.transform(model, {"blocks.*": checkpoint()})
+    for _ in range(2):
+        found = [torch.autograd.grad(f(x)[0].sum(), [x, *model.parameters()]) for f in (model, fit)]
+        assert bits(found[1]) == bits(found[0])
+    fn, state = ms.functional(fit)
+    with pytest.raises(ms.TransformError, match=r"changes an input of shape \[3, 4\] \(held by a Cache\) in place"):
+        torch.func.grad(lambda state: fn(state, x)[0].sum())(state)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_tensor_changed_in_place_after_the_region(reads):
+    cache, x = Cache(), numbers(3, WIDTH)
+    loss = checkpoint()(lambda x, cache: (x.sin() + cache.total).exp() if reads else x.sin().exp())(x, cache).sum()
+    cache.total.add_(1)
+    if not reads:  # the next block may have written into a cache that all are given
+        assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
+        return
+    with pytest.raises(
+        ms.CorrectnessError, match=r"\(held by a Cache\) of a checkpointed region, float32\[3, 4\], is at"
+    ):
+        loss.backward()
+
+
+def test_objects_are_after_backward_what_they_were_before():
+    cache, x = Cache(), numbers(3, WIDTH)
+    entries = cache.entries
+    block = Appends(WIDTH, WIDTH)
+    loss = checkpoint()(block)(x, cache).sum()
+    left = cache.entries[0]
+    cache.later, cache.calls = "later", 7
+    loss.backward()
+    assert cache.entries is entries
+    assert cache.entries == [left]
+    assert vars(cache) == {"entries": entries, "total": cache.total, "calls": 7, "later": "later"}
+
+
+def test_a_rerun_that_fails_leaves_the_object_as_it_is():
+    cache, x = Cache(), numbers(3, WIDTH)
+
+    def fn(x, cache):
+        cache.calls += 1
+        if torch._C._current_graph_task_id() != -1:
+            raise ZeroDivisionError
+        return x.sin().exp()
+
+    loss = checkpoint()(fn)(x, cache).sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert cache.calls == 1
+
+
+def test_a_module_among_the_arguments_is_part_of_the_region():
+    dropout, x = nn.Dropout(0.5), numbers(64)
+
+    def gradient(transform):
+        torch.manual_seed(0)
+        y = transform(lambda x, holder: holder.layer(x.sin()).exp())(x, types.SimpleNamespace(layer=dropout.train()))
+        dropout.eval()
+        return torch.autograd.grad(y.sum(), x)
+
+    assert bits(gradient(checkpoint())) == bits(gradient(ms.identity))
+
+
+def test_one_list_in_a_closure_and_in_an_object():
+    shared, x = [1.0], numbers(4)
+    cache = types.SimpleNamespace(shared=shared)
+
+    def fn(x, cache):
+        cache.shared.append(2.0)
+        return (x * sum(shared)).sin()
+
+    loss = checkpoint()(fn)(x, cache).sum()
+    shared.append(100.0)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert torch.equal(gradient, (x * 3.0).cos() * 3.0)
+    assert shared == [1.0, 2.0, 100.0]
+
+
+class Frugal(dict):
+    """Forbids what Hugging Face's outputs forbid."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "container",
+    [collections.deque([1.0], maxlen=2), collections.OrderedDict(a=1.0), collections.UserList([1.0]), Frugal(a=1.0)],
+    ids=lambda container: type(container).__name__,
+)
+def test_containers_that_an_object_holds(container):
+    x, holder = numbers(4), types.SimpleNamespace(container=container)
+
+    def fn(x, holder):
+        inner = holder.container
+        inner.__setitem__("b", 2.0) if isinstance(inner, dict) else inner.append(2.0)
+        return (x * sum(inner.values() if isinstance(inner, dict) else inner)).sin()
+
+    (gradient,) = torch.autograd.grad(checkpoint()(fn)(x, holder).sum(), x)
+    assert torch.equal(gradient, (x * 3.0).cos() * 3.0)
+    assert len(container) == 2
+
+
+def test_identity_is_kept_while_an_object_lives():
+    unset, x = Entry(None), numbers(4)
+    fn = checkpoint()(lambda x, flag: x.sin() if flag is unset else x.exp())
+    assert torch.equal(torch.autograd.grad(fn(x, unset).sum(), x)[0], x.cos())
+
+
+def test_nothing_outlives_its_graph():
+    torch.manual_seed(0)
+    fit, x = ms.transform(Blocks(Appends), {"blocks.*": checkpoint()}), numbers(3, WIDTH)
+    fit(x)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for ending in ("dropped", "backward", "retained"):
+            out = fit(x)
+            if ending != "dropped":
+                out[0].sum().backward(retain_graph=ending == "retained")
+            watched = weakref.ref(out[0])
+            del out
+            alive = sum(type(thing) in (recompute._Frame, Cache) for thing in gc.get_objects())
+            assert (alive, watched()) == (0, None), ending
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def test_an_object_that_leads_too_far_is_refused():
+    chain = None
+    for _ in range(arguments._MOST_OBJECTS + 1):  # longer than Python's recursion would reach
+        chain = Entry(chain)
+    with pytest.raises(ms.TransformError, match="by way of a Entry, to more than 4096 objects"):
+        checkpoint()(lambda x, chain: x.sin())(numbers(4), chain)
+
+
+def test_plain_arguments_take_the_short_way(monkeypatch):
+    monkeypatch.setattr(arguments, "Remembered", lambda *_: pytest.fail("walked"))
+    x = numbers(4)
+    size, kind, where = x.shape, torch.float32, x.device
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu")
+    for argument in (1, 1.0, "a", None, True, size, kind, where, (1, x), [x], {"a": x}, len, Cache, policies, mask):
+        checkpoint()(lambda x, argument: x.sin().exp())(x, argument).sum().backward()
+
+
+def test_tile_refuses_what_every_piece_would_change():
+    model = ms.transform(Blocks(Appends), {"blocks.*": ms.tile(chunks=3)})
+    with pytest.raises(ms.TransformError, match=r"changes one of its arguments, a Cache, and every piece .*use_cache"):
+        model(numbers(3, WIDTH))
+
+
+def test_tile_takes_objects_that_it_only_reads():
+    cache, x = Cache(), numbers(3, WIDTH)
+    fn = lambda x, cache: x.sin() * (cache.calls + 2)  # noqa: E731
+    assert bits(ms.tile(chunks=3)(fn)(x, cache)) == bits(fn(x, cache))

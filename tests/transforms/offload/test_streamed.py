@@ -1,0 +1,327 @@
+"""offload(what="params"): which bytes are on the device and when, and which move."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import checkpoint, compose
+from memscale.runtime import Runtime, home_of
+from memscale.runtime.backends.simulated import Link, SimulatedBackend
+from memscale.runtime.engine.engine import Engine
+from memscale.simulation.measured.allocator_trace import measure
+from tests.support.layers import (
+    HOWS,
+    LAYER,
+    LAYERS,
+    PARAMS,
+    SMALL,
+    WEIGHT,
+    WIDTH,
+    layers,
+    moved,
+    rows,
+    streamed,
+    trained,
+)
+
+
+def check_one_region_at_a_time_is_on_the_device(how):
+    """By PyTorch's allocator: nothing of a region stays between forward and backward, nor after it."""
+    fit, _ = streamed(how)
+    fit(rows())  # gives the parameters their homes
+    for _ in range(2):
+        losses = []
+        forward = measure(lambda losses=losses: losses.append(fit(rows()).square().sum()))
+        backward = measure(lambda losses=losses: losses.pop().backward())
+        assert LAYER <= forward.peak_bytes < LAYER + SMALL
+        assert forward.end_bytes < SMALL
+        # A layer's weight, and its gradient until that is out.
+        assert 2 * WEIGHT <= backward.peak_bytes < 2 * LAYER + SMALL
+        assert backward.end_bytes <= 0
+    peak = measure(lambda: layers()(rows()).square().sum().backward()).peak_bytes
+    assert peak > 2 * LAYERS * LAYER, "without the transform"
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_one_region_at_a_time_is_on_the_device(how):
+    check_one_region_at_a_time_is_on_the_device(how)
+
+
+def test_the_cast_of_a_streamed_weight_is_not_kept():
+    fit, _ = streamed()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        fit(rows())
+        kept = []
+        assert measure(lambda: kept.append(fit(rows()).square().sum())).end_bytes < SMALL
+    kept.pop().backward()
+
+
+# ---------------------------------------------------------------------------------------------- bytes that move
+
+
+def test_a_step_moves_each_parameter_in_twice_and_its_gradient_out_once():
+    fit, runtime = streamed()
+    for step in range(1, 4):
+        trained(fit)
+        # Backward needs no bias, and no weight of the first layer, whose input asks for no gradient.
+        assert moved(runtime)[:2] == (step * (LAYERS * LAYER + (LAYERS - 1) * WEIGHT), step * LAYERS * LAYER)
+
+
+@pytest.mark.parametrize("how", [compose(checkpoint(), PARAMS), compose(PARAMS, checkpoint())], ids=repr)
+def test_a_recompute_brings_whole_regions_back(how):
+    fit, runtime = streamed(how)
+    trained(fit, 2)
+    assert moved(runtime)[:2] == (4 * LAYERS * LAYER, 2 * LAYERS * LAYER)
+
+
+def test_with_loads_ahead_the_last_region_stays_for_the_backward_that_begins_with_it():
+    fit, runtime = streamed(depth=1)
+    trained(fit)
+    before = moved(runtime)
+    trained(fit)
+    in_bytes, out_bytes = (now - then for now, then in zip(moved(runtime)[:2], before[:2], strict=True))
+    assert (in_bytes, out_bytes) == (LAYERS * LAYER + (LAYERS - 2) * WEIGHT, LAYERS * LAYER)
+
+
+def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
+    fit, runtime = streamed(depth=1)
+    trained(fit)
+    asked, enter = [], runtime.engine(torch.empty(0)).homes.enter
+    engine = runtime.engine(torch.empty(0))
+    load = engine.load
+    names = {id(home_of(p).entry): name for name, p in fit.named_parameters()}
+    engine.load = lambda entry, **options: (asked.append(names[id(entry)]), load(entry, **options))[1]
+    engine.homes.enter = lambda *given: (asked.append("enter"), enter(*given))[1]
+    with torch.no_grad():
+        fit(rows())
+    order = [(f"{layer}.weight", f"{layer}.bias") for layer in range(LAYERS)]
+    assert asked == ["enter", *order[0], *order[1], "enter", *order[2], "enter", *order[3], "enter"]
+
+
+# ------------------------------------------------------------------------------------------- on the virtual clock
+
+
+class Punctual(SimulatedBackend):
+    """Copies take their time on the virtual clock, one after the other, and are done when it has passed."""
+
+    def __init__(self, copy_seconds):
+        link = Link(bytes_per_second=1e30, latency_seconds=copy_seconds)
+        super().__init__(lambda n: 0, {"pinned": 1 << 22}, link=link)
+
+    def let_time_pass(self):
+        while self._jobs:
+            job = self._jobs[0]
+            if any(event.finished is None for event in job.after):
+                return
+            ready = [event.finished[1] for event in job.after]
+            if max([self._free_at.get(job.lane, 0.0), *ready]) + job.seconds > self.now:
+                return
+            self._run_some()
+
+
+def on_the_clock(depth, copy_seconds, compute_seconds=1.0, count=6):
+    """A stack without biases, so that each layer is one copy; run it with `forward`, which tells the seconds waited."""
+    backend = Punctual(copy_seconds)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=depth), backend=backend)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)])
+    fit = ms.transform(model, {"*": PARAMS}, runtime=runtime)
+    for layer in fit:
+        layer.register_forward_hook(lambda *_: backend.compute(compute_seconds))
+    engine = runtime.engine(torch.empty(0))
+
+    def forward(model=fit):
+        before = engine.stats().exposed_seconds
+        with torch.no_grad():
+            model(rows())
+        return engine.stats().exposed_seconds - before
+
+    return fit, engine, forward
+
+
+def test_loading_ahead_hides_what_the_link_has_time_for():
+    exposed = {}
+    for depth in (0, 1, 3):
+        _, _, forward = on_the_clock(depth, copy_seconds=1.0)
+        forward()
+        exposed[depth] = forward()
+    assert exposed == {0: pytest.approx(6.0), 1: pytest.approx(1.0), 3: pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_all_of_the_next_region_is_on_its_way_while_this_one_runs(grad):
+    """A region asks for nothing while it runs, so that nobody could start the rest."""
+    backend = Punctual(0.1)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=1), backend=backend)
+    model = nn.Sequential(*[nn.Sequential(*layers()) for _ in range(3)])
+    fit = ms.transform(model, {"*": compose(checkpoint(), PARAMS)}, runtime=runtime)
+    for region in fit:
+        region.register_forward_hook(lambda *_: backend.compute(2.0))
+    engine = runtime.engine(torch.empty(0))
+    with torch.set_grad_enabled(grad):
+        fit(rows())
+        before = engine.stats().exposed_seconds
+        fit(rows())
+    assert engine.stats().exposed_seconds - before == pytest.approx(2 * LAYERS * 0.1), "for the first region"
+
+
+def check_gradients_leave_while_the_next_region_computes(depth, exposed):
+    backend = Punctual(1.0)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=depth), backend=backend)
+    fit = ms.transform(nn.Sequential(*[Scaled() for _ in range(6)]), {"*": PARAMS}, runtime=runtime)
+    for layer in fit:
+        layer.register_forward_hook(lambda _, args, out: out.register_hook(lambda _: backend.compute(1.0)) and None)
+    engine = runtime.engine(torch.empty(0))
+    for _ in range(2):
+        loss = fit(rows()).sum()
+        before = engine.stats().exposed_seconds
+        loss.backward()
+        fit.zero_grad()
+    assert engine.stats().exposed_seconds - before == pytest.approx(exposed)
+
+
+class Scaled(nn.Module):
+    """Backward does not need the weight: what is waited for is its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.weight * 2.0
+
+
+@pytest.mark.parametrize(("depth", "exposed"), [(0, 6.0), (2, 1.0)])
+def test_gradients_leave_while_the_next_region_computes(depth, exposed):
+    check_gradients_leave_while_the_next_region_computes(depth, exposed)
+
+
+def check_the_cpu_waits_for_each_gradient():
+    """What a hook, or an optimizer, reads must be there, which the compute stream's own wait does not promise."""
+    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 22})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
+    fit = ms.transform(layers(), {"*": PARAMS}, runtime=runtime)
+    waits, seen, synchronize = [], [], backend.synchronize
+    for parameter in fit.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(waits)))
+    loss = fit(rows()).sum()
+    backend.synchronize = lambda event: (waits.append(event), synchronize(event))
+    loss.backward()
+    assert seen == list(range(1, 2 * LAYERS + 1))
+
+
+def test_the_cpu_waits_for_each_gradient():
+    check_the_cpu_waits_for_each_gradient()
+
+
+def check_depth_follows_the_measured_times():
+    """No further ahead than it helps: with copies of a tenth of a layer's computation, the next layer only."""
+    peaks = {}
+    for copy_seconds in (0.1, 10.0):
+        _, _, forward = on_the_clock(3, copy_seconds)
+        forward()
+        forward()
+        peaks[copy_seconds] = measure(forward).peak_bytes // WEIGHT
+        assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
+    assert peaks[0.1] == 2
+    assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
+
+
+def test_depth_follows_the_measured_times():
+    check_depth_follows_the_measured_times()
+
+
+def loads(seconds):
+    """A link with copies of a second each, which are asked for one after the other, and needed in so many seconds."""
+    backend = Punctual(1.0)
+    engine = Engine(backend)
+    targets = [torch.empty(64, dtype=torch.uint8) for _ in seconds]
+    buffers = [backend.allocate(64, "auto") for _ in seconds]
+    copies = [
+        engine.copies.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
+        for buffer, target, when in zip(buffers, targets, seconds, strict=True)
+    ]
+    engine.copies.pump()
+    return backend, engine, copies, targets
+
+
+def check_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
+    _, engine, copies, targets = loads([60.0] * 7)
+    engine.copies.arrive(copies[-1], targets[-1])
+    assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
+
+
+def test_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
+    check_what_is_needed_at_once_overtakes_what_is_loaded_ahead()
+
+
+def check_the_earliest_deadline_goes_first():
+    backend, engine, copies, targets = loads([60.0] * 6 + [3.0])
+    for _ in range(3):
+        backend.compute(1.0)
+        engine.copies.pump()
+    engine.copies.arrive(copies[-1], targets[-1])
+    assert engine.stats().exposed_seconds == pytest.approx(0.0)
+
+
+def test_the_earliest_deadline_goes_first():
+    check_the_earliest_deadline_goes_first()
+
+
+def check_memory_of_a_home_waits_for_the_load_that_reads_it():
+    """The compute stream has waited for the load, and the host has not, when the last owner of the weight goes."""
+    events, freed = [], []
+
+    class Watched(SimulatedBackend):
+        def copy(self, source, target, stream, *, after):
+            events.append(super().copy(source, target, stream, after=after))
+            return events[-1]
+
+        def free(self, buffer, *, after):
+            freed.append(list(after))
+            super().free(buffer, after=after)
+
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), backend=Watched(lambda n: n - 1, {"pinned": 1 << 20}))
+    model = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+    loss = ms.transform(model, {"": PARAMS}, runtime=runtime)(rows().requires_grad_()).sum()
+    del model
+    gc.collect()
+    assert (len(events), freed) == (1, [])
+    loss.backward()
+    assert len(events) == 2
+    assert freed == [[events[1]]]
+
+
+def test_memory_of_a_home_waits_for_the_load_that_reads_it():
+    check_memory_of_a_home_waits_for_the_load_that_reads_it()
+
+
+def check_parameters_may_be_written_after_each_pass():
+    """The host itself has waited for what reads them: no gradient of a frozen weight comes home to wait for."""
+    reads, known = [], []
+
+    class Watched(SimulatedBackend):
+        def copy(self, source, target, stream, *, after):
+            reads.append(super().copy(source, target, stream, after=after))
+            return reads[-1]
+
+        def synchronize(self, event):
+            known.append(event)
+            super().synchronize(event)
+
+    backend = Watched(lambda n: 0, {"pinned": 1 << 20})
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
+    fit = ms.transform(layers().requires_grad_(False), {"*": PARAMS}, runtime=runtime)
+    for _ in range(3):
+        loss = fit(rows().requires_grad_()).sum()
+        assert set(reads) == set(known)
+        loss.backward()
+        assert set(reads) == set(known)
+    # Weights and biases forward, weights backward; from the second step on the last weight stays in between.
+    assert len(reads) == 3 * 3 * LAYERS - 2
+
+
+def test_parameters_may_be_written_after_each_pass():
+    check_parameters_may_be_written_after_each_pass()

@@ -1,0 +1,149 @@
+"""offload(what="params") where something unusual happens: no memory, inference mode, other runtimes, shared memory."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import checkpoint, compose, offload
+from memscale.runtime import Runtime, home_of
+from memscale.runtime.backends.simulated import SimulatedBackend
+from memscale.runtime.parameters.home import is_used
+from tests.support.checks import bits
+from tests.support.layers import (
+    LAYER,
+    LAYERS,
+    PARAMS,
+    WEIGHT,
+    WIDTH,
+    at_home,
+    layers,
+    moved,
+    rows,
+    runtime_of,
+    streamed,
+    trained,
+)
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, checkpoint())], ids=repr)
+def test_a_step_without_memory_does_not_spoil_the_next(how, depth, failing):
+    def train(model, fail):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        losses = []
+        for step in range(4):
+            if step == 1:
+                fail()
+            loss = model(rows()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return bits([losses, list(model.parameters())])
+
+    model = nn.Sequential(layers(), layers())
+    fit = ms.transform(model, {"*": how}, runtime=(runtime := runtime_of(depth)))
+
+    def fail():
+        backend = runtime.engine(torch.empty(0)).backend
+        empty, asked = backend.empty, []
+
+        def scarce(nbytes, like):
+            asked.append(nbytes)
+            if len(asked) >= failing:
+                raise torch.OutOfMemoryError("there is no room")
+            return empty(nbytes, like)
+
+        backend.empty = scarce
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(rows())
+        backend.empty = empty
+
+    torch.manual_seed(0)
+    assert train(fit, fail) == train(nn.Sequential(layers(), layers()), lambda: None)
+    assert not any(is_used(home_of(parameter)) for parameter in fit.parameters())
+
+
+@pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, checkpoint())], ids=repr)
+def test_a_first_call_in_inference_mode(how):
+    fit, plain = streamed(how)[0], layers()
+    with torch.inference_mode():
+        assert bits(fit(rows())) == bits(plain(rows()))
+    assert len(at_home(fit)) == 2 * LAYERS
+    assert not any(parameter.is_inference() for parameter in fit.parameters())
+    assert trained(fit) == trained(plain)
+    loss = fit(rows()).square().sum()
+    with torch.no_grad():
+        fit[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+def test_two_rules_for_one_module_leave_alone_what_others_use():
+    rules = [("embedding", PARAMS), ("*embedding", offload(what="params", tier="disk"))]
+    fit = ms.transform(Tied(), rules, runtime=runtime_of())
+    fit(torch.arange(4)).sum().backward()
+    assert at_home(fit) == []
+
+
+def test_a_parameter_at_home_in_another_runtime_is_streamed_by_that_one():
+    model = layers()
+    _, first = streamed(model=model)
+    fit, second = streamed(model=model)
+    trained(ms.transform(model, {"*": PARAMS}, runtime=first))
+    before = moved(first)[0]
+    model.zero_grad()
+    assert trained(fit) == trained(layers())
+    # Backward needs no bias, and no weight of the first layer, whose input asks for no gradient.
+    assert moved(first)[0] - before == LAYERS * LAYER + (LAYERS - 1) * WEIGHT
+    assert second.stats() == {}
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+    def forward(self, x):
+        return x + self.weight
+
+
+def halve_gradient(x):
+    x.grad.mul_(0.5)
+
+
+def check_a_gradient_that_others_have_too_may_be_changed_in_place():
+    """PyTorch gives both terms of a sum one gradient; a hook that clips or unscales changes it during backward."""
+
+    def train(model):
+        x = torch.ones(4, 4, requires_grad=True)
+        x.register_post_accumulate_grad_hook(halve_gradient)
+        before = model[0](torch.ones(4, 4))
+        (model[1](x.view(16).view(4, 4)) * 3 + before).sum().backward()
+        return bits([x.grad, *[parameter.grad for parameter in model.parameters()]])
+
+    expected = train(nn.Sequential(Added(), Added()))
+    for seed in range(20):
+        backend = SimulatedBackend(random.Random(seed).randrange, {"pinned": 1 << 16})
+        runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
+        fit = ms.transform(nn.Sequential(Added(), Added()), {"*": PARAMS}, runtime=runtime)
+        assert train(fit) == expected, f"case {seed}"
+
+
+def test_a_gradient_that_others_have_too_may_be_changed_in_place():
+    check_a_gradient_that_others_have_too_may_be_changed_in_place()

@@ -1,0 +1,363 @@
+"""offload(what="params"): whatever trains a model must not tell a streamed one from another."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import compose, tile
+from memscale.runtime import Runtime
+from memscale.runtime.backends.simulated import SimulatedBackend
+from tests.support.checks import bits
+from tests.support.layers import (
+    HOWS,
+    LAYER,
+    LAYERS,
+    PARAMS,
+    WIDTH,
+    at_home,
+    gradients,
+    layers,
+    loss_of,
+    moved,
+    rows,
+    runtime_of,
+    same,
+    streamed,
+    trained,
+)
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, nesterov=True),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "AdamW capturable order": lambda parameters: torch.optim.AdamW(list(parameters)[::-1], foreach=False),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(make, set_to_none):
+    def train(model):
+        optimizer = make(model.parameters())
+
+        def closure():
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return loss
+
+        return [optimizer.step(closure) for _ in range(3)]
+
+    assert len(at_home(same(train))) == 2 * LAYERS
+
+
+def test_gradients_accumulate_where_they_are():
+    def train(model):
+        for _ in range(3):
+            loss_of(model).backward()
+
+    fit = same(train)
+    addresses = [gradient.data_ptr() for gradient in gradients(fit)]
+    train(fit)
+    assert [gradient.data_ptr() for gradient in gradients(fit)] == addresses
+
+
+def test_a_gradient_of_before_the_first_call_moves_too():
+    def make():
+        model = layers()
+        loss_of(model).backward()
+        return model
+
+    runtime = runtime_of()
+    fit = ms.transform(make(), {"*": PARAMS}, runtime=runtime)
+    expected = make()
+    trained(expected)
+    assert trained(fit) == bits(gradients(expected))
+
+
+# -------------------------------------------------------------------------------------------- ways of going backward
+
+
+def retained(model):
+    loss = loss_of(model)
+    for keep in (True, True, False):
+        loss.backward(retain_graph=keep)
+
+
+def partial(model):
+    loss, parameters = loss_of(model), list(model.parameters())
+    return [torch.autograd.grad(loss, parameter, retain_graph=True) for parameter in parameters[::-3]]
+
+
+def batched(model):
+    directions = torch.randn(5, *rows().shape, generator=torch.Generator().manual_seed(3))
+    return torch.autograd.grad(model(rows()), list(model.parameters()), directions, is_grads_batched=True)
+
+
+def second_order(model):
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss_of(model), parameters, create_graph=True)
+    torch.stack([gradient.square().sum() for gradient in first]).sum().backward()
+    return [gradient.detach() for gradient in first]
+
+
+def interleaved(model):
+    losses = [loss_of(model) for _ in range(3)]
+    losses[1].backward()
+    losses[0].backward()
+    losses.clear()
+    loss_of(model).backward()
+
+
+def backward_inside_backward(model):
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                model[2:](rows()).square().sum().backward()
+            return gradient
+
+    model[1:](Inner.apply(model[0](rows()))).square().sum().backward()
+
+
+def under_anomaly_detection(model):
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss_of(model).backward()
+
+
+def reused(model):
+    model[1](model[0](model[1](model[0](rows())))).square().sum().backward()
+
+
+def without_gradient(model):
+    found = []
+    with torch.inference_mode():
+        found.append(model(rows()).tolist())
+    with torch.no_grad():
+        found.append(model(rows()))
+    loss_of(model).backward()
+    return found
+
+
+def frozen_in_part(model):
+    model[1].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    x = rows().requires_grad_()
+    for _ in range(2):
+        model(x).square().sum().backward()
+    return x.grad
+
+
+WAYS = [
+    retained,
+    partial,
+    batched,
+    second_order,
+    interleaved,
+    backward_inside_backward,
+    under_anomaly_detection,
+    reused,
+    without_gradient,
+    frozen_in_part,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_going_backward(way, how, depth):
+    same(way, plan={"*": how}, depth=depth)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_anomaly_detection_sees_gradients_that_have_arrived():
+    """On a device that copies nothing before somebody waits for it, and where bytes to come are NaN until then."""
+    config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2)
+    runtime = Runtime(config, backend=SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}))
+    under_anomaly_detection(ms.transform(layers(), {"*": PARAMS}, runtime=runtime))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_an_exception_leaves_nothing_behind(how, depth):
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    def train(model):
+        handle = model[2].register_forward_pre_hook(interrupt)
+        for _ in range(2):
+            with contextlib.suppress(Interrupted):
+                model(rows())
+        handle.remove()
+        for parameter in list(model.parameters())[1:]:
+            handle = parameter.register_hook(interrupt)
+            with pytest.raises(Interrupted):
+                loss_of(model).backward()
+            handle.remove()
+        model.zero_grad()
+        loss_of(model).backward()
+
+    same(train, plan={"*": how}, depth=depth)
+
+
+# ------------------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_of_a_parameter_see_its_complete_gradient():
+    def train(model):
+        seen, nodes = {}, []
+        for name, parameter in model.named_parameters():
+            seen[name] = []
+            parameter.register_hook(lambda gradient, name=name: (seen[name].append(gradient.clone()), gradient * 2)[1])
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_prehook(lambda given, name=name: seen[name].append(given[0].clone()))
+            nodes[-1].register_hook(lambda *_, name=name, p=parameter: seen[name].append(p.grad.clone()))
+        for _ in range(2):
+            loss_of(model).backward()
+        return seen
+
+    same(train)
+    same(train, depth=0)
+
+
+def test_an_optimizer_step_inside_backward():
+    def train(model):
+        for parameter in model.parameters():
+            optimizer = torch.optim.AdamW([parameter], foreach=False)
+
+            def step(parameter, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            loss_of(model).backward()
+
+    fit = same(train)
+    assert moved(fit[0].forward.runtime)[2] == LAYERS * LAYER, "no gradient is left"
+
+
+# ------------------------------------------------------------------------------------- what regions do with weights
+
+
+class Keeps(nn.Module):
+    """Returns its own weight, and stores it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(4)) / WIDTH)
+        self.kept = None
+
+    def forward(self, x):
+        self.kept = self.weight
+        return x @ self.weight, self.weight
+
+
+class UsesKept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Keeps(), Keeps()
+
+    def forward(self, x):
+        y, weight = self.first(x)
+        z, other = self.second(y)
+        return (z @ weight.t()) + other[: len(z)]
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_a_region_may_return_and_store_its_weight(how):
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.first.kept is model.first.weight
+
+    assert at_home(same(train, UsesKept, {"*": how})) == ["first.weight", "second.weight"]
+
+
+class Words(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.project = nn.Embedding(10, WIDTH, **options), nn.Linear(WIDTH, 3)
+
+    def forward(self, words):
+        return self.project(self.words(words))
+
+
+@pytest.mark.parametrize("how", [how for how in HOWS.values() if "checkpoint" not in repr(how)], ids=repr)
+@pytest.mark.parametrize("path", ["*", ""])
+def test_what_a_region_changes_in_its_weights_comes_home(path, how):
+    words = torch.tensor([1, 2, 3, 1])
+
+    def train(model):
+        optimizer, found = torch.optim.SGD(model.parameters(), 10.0), []
+        for _ in range(3):
+            model(words).square().sum().backward()
+            optimizer.step()
+            found.append((model.words.weight.clone(), model.words.weight._version))
+        with torch.no_grad():
+            model(words)
+        return found, model.words.weight._version
+
+    fit = same(train, lambda: Words(max_norm=1.0), {path: how})
+    assert float(fit.words.weight[1].detach().norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+def test_a_change_in_place_that_pytorch_refuses_is_refused(how):
+    class Doubles(nn.Linear):
+        def forward(self, x):
+            self.weight[0].mul_(2)
+            return super().forward(x)
+
+    fit, _ = streamed(how, model=nn.Sequential(Doubles(4, 4)))
+    before = fit[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"in-place operation|in place while it ran"):
+        fit(torch.ones(2, 4))
+    assert bits(fit[0].weight.detach()) == bits(before)
+
+
+def test_sparse_gradients():
+    words = torch.tensor([1, 2, 1])
+
+    def train(model):
+        optimizer = torch.optim.SparseAdam([model.words.weight])
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(words).square().sum().backward()
+            optimizer.step()
+        found, model.words.weight.grad = model.words.weight.grad, None
+        assert found.is_sparse
+        return found.to_dense()
+
+    assert at_home(same(train, lambda: Words(sparse=True), {"*": PARAMS}))[0] == "words.weight"
+
+
+def test_a_tile_whose_first_piece_gives_the_parameters_their_homes():
+    x = rows()
+    plain = layers(1)
+    fit, _ = streamed(compose(tile(chunks=3), PARAMS), model=layers(1))
+    fit(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for found, expected in zip(gradients(fit), gradients(plain), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert at_home(fit) == ["0.weight", "0.bias"]
