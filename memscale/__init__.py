@@ -25,9 +25,10 @@ from memscale.inspection.verification import Verification, verify
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
 from memscale.optimizers import LossScale
-from memscale.planning.config import AsyncOffloadConfig, Config, OptimizationMode
+from memscale.planning.config import Config, OptimizationMode
 from memscale.planning.prediction import OOMPrediction, OOMRisk
 from memscale.planning.predictor import OOMPredictor
+from memscale.runtime.config import AsyncOffloadConfig
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Profile
 from memscale.transforms import Residual, cast, checkpoint, name, offload, saved_residuals, tile

@@ -33,7 +33,6 @@ FLOORS = (
 KNOWN = {
     ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
     ("memscale.regions.snapshot", "memscale.transforms.offload.streamed"),
-    ("memscale.runtime.runtime", "memscale.planning.config"),
     ("memscale.simulation.measured.empirical", "memscale.planning.config"),
     ("memscale.simulation.profiler", "memscale.planning.config"),
     ("memscale.simulation.results", "memscale.reports.html"),

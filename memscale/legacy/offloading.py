@@ -10,8 +10,9 @@ from fractions import Fraction
 from torch import nn
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.planning.config import AsyncOffloadConfig, Config
+from memscale.planning.config import Config
 from memscale.runtime import Runtime
+from memscale.runtime.config import AsyncOffloadConfig
 
 _LOG = logging.getLogger("memscale")
 _VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"

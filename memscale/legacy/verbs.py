@@ -20,7 +20,8 @@ from memscale.legacy.estimate import StepEstimate, activation_bytes, static_esti
 from memscale.legacy.executor import ATTRIBUTE, Executor, say
 from memscale.legacy.offloading import with_runtime
 from memscale.planning.blocks import repeated_blocks
-from memscale.planning.config import AsyncOffloadConfig, Config
+from memscale.planning.config import Config
+from memscale.runtime.config import AsyncOffloadConfig
 from memscale.transforms import checkpoint, offload
 
 _LOG = logging.getLogger("memscale")

@@ -13,6 +13,8 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from memscale.core.errors import ConfigError
+from memscale.core.validation import Check, Misfit, boolean, integer, validate
+from memscale.runtime.config import AsyncOffloadConfig
 
 _MAX_PORT = 65535
 
@@ -61,48 +63,19 @@ _TRANSFORM_OF_SWITCH = {
 }
 
 
-class _Misfit(Exception):
-    """The rule that a value breaks and the remedy; becomes one line of a ConfigError."""
-
-
-# A check returns the value in its one normal form, so that equal settings are equal data.
-_Check = Callable[[object], Any]
-
-
-def _boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise _Misfit("must be True or False; pass one of the two")
-
-
-def _integer(low: int, high: int | None = None) -> _Check:
-    rule = f"at least {low}" if high is None else f"between {low} and {high}"
-
-    def check(value: object) -> int:
-        # bool is an int in Python: Config(warmup_steps=True) is a slip, never a 1.
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _Misfit(f"must be an int {rule}; pass a whole number")
-        number = int(value)
-        if number < low or (high is not None and number > high):
-            raise _Misfit(f"must be {rule}; choose a value in that range")
-        return number
-
-    return check
-
-
-def _real(rule: str, remedy: str, holds: Callable[[float], bool]) -> _Check:
+def _real(rule: str, remedy: str, holds: Callable[[float], bool]) -> Check:
     def check(value: object) -> float | int:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise _Misfit(f"must be a number {rule}; {remedy}")
+            raise Misfit(f"must be a number {rule}; {remedy}")
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
         if (isinstance(number, float) and not math.isfinite(number)) or not holds(number):
-            raise _Misfit(f"must be {rule}; {remedy}")
+            raise Misfit(f"must be {rule}; {remedy}")
         return number
 
     return check
 
 
-def _optional(check: _Check) -> _Check:
+def _optional(check: Check) -> Check:
     def check_unless_none(value: object) -> Any:
         return None if value is None else check(value)
 
@@ -117,79 +90,23 @@ def _mode(value: object) -> OptimizationMode:
         try:
             return OptimizationMode(value.strip().lower())
         except ValueError:
-            raise _Misfit(f"must be one of {names} (any case); use one of these") from None
-    raise _Misfit(f"must be an OptimizationMode or one of {names}; use one of these")
+            raise Misfit(f"must be one of {names} (any case); use one of these") from None
+    raise Misfit(f"must be an OptimizationMode or one of {names}; use one of these")
 
 
 def _path(value: object) -> str:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise _Misfit("must be a str or a path; pass the file's path, or None for no file")
+        raise Misfit("must be a str or a path; pass the file's path, or None for no file")
     if not text.strip():
-        raise _Misfit("must not be empty; pass the file's path, or None for no file")
+        raise Misfit("must not be empty; pass the file's path, or None for no file")
     return text
 
 
 def _async_config(value: object) -> AsyncOffloadConfig:
     if isinstance(value, AsyncOffloadConfig):
         return value
-    raise _Misfit("must be an AsyncOffloadConfig or None; build one with AsyncOffloadConfig(...)")
-
-
-def _validate(record: Any, checks: dict[str, _Check]) -> None:
-    """Put every field of a frozen ``record`` in its normal form, or raise one error for all bad ones."""
-    owner = type(record).__name__
-    lines = []
-    for name in (field.name for field in dataclasses.fields(record)):
-        value = getattr(record, name)
-        try:
-            object.__setattr__(record, name, checks[name](value))
-        except _Misfit as misfit:
-            lines.append(f"{owner}({name}={value!r}) {misfit}")
-    if lines:
-        raise ConfigError("\n".join(lines))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AsyncOffloadConfig:
-    """Sizes the engine that moves tensors off the device while it computes.
-
-    Args:
-        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1.
-        prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
-        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes``.
-        streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
-        debug: check every copy for hazards and log each move.
-
-    Raises:
-        ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
-
-    >>> AsyncOffloadConfig(prefetch_depth=0).streams
-    2
-    """
-
-    pool_bytes: int = 2 * 1024**3
-    prefetch_depth: int = 2
-    min_bytes: int = 1024**2
-    streams: int = 2
-    debug: bool = False
-
-    def __post_init__(self) -> None:
-        _validate(self, _ASYNC_CHECKS)
-        if self.min_bytes > self.pool_bytes:
-            raise ConfigError(
-                f"AsyncOffloadConfig(min_bytes={self.min_bytes}) must be at most "
-                f"pool_bytes={self.pool_bytes}, or nothing could ever move; lower it or raise pool_bytes"
-            )
-
-
-_ASYNC_CHECKS: dict[str, _Check] = {
-    "pool_bytes": _integer(1),
-    "prefetch_depth": _integer(0),
-    "min_bytes": _integer(0),
-    "streams": _integer(1, 16),
-    "debug": _boolean,
-}
+    raise Misfit("must be an AsyncOffloadConfig or None; build one with AsyncOffloadConfig(...)")
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,7 +190,7 @@ class Config:
                 if field.name not in _replaced.given and getattr(self, field.name) == getattr(_replaced, field.name)
             }
             object.__setattr__(self, "_given", self.given - kept)
-        _validate(self, _CONFIG_CHECKS)
+        validate(self, _CONFIG_CHECKS)
         assert isinstance(self.mode, OptimizationMode)
         for switch, on in _SWITCHES_OF_MODE[self.mode].items():
             if switch not in self.given:
@@ -321,15 +238,15 @@ setattr(  # noqa: B010
     inspect.Signature([_parameters[field.name] for field in dataclasses.fields(Config)]),
 )
 
-_CONFIG_CHECKS: dict[str, _Check] = {
-    **{field.name: _boolean for field in dataclasses.fields(Config) if field.type == "bool"},
+_CONFIG_CHECKS: dict[str, Check] = {
+    **{field.name: boolean for field in dataclasses.fields(Config) if field.type == "bool"},
     "mode": _mode,
     "max_cpu_offload_gb": _optional(
         _real("finite and at least 0", "pass GB of 10**9 bytes, or None for no cap", lambda gb: gb >= 0)
     ),
     "target_gpu_utilization": _real("above 0 and at most 1", "pass a share such as 0.85", lambda share: 0 < share <= 1),
-    "warmup_steps": _integer(0),
+    "warmup_steps": integer(0),
     "log_file": _optional(_path),
-    "observability_port": _optional(_integer(0, _MAX_PORT)),
+    "observability_port": _optional(integer(0, _MAX_PORT)),
     "async_config": _optional(_async_config),
 }

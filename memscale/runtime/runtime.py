@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.core.simulating import simulating
-from memscale.planning.config import AsyncOffloadConfig
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
 from memscale.runtime.stats import Stats, Timeline

@@ -16,7 +16,8 @@ from memscale.legacy import verbs
 from memscale.legacy.estimate import activation_bytes, static_estimate
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
-from memscale.planning.config import AsyncOffloadConfig, Config
+from memscale.planning.config import Config
+from memscale.runtime.config import AsyncOffloadConfig
 
 FORCE = Config(force_optimize=True)
 

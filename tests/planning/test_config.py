@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 from memscale.core.errors import ConfigError
-from memscale.planning.config import AsyncOffloadConfig, Config, OptimizationMode
+from memscale.planning.config import Config, OptimizationMode
+from memscale.runtime.config import AsyncOffloadConfig
 
 DEFAULTS = {
     "mode": OptimizationMode.BALANCED,

@@ -1,0 +1,53 @@
+"""Checks of what a user configures: the values in their one normal form, or one error that names all bad ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memscale.core.errors import ConfigError
+
+
+class Misfit(Exception):
+    """The rule that a value breaks and the remedy; becomes one line of a ConfigError."""
+
+
+# A check returns the value in its one normal form, so that equal settings are equal data.
+Check = Callable[[object], Any]
+
+
+def boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise Misfit("must be True or False; pass one of the two")
+
+
+def integer(low: int, high: int | None = None) -> Check:
+    rule = f"at least {low}" if high is None else f"between {low} and {high}"
+
+    def check(value: object) -> int:
+        # bool is an int in Python: Config(warmup_steps=True) is a slip, never a 1.
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise Misfit(f"must be an int {rule}; pass a whole number")
+        number = int(value)
+        if number < low or (high is not None and number > high):
+            raise Misfit(f"must be {rule}; choose a value in that range")
+        return number
+
+    return check
+
+
+def validate(record: Any, checks: Mapping[str, Check]) -> None:
+    """Put every field of a frozen ``record`` in its normal form, or raise one error for all bad ones."""
+    owner = type(record).__name__
+    lines = []
+    for name in (field.name for field in dataclasses.fields(record)):
+        value = getattr(record, name)
+        try:
+            object.__setattr__(record, name, checks[name](value))
+        except Misfit as misfit:
+            lines.append(f"{owner}({name}={value!r}) {misfit}")
+    if lines:
+        raise ConfigError("\n".join(lines))

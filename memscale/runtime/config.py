@@ -1,0 +1,51 @@
+"""The sizes of the engine that moves tensors, as the user sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memscale.core.errors import ConfigError
+from memscale.core.validation import Check, boolean, integer, validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncOffloadConfig:
+    """Sizes the engine that moves tensors off the device while it computes.
+
+    Args:
+        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1.
+        prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
+        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes``.
+        streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
+        debug: check every copy for hazards and log each move.
+
+    Raises:
+        ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
+
+    >>> AsyncOffloadConfig(prefetch_depth=0).streams
+    2
+    """
+
+    pool_bytes: int = 2 * 1024**3
+    prefetch_depth: int = 2
+    min_bytes: int = 1024**2
+    streams: int = 2
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        validate(self, _CHECKS)
+        if self.min_bytes > self.pool_bytes:
+            raise ConfigError(
+                f"AsyncOffloadConfig(min_bytes={self.min_bytes}) must be at most "
+                f"pool_bytes={self.pool_bytes}, or nothing could ever move; lower it or raise pool_bytes"
+            )
+
+
+_CHECKS: Mapping[str, Check] = {
+    "pool_bytes": integer(1),
+    "prefetch_depth": integer(0),
+    "min_bytes": integer(0),
+    "streams": integer(1, 16),
+    "debug": boolean,
+}
