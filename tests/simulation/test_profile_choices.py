@@ -1,0 +1,223 @@
+"""`profile` where numbers, caches or devices decide: routing, lazy tables, models on meta, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memscale as ms
+from tests.simulation.test_profile_programs import CASES as programs
+from tests.simulation.test_profile_storages import CASES as storages
+from tests.simulation.test_profile_transforms import CASES as transforms
+from tests.support.profiled import ROWS, Forward, adamw, mlp, train, x
+from tests.support.steps import assert_exact, mean, real_peaks
+
+# ------------------------------------------------------------------------------------------------ routing by numbers
+
+
+class Experts(nn.Module):
+    """A mixture whose tokens go to the best experts; `how` is the way in which they are picked out."""
+
+    def __init__(self, how, experts=4, width=48):
+        super().__init__()
+        self.how, self.gate = how, nn.Linear(width, experts)
+        self.experts = nn.ModuleList([mlp(width, width) for _ in range(experts)])
+
+    def forward(self, y):
+        weights, chosen = self.gate(y).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(y)
+        hits = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            if self.how == "where":
+                slot, token = torch.where(hits[number])
+            elif self.how == "nonzero":
+                token, slot = (chosen == number).nonzero(as_tuple=True)
+            else:
+                token, slot = (chosen == number).nonzero().t()
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(y[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("how", ["where", "nonzero", "rows"])
+def test_a_mixture_is_routed_at_random_and_says_so(how):
+    model = Experts(how)
+    training = train(model, x(ROWS, 48))
+    profile = training.profile()
+    assert profile.method == "static"
+    assert any("random ones were assumed" in note for note in profile.notes), profile.notes
+    _, steady = real_peaks(training.step, model, training.optimizer, training.batch)
+    assert abs(profile.peak_bytes - steady) < 0.1 * steady  # the routes differ, their number does not
+
+
+def test_a_mixture_with_known_routes_is_exact():
+    routes = torch.arange(ROWS) % 3
+
+    def forward(m, y):
+        out = torch.zeros_like(y)
+        for number, expert in enumerate(m.experts):
+            token = (routes == number).nonzero().squeeze(1)
+            out = out.index_add(0, token, expert(y[token]))
+        return out
+
+    model = Forward(forward, experts=nn.ModuleList([mlp(48, 48) for _ in range(3)]))
+    profile = assert_exact(train(model, x(ROWS, 48), held=lambda: [routes]))
+    assert profile.notes == ()
+
+
+# ------------------------------------------------------------------------------------------------------ lazy caches
+
+
+class Rotary(nn.Module):
+    """Makes a table at the first call and keeps it, in one of the places where models do that."""
+
+    _shared: ClassVar[dict] = {}
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.net, self.table, self.tables, self.memo = where, mlp(48, 48), None, {}, []
+        self.register_buffer("cached", None, persistent=False)
+
+    def make(self):
+        return torch.outer(torch.arange(ROWS).float(), torch.arange(48).float() / 48).cos()
+
+    def look_up(self):
+        if self.where == "attribute":
+            self.table = self.make() if self.table is None else self.table
+            return self.table
+        if self.where == "buffer":
+            self.cached = self.make() if self.cached is None else self.cached
+            return self.cached
+        if self.where == "list":
+            self.memo or self.memo.append(self.make())
+            return self.memo[0]
+        if self.where == "class attribute":
+            return type(self)._shared.setdefault("table", self.make())
+        if self.where == "lru_cache":
+            return _table(ROWS)
+        if self.where == "lru_cache of a method":
+            return self.cached_method()
+        if self.where == "global":
+            return _TABLES.setdefault(ROWS, self.make())
+        return self.tables.setdefault(ROWS, self.make())
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def cached_method(self):
+        return self.make()
+
+    def forward(self, y):
+        return self.net(y) * self.look_up()
+
+
+_TABLES: dict = {}
+
+
+@functools.lru_cache
+def _table(rows):
+    return torch.outer(torch.arange(rows).float(), torch.arange(48).float() / 48).cos()
+
+
+PLACES = (
+    "attribute", "buffer", "list", "dictionary", "class attribute", "global", "lru_cache", "lru_cache of a method",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_table_that_is_made_at_the_first_call(where):
+    _table.cache_clear()
+    _TABLES.clear()
+    Rotary._shared.clear()
+    model = Rotary(where)
+    reference = copy.deepcopy(model)
+    batch = x(ROWS, 48)
+    profile = ms.profile(model, batch, optimizer=torch.optim.SGD(model.parameters()), loss=mean)
+    table = ROWS * 48 * 4
+    assert profile.method == "static"
+    assert sum(h.nbytes for h in profile.holdings if h.op.startswith("aten::cos")) == table
+    result = model(batch)
+    assert torch.equal(result, reference.net(batch) * reference.make()), "the model runs on what the simulation left"
+
+
+# --------------------------------------------------------------------------------------------------- where tensors are
+
+
+STEPS = {**storages, **programs, **transforms}
+META = [
+    "views_and_aliases",
+    "transformer",
+    "norms_and_dropout",
+    "batch_norm",
+    "plan_checkpoint",
+    "lora",
+]
+
+
+@pytest.mark.parametrize("name", META)
+def test_a_model_on_meta_has_the_profile_of_the_same_model_on_the_cpu(name):
+    on_cpu, on_meta = STEPS[name](), STEPS[name]()
+    on_meta.model.to("meta")
+    on_meta.optimizer = adamw([parameter for parameter in on_meta.model.parameters() if parameter.requires_grad])
+    expected = on_cpu.profile()
+    for batch in (on_meta.batch, torch.utils._pytree.tree_map(lambda t: t.to("meta"), on_meta.batch)):
+        found = ms.profile(
+            on_meta.model, batch, optimizer=on_meta.optimizer, loss=on_meta.loss, plan=on_meta.plan, hardware="cpu"
+        )
+        assert (found.peak_bytes, found.first_step_peak_bytes) == (expected.peak_bytes, expected.first_step_peak_bytes)
+        assert found.by_category == expected.by_category
+        assert found.flops == expected.flops
+        assert all(tensor.is_meta for tensor in [*on_meta.model.parameters(), *on_meta.model.buffers()])
+
+
+def test_tied_weights_stay_tied_on_meta():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
+        model[1].weight = model[0].weight
+    profile = ms.profile(model, x(9, 48), loss=mean, hardware="cpu")
+    assert profile.by_category["parameter"] == (48 * 48 + 2 * 48) * 4
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+
+def test_categories_say_what_each_byte_is_for():
+    model, batch = mlp(), x(ROWS, 48)
+    profile = train(model, batch).profile()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.by_category["parameter"] == weights
+    assert profile.by_category["input"] == batch.nbytes
+    assert profile.by_category["optimizer state"] == 2 * weights + 4 * 4
+    assert sum(profile.by_category.values()) == sum(profile.by_module.values()) == profile.peak_bytes
+    assert int(profile.timeline.total_bytes.max()) == profile.peak_bytes
+    assert sum(holding.nbytes for holding in profile.holdings) == profile.peak_bytes
+    assert profile.flops == 2 * 3 * ROWS * (48 * 144 + 144 * 20) - 2 * ROWS * 48 * 144  # no gradient of the input
+
+
+def test_activations_have_the_path_of_the_module_that_made_them():
+    model = nn.Sequential(mlp(48, 48), mlp(48, 48))
+    profile = train(model, x(ROWS, 48)).profile()
+    kept = {
+        (holding.path, holding.op, holding.shape) for holding in profile.holdings if holding.category == "activation"
+    }
+    assert ("0.0", "aten::addmm", (ROWS, 144)) in kept
+    assert {path for path, _, _ in kept} <= {"0.0", "0.1", "0.2", "1.0", "1.1", "1.2", ""}
+
+
+def test_8_bit_states_of_bitsandbytes():
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes, whose kernels are custom operators")
+    model, batch = mlp(320, 512), x(16, 320)
+    optimizer = bnb.optim.AdamW8bit(model.parameters())
+    profile = ms.profile(model, batch, optimizer=optimizer, loss=mean)
+    assert profile.method == "static"
+    model(batch).square().mean().backward()
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    own_bytes = sum(tensor.nbytes for tensor in states if tensor.shape != (256,))
+    shared_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.shape == (256,)}.values())
+    assert profile.by_category["optimizer state"] - own_bytes in (0, shared_bytes)  # tables, made when first needed

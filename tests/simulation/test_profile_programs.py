@@ -1,0 +1,314 @@
+"""`profile` against the allocator, to the byte: shapes from values, loops, and whole models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.steps import assert_exact
+
+CASES = {}
+
+
+def case(make):
+    CASES[make.__name__.strip("_")] = make
+    return make
+
+
+# ----------------------------------------------------------------------------------------- shapes from known values
+
+
+@case
+def lengths_that_are_known():
+    def forward(m, tokens, lengths):
+        hidden = m.embed(tokens)
+        rows = [m.net(hidden[i, : int(n)]).sum(0) for i, n in enumerate(lengths)]
+        return torch.stack(rows)
+
+    return train(
+        Forward(forward, embed=nn.Embedding(360, 48), net=mlp()),
+        (torch.arange(360).reshape(8, 45), torch.tensor([3, 45, 1, 5, 30, 2, 17, 11])),
+    )
+
+
+@case
+def a_mask_that_selects():
+    def forward(m, tokens, mask):
+        return m.net(m.embed(tokens)[mask])
+
+    mask = torch.arange(360).reshape(8, 45) % 3 > 0
+    return train(Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), (torch.arange(360).reshape(8, 45), mask))
+
+
+@case
+def tokens_that_are_found():
+    def forward(m, tokens):
+        where = (tokens == 7).nonzero(as_tuple=True)
+        ends = tokens.eq(35).int().argmax(-1)
+        hidden = m.embed(tokens)
+        return (
+            m.net(hidden[where]).sum() + m.net(hidden[torch.arange(8), ends]).sum() + m.net(hidden[tokens.ne(0)]).mean()
+        )
+
+    return train(Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), torch.arange(360).reshape(8, 45))
+
+
+@case
+def unique_and_repeat_interleave():
+    def forward(m, tokens, counts):
+        kinds, back = tokens.unique(return_inverse=True)
+        hidden = m.net(m.embed(kinds))[back]
+        return hidden.repeat_interleave(counts, dim=0)
+
+    return train(
+        Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), (torch.arange(300) % 47, torch.arange(300) % 4)
+    )
+
+
+@case
+def a_packed_batch():
+    def forward(m, tokens, offsets):
+        parts = m.embed(tokens).tensor_split(offsets[1:-1])
+        return torch.stack([m.net(part).mean(0) for part in parts])
+
+    return train(
+        Forward(forward, embed=nn.Embedding(360, 48), net=mlp()), (torch.arange(300), torch.tensor([0, 40, 190, 300]))
+    )
+
+
+# ------------------------------------------------------------------------------------------------- loops and wholes
+
+
+@case
+def gradient_accumulation():
+    return train(nn.Sequential(mlp(48, 48), mlp()), x(ROWS, 48), accumulate=3)
+
+
+@case
+def gradient_accumulation_of_a_tied_model():
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+    model[2].weight = model[0].weight
+    return train(model, x(ROWS, 48), accumulate=2)
+
+
+@case
+def module_used_twice():
+    net = mlp(48, 48)
+    return train(nn.Sequential(net, nn.Tanh(), net), x(ROWS, 48))
+
+
+@case
+def containers_of_modules():
+    def forward(m, y):
+        for part in m.many:
+            y = part(y)
+        return {"out": m.by_name["head"](y) * m.scales[1], "unused": y}
+
+    model = Forward(
+        forward,
+        many=nn.ModuleList([mlp(48, 48) for _ in range(3)]),
+        by_name=nn.ModuleDict({"head": nn.Linear(48, 20), "other": nn.Linear(48, 20)}),
+    )
+    model.scales = nn.ParameterList([nn.Parameter(x(20)) for _ in range(2)])
+    return train(model, x(ROWS, 48), loss=lambda out, _: out["out"].mean())
+
+
+@case
+def transformer():
+    model = nn.Transformer(32, 4, 2, 2, 64, batch_first=True)
+    return train(model, (x(3, 9, 32), x(3, 7, 32)))
+
+
+@case
+def transformer_with_masks():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    mask = torch.arange(9) > torch.tensor([[8], [5], [7]])
+    model = Forward(
+        lambda m, y: m.net(
+            y, mask=nn.Transformer.generate_square_subsequent_mask(9), src_key_padding_mask=mask.float()
+        ),
+        net=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+    )
+    return train(model, x(3, 9, 32), held=lambda: [mask])
+
+
+@case
+def attention():
+    def forward(m, y):
+        q, k, v = m.qkv(y).view(2, 17, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    return train(Forward(forward, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)), x(2, 17, 64))
+
+
+@case
+def norms_and_dropout():
+    model = nn.Sequential(
+        nn.LayerNorm(48),
+        nn.Linear(48, 64),
+        nn.Dropout(0.2),
+        nn.RMSNorm(64),
+        nn.Unflatten(1, (8, 8)),
+        nn.GroupNorm(4, 8),
+        nn.Flatten(),
+        nn.Linear(64, 20),
+        nn.LogSoftmax(-1),
+    )
+    return train(model, x(ROWS, 48))
+
+
+@case
+def batch_norm():
+    return train(
+        nn.Sequential(nn.Linear(48, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), nn.Linear(64, 5)), x(ROWS, 48)
+    )
+
+
+@case
+def losses_of_many_kinds():
+    def loss(output, batch):
+        labels = torch.arange(ROWS) % 20
+        return (
+            F.cross_entropy(output, labels, label_smoothing=0.1)
+            + F.nll_loss(output.log_softmax(-1), labels)
+            + F.mse_loss(output, output.detach() + 1)
+            + F.binary_cross_entropy_with_logits(output, output.detach().sigmoid())
+            + F.smooth_l1_loss(output, torch.zeros_like(output))
+            + F.kl_div(output.log_softmax(-1), output.detach().softmax(-1), reduction="batchmean")
+        )
+
+    return train(mlp(), x(ROWS, 48), loss=loss)
+
+
+@case
+def functional_call():
+    def forward(m, y):
+        scaled = {name: parameter * 0.5 for name, parameter in m.net.named_parameters()}
+        return torch.func.functional_call(m.net, scaled, (y,))
+
+    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+
+
+@case
+def parametrized():
+    model = mlp()
+    nn.utils.parametrizations.weight_norm(model[0])
+    nn.utils.parametrizations.orthogonal(model[2], orthogonal_map="cayley")
+    return train(model, x(ROWS, 48))
+
+
+@case
+def spectral_norm():
+    model = mlp()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    return train(model, x(ROWS, 48))
+
+
+@case
+def compiled():
+    return train(torch.compile(mlp(), backend="eager"), x(ROWS, 48))
+
+
+@case
+def vmapped_ensemble():
+    def forward(m, y):
+        weights = {name: value.expand(4, *value.shape) for name, value in m.net.named_parameters()}
+        return torch.func.vmap(lambda w: torch.func.functional_call(m.net, w, (y,)))(weights)
+
+    return train(Forward(forward, net=mlp()), x(ROWS, 48))
+
+
+@case
+def per_sample_gradients():
+    def forward(m, y):
+        weights = dict(m.net.named_parameters())
+
+        def one(w, row):
+            return torch.func.functional_call(m.net, w, (row,)).square().sum()
+
+        per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(weights, y)
+        return sum(gradient.square().sum() for gradient in per_sample.values())
+
+    return train(Forward(forward, net=mlp(16, 5)), x(7, 16), loss=None)
+
+
+@case
+def recurrent_cell():
+    def forward(m, y):
+        state = None
+        for at in range(y.shape[1]):
+            state = m.cell(y[:, at], state)
+        return state[0]
+
+    return train(Forward(forward, cell=nn.LSTMCell(16, 24)), x(5, 6, 16))
+
+
+@case
+def einsum_and_friends():
+    def forward(m, y):
+        y = torch.einsum("bi,ij->bj", y, m.one.weight.t())
+        y = torch.cat([y, y.roll(1, 0), y.flip(1)], dim=1).view(ROWS, 3, -1)
+        y = torch.stack(y.unbind(1), 0).permute(1, 0, 2).contiguous()
+        y = torch.where(y > 0, y, 0.1 * y).pow(2).cumsum(1)
+        return y.square().sum(-1).max() + y.std() + F.pad(y, (1, 2)).tril().norm()
+
+    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48), loss=None)
+
+
+def _ending_in(function, held=tuple):
+    return train(Forward(lambda m, y: function(m.one(y)), one=nn.Linear(48, 64)), x(ROWS, 48), None, None, held=held)
+
+
+@case
+def product_with_a_mask_of_flags():
+    mask = x(ROWS, 64) > 0
+    return _ending_in(lambda y: (y * mask).mean(), lambda: [mask])
+
+
+@case
+def product_with_integers():
+    counts = torch.arange(ROWS * 64).view(ROWS, 64)
+    return _ending_in(lambda y: (y * counts).mean(), lambda: [counts])
+
+
+@case
+def mean_of_a_linear_layer():
+    return _ending_in(torch.mean)
+
+
+@case
+def sum_of_a_linear_layer():
+    return _ending_in(torch.sum)
+
+
+@case
+def squared_error():
+    return _ending_in(lambda y: F.mse_loss(y.sin(), torch.zeros_like(y)) + y.cos().exp().sum())
+
+
+@case
+def an_embedding_of_bags():
+    def forward(m, tokens, offsets):
+        return m.head(m.bag(tokens, offsets))
+
+    return train(
+        Forward(forward, bag=nn.EmbeddingBag(60, 24), head=nn.Linear(24, 5)),
+        (torch.arange(50), torch.tensor([0, 7, 30])),
+    )
+
+
+@case
+def gradient_through_sort_and_gather():
+    def forward(m, y):
+        y, order = m.one(y).sort(-1)
+        return y.gather(-1, order) * y.scatter(-1, order, 1.0) + y.topk(5).values.sum()
+
+    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_a_simulated_step_takes_what_a_real_one_takes(make):
+    assert_exact(make())

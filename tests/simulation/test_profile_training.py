@@ -1,0 +1,269 @@
+"""`profile` against the allocator, to the byte: optimizers, and the loops that users write."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.steps import NUMBERS_BYTES, Training, assert_equal_bytes, assert_exact, mean, real_peaks
+
+# ------------------------------------------------------------------------------------------------------ optimizers
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "sgd with momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": torch.optim.Adam,
+    "adam amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "adamw foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "adamw fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw for-loop": functools.partial(torch.optim.AdamW, foreach=False, maximize=True),
+    "sgd fused": functools.partial(torch.optim.SGD, momentum=0.9, fused=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, centered=True, momentum=0.5),
+    "adagrad": torch.optim.Adagrad,
+    "adagrad fused": functools.partial(torch.optim.Adagrad, fused=True),
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "differentiable off, capturable off, weight decay": functools.partial(torch.optim.Adam, weight_decay=0.1, eps=1e-6),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_optimizers(optimizer):
+    assert_exact(train(mlp(144, 80), x(9, 144), optimizer))
+
+
+def test_muon():
+    model = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Linear(64, 80, bias=False))
+    assert_exact(train(model, x(9, 48), functools.partial(torch.optim.Muon, lr=0.1)))
+
+
+def test_an_optimizer_that_has_stepped():
+    training = train(mlp(), x(9, 48))
+    training.step()
+    profile = assert_exact(training)
+    assert profile.first_step_peak_bytes == profile.peak_bytes
+
+
+def test_param_groups_and_a_part_of_the_parameters():
+    model = mlp(48, 48)
+    groups = [{"params": model[0].weight, "lr": 0.1, "foreach": True}, {"params": [model[2].weight, model[2].bias]}]
+    assert_exact(Training(model, x(9, 48), torch.optim.AdamW(groups), mean))
+
+
+def test_sparse_gradients_are_measured():
+    model = nn.Sequential(nn.Embedding(400, 48, sparse=True), nn.Linear(48, 20))
+    model[1].requires_grad_(False)
+    training = train(model, torch.arange(30), torch.optim.SparseAdam)
+    profile = training.profile()
+    assert profile.method == "empirical"
+    assert "sparse" in profile.notes[0]
+    assert_equal_bytes(profile, *real_peaks(training.step, model, training.optimizer, training.batch))
+
+
+def test_data_of_a_parameter_that_is_replaced():
+    def forward(m, y):
+        m.one.weight.data = m.one.weight.data * 1.0
+        return m.one(y)
+
+    training = train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48), torch.optim.SGD)
+    training.model(training.batch)  # the allocator does not report the release of what a recording found
+    weight_bytes = training.model.one.weight.nbytes
+    profile = training.profile()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, steady = real_peaks(training.step, training.model, training.optimizer, training.batch)
+    # It does report the release if an earlier recording saw an allocation at that address.
+    lost = weight_bytes if any(f"freed {weight_bytes} bytes" in str(warning.message) for warning in caught) else 0
+    assert abs(profile.peak_bytes - (steady - lost)) <= NUMBERS_BYTES
+    # An assignment is no operator: that the former weight is gone shows only when the first step is over.
+    assert 0 <= profile.first_step_peak_bytes - (first - lost) <= weight_bytes + NUMBERS_BYTES
+
+
+# -------------------------------------------------------------------------------------------------- the user's own loop
+
+
+def assert_step_exact(step, model, optimizer=None, batch=None, held=tuple):
+    profile = ms.profile(step)
+    assert_equal_bytes(profile, *real_peaks(step, model, optimizer, batch, held))
+    assert profile.method == "static", profile.notes
+    return profile
+
+
+def test_a_step_function_with_a_schedule_a_scaler_and_clipping():
+    model, batch = mlp(48, 48), x(ROWS, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+
+    assert_step_exact(step, model, optimizer, batch)
+
+
+def test_what_comes_after_backward_is_part_of_the_update():
+    model = mlp()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+
+    def step():
+        for part in torch.ones(2, 9, 48):
+            scaler.scale(mean(model(part / 2), None)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        average.update_parameters(model)
+        optimizer.zero_grad()
+
+    assert [name for name, _ in ms.profile(step).phases] == [*["forward", "backward"] * 2, "optimizer"]
+
+
+def test_forwards_without_modules_are_forwards():
+    weight = torch.ones(48, 48, requires_grad=True)
+
+    def step():
+        for part in torch.ones(2, 9, 48):
+            (part @ weight).square().mean().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.1)
+        weight.grad = None
+
+    assert [name for name, _ in ms.profile(step).phases] == [*["forward", "backward"] * 2, "optimizer"]
+
+
+def test_clipping_in_the_middle_of_a_step_is_not_a_forward():
+    first, second = mlp(), mlp()
+
+    def step():
+        for model in (first, second):
+            mean(model(torch.ones(9, 48)), None).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert [name for name, _ in ms.profile(step).phases] == ["forward", "backward", "optimizer"] * 2
+
+
+def test_gradients_that_stay_allocated():
+    model, batch = mlp(48, 48), x(9, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    profile = assert_step_exact(step, model, optimizer, batch)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.by_category["gradient"] == weights
+
+
+def test_an_average_of_the_weights():
+    model, batch = mlp(48, 48), x(9, 48)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    by_hand = copy.deepcopy(model).requires_grad_(False)
+
+    def step():
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        with torch.no_grad():
+            for mine, theirs in zip(by_hand.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+
+    both = nn.ModuleList([model, average, by_hand])
+    assert_step_exact(step, both, optimizer, batch)
+    assert int(average.n_averaged) == 3
+
+
+def test_two_models_that_train_against_each_other():
+    maker, judge, noise, truth = mlp(16, 48), mlp(48, 80), x(ROWS, 16), x(ROWS, 48)
+    optimizers = torch.optim.Adam(maker.parameters()), torch.optim.RMSprop(judge.parameters())
+
+    def step():
+        made = maker(noise)
+        (judge(made.detach()).mean() - judge(truth).mean()).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        (-judge(made).mean()).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        judge.zero_grad()
+
+    def states():
+        return [t for optimizer in optimizers for state in optimizer.state.values() for t in state.values()]
+
+    profile = assert_step_exact(step, nn.ModuleList([maker, judge]), None, [noise, truth], states)
+    assert {path.split(".")[0] for path in profile.by_module} >= {"Sequential"}
+
+
+class Trainer:
+    def __init__(self):
+        self.model, self.batch, self.steps, self.losses = mlp(48, 48), x(ROWS, 48), 0, []
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def train(self):
+        self.steps += 1
+        loss = self.model(self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def __call__(self):
+        self.train()
+
+
+def test_a_bound_method_and_a_callable_object():
+    for step in (Trainer().train, Trainer()):
+        trainer = getattr(step, "__self__", step)
+        assert_step_exact(step, trainer.model, trainer.optimizer, trainer.batch)
+        assert trainer.steps == 3
+
+
+def test_a_partial_and_globals():
+    trainer = Trainer()
+    assert_step_exact(functools.partial(Trainer.train, trainer), trainer.model, trainer.optimizer, trainer.batch)
+    global _trainer
+    _trainer = trainer = Trainer()
+
+    def step():
+        _trainer.train()
+
+    assert_step_exact(step, trainer.model, trainer.optimizer, trainer.batch)
+
+
+def test_a_loss_that_is_logged_with_item():
+    trainer = Trainer()
+
+    def step():
+        loss = trainer.model(trainer.batch).square().mean()
+        loss.backward()
+        trainer.losses.append(loss.item())
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+
+    profile = assert_step_exact(step, trainer.model, trainer.optimizer, trainer.batch)
+    assert len(trainer.losses) == 3
+    assert any("without overflow" in note for note in profile.notes)

@@ -1,0 +1,181 @@
+"""`profile` against the allocator, to the byte: transformed models, and what is offloaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memscale as ms
+from memscale.runtime import Runtime, home_of
+from memscale.simulation.measured.allocator_trace import measure
+from tests.support.profiled import ROWS, Forward, mlp, train, x
+from tests.support.steps import NUMBERS_BYTES, assert_exact, mean, real_peaks
+
+CASES = {}
+
+
+def case(make):
+    CASES[make.__name__.strip("_")] = make
+    return make
+
+
+# ------------------------------------------------------------------------------------------------------ transforms
+
+
+def _blocks():
+    return nn.Sequential(*[mlp(48, 48) for _ in range(5)])
+
+
+@case
+def plan_checkpoint():
+    return train(_blocks(), x(ROWS, 48), plan={"*": ms.checkpoint()})
+
+
+@case
+def plan_checkpoint_with_a_policy():
+    return train(_blocks(), x(ROWS, 48), plan={"*": ms.checkpoint(policy=ms.policies.dots_saveable)})
+
+
+@case
+def plan_nested_checkpoints():
+    model = nn.Sequential(_blocks(), _blocks())
+    return train(model, x(ROWS, 48), plan={"*": ms.checkpoint(), "*.*": ms.checkpoint()})
+
+
+@case
+def plan_tile():
+    return train(_blocks(), x(ROWS, 48), plan={"*": ms.tile(chunks=3)})
+
+
+@case
+def plan_tiled_head():
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(211, 24), mlp(24, 24), nn.Linear(24, 211, bias=False)
+
+        def forward(self, ids):
+            return F.cross_entropy(self.head(self.body(self.embed(ids))).flatten(0, 1), ids.flatten())
+
+    training = train(Language(), torch.arange(90).reshape(6, 15), loss=None, plan={"head": ms.tile(chunks=3)})
+    return dataclasses.replace(training, random_states=1)
+
+
+SELECTIONS = {
+    "max": lambda y: y.max(-1)[0],
+    "median": lambda y: y.median(-1)[0],
+    "topk": lambda y: y.topk(4)[0],
+    "gather": lambda y: y.gather(-1, y.argsort(-1)[:, :3]),
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS)
+def test_the_backward_of_a_selection_scatters_in_place(select):
+    assert_exact(train(Forward(lambda m, y: select(m.one(y)), one=nn.Linear(48, 96)), x(ROWS, 48)))
+
+
+def test_attention_on_strided_heads():
+    def forward(m, y):
+        query, key, value = m.one(y).reshape(4, 33, 3, 2, 24).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    assert_exact(train(Forward(forward, one=nn.Linear(48, 144)), x(4, 33, 48)))
+
+
+def test_a_model_that_decides_by_a_draw_says_so():
+    def forward(m, y):
+        return m.one(y) if torch.rand([]) < 0.5 else m.one(y).exp()
+
+    profile = ms.profile(Forward(forward, one=nn.Linear(8, 8)), x(4, 8), loss=mean)
+    assert any("one draw was taken" in note for note in profile.notes)
+
+
+def train_offloaded(how):
+    # With a depth of one there is nothing to measure: more is taken where copies are slow, as the profile assumes.
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=1))
+    return train(ms.transform(_blocks(), {"*": how}, runtime=runtime), x(ROWS, 48))
+
+
+@case
+def plan_offload():
+    return train_offloaded(ms.offload())
+
+
+STREAMED = ms.offload(what="params")
+
+
+@pytest.mark.parametrize(
+    "how", [STREAMED, ms.compose(ms.checkpoint(), STREAMED), ms.compose(STREAMED, ms.checkpoint())]
+)
+def test_streamed_parameters(how):
+    training = train_offloaded(how)
+    profile = training.profile()
+    for _ in range(3):  # the first one sends the parameters home
+        training.step()
+        training.optimizer.zero_grad()
+    steady = measure(lambda: (training.step(), training.optimizer.zero_grad()))
+    resident_bytes = training.batch.nbytes + sum(
+        tensor.nbytes for state in training.optimizer.state.values() for tensor in state.values()
+    )
+    assert all(home_of(parameter) is not None for parameter in training.model.parameters())
+    assert abs(profile.peak_bytes - resident_bytes - steady.growth_bytes) <= NUMBERS_BYTES
+
+
+def test_offload_around_checkpoint():
+    training = train_offloaded(ms.compose(ms.offload(), ms.checkpoint()))
+    profile = training.profile()
+    # Which input of the first step moves in time depends on what the runtime learns in it.
+    _, steady_bytes = real_peaks(training.step, training.model, training.optimizer, training.batch)
+    assert profile.method == "static"
+    assert abs(profile.peak_bytes - steady_bytes) <= NUMBERS_BYTES
+
+
+def test_what_is_offloaded_is_counted_on_its_tier():
+    plan = {"*": ms.compose(ms.offload(min_bytes=0), ms.checkpoint())}
+    model, batch = _blocks(), x(ROWS, 48)
+    profile = ms.profile(model, batch, loss=mean, plan=plan)
+    # The first block's input is the caller's, and the last one's is asked for at once: both stay.
+    inputs = sum(1 for _ in model.children()) - 2
+    assert profile.by_tier == {"disk": inputs * batch.nbytes}
+    assert ms.profile(model, batch, loss=mean).by_tier == {}
+    assert set(ms.profile(model, batch, loss=mean, plan=plan, hardware="h100").by_tier) == {"pinned"}
+
+
+@case
+def plan_cast():
+    return train(_blocks(), x(ROWS, 48), plan={"*": ms.cast()})
+
+
+@case
+def plan_composed():
+    plan = {"*": ms.compose(ms.checkpoint(), ms.tile(chunks=4)), "2": ms.cast()}
+    return train(_blocks(), x(ROWS, 48), plan=plan)
+
+
+@case
+def already_transformed():
+    return train(
+        ms.transform(_blocks(), {"1": ms.checkpoint(), "3": ms.compose(ms.checkpoint(), ms.tile(chunks=2))}),
+        x(ROWS, 48),
+    )
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
+def test_a_simulated_step_takes_what_a_real_one_takes(make):
+    assert_exact(make())
+
+
+def test_a_plan_saves_what_it_saves_for_real():
+    plain, checkpointed = CASES["plan_checkpoint"](), CASES["plan_checkpoint"]()
+    plain.plan = None
+    saved = plain.profile().peak_bytes - checkpointed.profile().peak_bytes
+    assert (
+        saved
+        == real_peaks(plain.step, plain.model, plain.optimizer, plain.batch)[1]
+        - real_peaks(checkpointed.step, checkpointed.model, checkpointed.optimizer, checkpointed.batch)[1]
+    )
+    assert saved > 0
