@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.simulation.measured.allocator_trace import measure
 
 MIB = 1024**2
 WARM_STEPS = 2  # after them the order of backward and the length of a forward are known
@@ -52,7 +51,7 @@ def synchronize(device: str) -> None:
 def peak_bytes(step: Step, device: str) -> int:
     """The most that the allocator held in a step; on a CPU without what it held before."""
     if device == "cpu":
-        return measure(step).growth_bytes
+        return ms.measure(step).growth_bytes
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()

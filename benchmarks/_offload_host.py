@@ -24,7 +24,6 @@ from bench_tile import gpt2
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.simulation.measured.allocator_trace import measure
 
 BLOCKS = "transformer.h.*"
 PLAIN, THEIRS = "plain", "save_on_cpu"
@@ -91,7 +90,7 @@ def train(name: str, steps: int, directory: str | None = None) -> Row:
         name,
         statistics.median(seconds),
         growth[-1],
-        measure(step).growth_bytes,
+        ms.measure(step).growth_bytes,
         sum(moved.out_bytes.values()) // steps if moved else 0,
         moved.exposed_seconds / steps if moved else 0.0,
         digest,

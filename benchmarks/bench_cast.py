@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 VOCABULARY = 4096
@@ -122,7 +121,7 @@ def compare(model: Stack, tokens: torch.Tensor, rounds: int, title: str) -> None
     for step in steps.values():
         step()
         step()
-    peak = {who: measure(step, device=device).growth_bytes for who, step in steps.items()}
+    peak = {who: ms.measure(step, device=device).growth_bytes for who, step in steps.items()}
     casts = {}
     for who, step in steps.items():
         with WeightCasts(model) as counter:

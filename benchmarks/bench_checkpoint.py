@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
-from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 DEPTH = 4  # blocks in a stack: enough for the peak to be made of what is kept between them
@@ -102,7 +101,7 @@ def main() -> None:
             step()
             step()
         count = {who: flops(step) for who, step in contenders.items()}
-        peak = {who: measure(step, device=options.device).growth_bytes for who, step in contenders.items()}
+        peak = {who: ms.measure(step, device=options.device).growth_bytes for who, step in contenders.items()}
         took = interleaved_seconds(contenders, max(options.rounds // 10, 10), options.device)
         print(
             f"  {name:12} FLOPs {count['memscale'] / count['torch']:.4f} of torch's ({count['memscale']:,})   "

@@ -34,7 +34,7 @@ from _environment import environment
 from _zoo import DTYPES, ZOO, Case
 
 import memscale as ms
-from memscale.simulation.measured.allocator_trace import measure, training_roles
+from memscale.simulation.measured.allocator_trace import training_roles
 
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
 COLUMNS = f"{'case':23}{'dtype':6}{'variant':16}{'truth MB':>10}{'predicted':>11}{'error %':>9}{'seconds':>9}"
@@ -163,7 +163,7 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trace = measure(step, roles=training_roles(model, optimizer, batch))
+        trace = ms.measure(step, roles=training_roles(model, optimizer, batch))
     unseen = [str(warning.message) for warning in caught if "upper bound" in str(warning.message)]
     return Truth(trace.peak_bytes, trace.start_bytes, trace.seconds, note="".join(unseen))
 

@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memscale as ms
-from memscale.simulation.measured.allocator_trace import measure
 
 Step = Callable[[], None]
 # Rows of logits at a time. Every piece reads and writes the whole sum of weight gradients, so pieces are no smaller
@@ -126,7 +125,7 @@ def report(title: str, steps: dict[str, Step], rounds: int, device: str, referen
     peak = {}
     for name, step in steps.items():
         step()
-        peak[name] = measure(step, device=device).growth_bytes
+        peak[name] = ms.measure(step, device=device).growth_bytes
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():

@@ -18,7 +18,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.reports.plot import plot_timelines
-from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
+from memscale.simulation.measured.allocator_trace import AllocatorTrace, training_roles
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 VOCABULARY = 8192
@@ -42,7 +42,7 @@ def trace(plan: Mapping[str, ms.Transform]) -> AllocatorTrace:
         optimizer.zero_grad()
 
     step()
-    return measure(step, roles=training_roles(model, optimizer, tokens))
+    return ms.measure(step, roles=training_roles(model, optimizer, tokens))
 
 
 def main() -> None:

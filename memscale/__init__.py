@@ -5,11 +5,15 @@ transforms such as `checkpoint`. Transforms also apply to plain functions, and i
 older one-line style, in place and reversible.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from memscale import policies
 from memscale.algebra.apply import transform
 from memscale.algebra.composition import Transform, compose, identity
 from memscale.algebra.functions import functional
 from memscale.algebra.plan import Plan
+from memscale.config import Config, OptimizationMode
 from memscale.core.errors import (
     BudgetError,
     ConfigError,
@@ -20,18 +24,21 @@ from memscale.core.errors import (
     RuntimeUnavailable,
     TransformError,
 )
-from memscale.hardware.device import Hardware
-from memscale.inspection.verification import Verification, verify
-from memscale.legacy.executor import Executor
-from memscale.legacy.verbs import detach, optimize, wrap
 from memscale.optimizers import LossScale
-from memscale.planning.config import Config, OptimizationMode
-from memscale.planning.prediction import OOMPrediction, OOMRisk
-from memscale.planning.predictor import OOMPredictor
 from memscale.runtime.config import AsyncOffloadConfig
-from memscale.simulation.profiler import MemoryProfiler, profile
-from memscale.simulation.results import Profile
-from memscale.transforms import Residual, cast, checkpoint, name, offload, saved_residuals, tile
+from memscale.transforms import cast, checkpoint, name, offload, tile
+
+if TYPE_CHECKING:
+    from memscale.hardware.device import Hardware
+    from memscale.inspection.residuals import Residual, saved_residuals
+    from memscale.inspection.verification import Verification, verify
+    from memscale.legacy.executor import Executor
+    from memscale.legacy.verbs import detach, optimize, wrap
+    from memscale.planning.prediction import OOMPrediction, OOMRisk
+    from memscale.planning.predictor import OOMPredictor
+    from memscale.simulation.measured.allocator_trace import measure
+    from memscale.simulation.profiler import MemoryProfiler, profile
+    from memscale.simulation.results import Profile
 
 __version__ = "0.1.0"
 
@@ -65,6 +72,7 @@ __all__ = [
     "detach",
     "functional",
     "identity",
+    "measure",
     "name",
     "offload",
     "optimize",
@@ -76,3 +84,36 @@ __all__ = [
     "verify",
     "wrap",
 ]
+
+# A training run needs none of these, and they would double what importing memscale costs: each is loaded when it is
+# first asked for. The branch for type checkers above says the same; a test holds the two together.
+_LOADED_WHEN_ASKED = {
+    "Executor": "memscale.legacy.executor",
+    "Hardware": "memscale.hardware.device",
+    "MemoryProfiler": "memscale.simulation.profiler",
+    "OOMPrediction": "memscale.planning.prediction",
+    "OOMPredictor": "memscale.planning.predictor",
+    "OOMRisk": "memscale.planning.prediction",
+    "Profile": "memscale.simulation.results",
+    "Residual": "memscale.inspection.residuals",
+    "Verification": "memscale.inspection.verification",
+    "detach": "memscale.legacy.verbs",
+    "measure": "memscale.simulation.measured.allocator_trace",
+    "optimize": "memscale.legacy.verbs",
+    "profile": "memscale.simulation.profiler",
+    "saved_residuals": "memscale.inspection.residuals",
+    "verify": "memscale.inspection.verification",
+    "wrap": "memscale.legacy.verbs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_WHEN_ASKED:
+        raise AttributeError(f"module 'memscale' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

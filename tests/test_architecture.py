@@ -21,7 +21,7 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 FLOORS = (
     ("core",),
     ("algebra", "regions", "runtime", "hardware"),
-    ("transforms", "optimizers", "policies"),
+    ("transforms", "optimizers", "policies", "config"),
     ("simulation",),
     ("planning", "inspection", "reports"),
     ("legacy",),
@@ -33,12 +33,9 @@ FLOORS = (
 KNOWN = {
     ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
     ("memscale.regions.snapshot", "memscale.transforms.offload.streamed"),
-    ("memscale.simulation.measured.empirical", "memscale.planning.config"),
-    ("memscale.simulation.profiler", "memscale.planning.config"),
     ("memscale.simulation.results", "memscale.reports.html"),
     ("memscale.simulation.results", "memscale.reports.plot"),
     ("memscale.simulation.results", "memscale.reports.text"),
-    ("memscale.transforms", "memscale.inspection.residuals"),
 }
 
 

@@ -38,6 +38,7 @@ NAMES = [
     "detach",
     "functional",
     "identity",
+    "measure",
     "name",
     "offload",
     "optimize",

@@ -11,9 +11,9 @@ from torch import nn
 
 from memscale.algebra.apply import install
 from memscale.algebra.plan import Plan
+from memscale.config import Config
 from memscale.hardware.device import Hardware
 from memscale.legacy.estimate import StepEstimate
-from memscale.planning.config import Config
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from torch import nn
 
+from memscale.config import Config
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.planning.config import Config
 from memscale.runtime import Runtime
 from memscale.runtime.config import AsyncOffloadConfig
 

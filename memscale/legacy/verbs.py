@@ -13,6 +13,7 @@ from torch import nn
 
 from memscale.algebra.composition import Transform, compose, identity
 from memscale.algebra.plan import Plan
+from memscale.config import Config
 from memscale.core.errors import ConfigError, RuntimeUnavailable, TransformError
 from memscale.hardware.device import Hardware
 from memscale.inspection.same_numbers import check_same_numbers
@@ -20,7 +21,6 @@ from memscale.legacy.estimate import StepEstimate, activation_bytes, static_esti
 from memscale.legacy.executor import ATTRIBUTE, Executor, say
 from memscale.legacy.offloading import with_runtime
 from memscale.planning.blocks import repeated_blocks
-from memscale.planning.config import Config
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.transforms import checkpoint, offload
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from memscale.algebra.apply import PlanLike
 from memscale.algebra.plan import Plan, as_plan
+from memscale.config import Config
 from memscale.core import pytrees
 from memscale.core.errors import BudgetError, ConfigError, MemscaleError
 from memscale.core.units import budget_bytes, format_bytes
 from memscale.hardware.device import Hardware
-from memscale.planning.config import Config
 from memscale.planning.largest import LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import Remedy, optimizer_options, remedies, split

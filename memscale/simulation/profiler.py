@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from memscale.algebra.apply import PlanLike, transform
+from memscale.config import Config
 from memscale.core.errors import ConfigError, MemscaleError
 from memscale.hardware.device import Hardware
-from memscale.planning.config import Config
 from memscale.simulation.analysis import analyse
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile

@@ -1,10 +1,9 @@
 """The transforms: one file each, and the policies they take."""
 
-from memscale.inspection.residuals import Residual, saved_residuals
 from memscale.transforms.cast.factory import cast
 from memscale.transforms.checkpoint.factory import checkpoint
 from memscale.transforms.labels import name
 from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile
 
-__all__ = ["Residual", "cast", "checkpoint", "name", "offload", "saved_residuals", "tile"]
+__all__ = ["cast", "checkpoint", "name", "offload", "tile"]

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
 from memscale import checkpoint, compose, identity, policies
-from memscale.simulation.measured.allocator_trace import measure
 from tests.support.models import TransformerBlock, mlp, numbers
 
 BATCH, LENGTH, WIDTH, INNER = 2, 3, 11, 7
@@ -142,7 +141,7 @@ def test_the_allocator_agrees_on_the_order_of_the_peaks():
     peaks = {}
     for name, how in TRANSFORMS.items():
         step = stack_step(model, ms.transform(model, {"*": how}), x)
-        peaks[name] = measure(step).growth_bytes
+        peaks[name] = ms.measure(step).growth_bytes
     assert peaks["identity"] == peaks["everything"]
     assert peaks["identity"] > peaks["dots"] > peaks["both"] == peaks["but act"]
     assert peaks["both"] > peaks["act"] == peaks["no batch"] > peaks["nothing"]
@@ -181,9 +180,9 @@ def test_never_more_flops_or_bytes_than_the_checkpoint_of_pytorch(name, depth):
     ours = stack_step(model, ms.transform(model, {"*": checkpoint()}), x)
     theirs, plain = stack_step(model, theirs, x), stack_step(model, model, x)
     assert flops(plain)[0] < flops(ours)[0] <= flops(theirs)[0]
-    peak = measure(ours).growth_bytes
-    assert peak <= measure(theirs).growth_bytes
-    assert depth == 1 or peak < measure(plain).growth_bytes
+    peak = ms.measure(ours).growth_bytes
+    assert peak <= ms.measure(theirs).growth_bytes
+    assert depth == 1 or peak < ms.measure(plain).growth_bytes
 
 
 def test_everything_saveable_and_an_empty_plan_cost_nothing():

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from memscale.config import Config
 from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable, TransformError
 from memscale.hardware.device import Hardware
 from memscale.legacy import verbs
 from memscale.legacy.estimate import activation_bytes, static_estimate
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
-from memscale.planning.config import Config
 from memscale.runtime.config import AsyncOffloadConfig
 
 FORCE = Config(force_optimize=True)

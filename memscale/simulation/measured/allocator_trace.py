@@ -122,7 +122,8 @@ def measure(
     of that pass began is an ``activation``, and the rest are ``temporary``. What lived before the step
     and has no role is ``unknown``.
 
-    >>> trace = measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
+    >>> import torch, memscale as ms
+    >>> trace = ms.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
     >>> trace.growth_bytes, trace.end_bytes
     (1048576, 0)
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from memscale.config import Config
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.core.pytrees import tensors as tensors_of
 from memscale.hardware.device import Hardware
-from memscale.planning.config import Config
 from memscale.regions.scope import put_back
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles

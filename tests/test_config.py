@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
+from memscale.config import Config, OptimizationMode
 from memscale.core.errors import ConfigError
-from memscale.planning.config import Config, OptimizationMode
 from memscale.runtime.config import AsyncOffloadConfig
 
 DEFAULTS = {

@@ -1,0 +1,53 @@
+"""What `import memscale` loads: the algebra and the transforms, and nothing of what is only asked for by name."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memscale as ms
+
+LATER = ("simulation", "planning", "reports", "hardware", "inspection", "legacy", "cli")
+FOUND = """
+import sys
+import memscale as ms
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("memscale.")}))
+assert set(ms.__all__) <= set(dir(ms)), set(ms.__all__) - set(dir(ms))
+ms.Profile, ms.wrap
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("memscale.")}))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The folders that a fresh interpreter has loaded after the import, and after two names that need more."""
+    run = subprocess.run([sys.executable, "-c", FOUND], check=True, capture_output=True, text=True)
+    return [line.split() for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("folder", LATER)
+def test_the_import_leaves_for_later_what_a_training_run_does_not_need(loaded, folder):
+    at_once, asked = loaded
+    assert folder not in at_once
+    assert folder in asked or folder in ("planning", "cli")
+
+
+def test_type_checkers_are_told_the_same_homes():
+    told = {}
+    for node in ast.parse(Path(ms.__file__).read_text()).body:
+        if isinstance(node, ast.If):
+            for each in node.body:
+                told.update({alias.name: each.module for alias in each.names})
+    assert told == ms._LOADED_WHEN_ASKED
+
+
+def test_a_name_is_the_same_object_each_time():
+    assert ms.wrap is ms.wrap
+    assert ms.wrap.__module__ == ms._LOADED_WHEN_ASKED["wrap"]
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'memscale' has no attribute 'rap'"):
+        _ = ms.rap
