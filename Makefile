@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test lint bench gpu gpu-sanitize docs
+.PHONY: setup demo test test-deep lint bench gpu gpu-sanitize docs
 
 setup: $(READY)
 
@@ -23,9 +23,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)
 	$(PYTHON) -m memscale.cli demo $(ARGS)
 
-# A test that hangs ends the run, and says where. The slowest takes 20 s on one core.
+# A test that hangs ends the run, and says where. A file's tests stay in one process: they share what they have made.
+PYTEST := -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -n auto --dist loadfile
+
 test: $(READY)
-	$(PYTHON) -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
+	$(PYTHON) $(PYTEST) $(ARGS)
+
+# Every combination of transform, model and call pattern instead of every pair, and many more random programs.
+test-deep: $(READY)
+	HYPOTHESIS_PROFILE=deep $(PYTHON) $(PYTEST) $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

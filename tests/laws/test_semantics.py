@@ -13,6 +13,7 @@ import memscale as ms
 from memscale import checkpoint, compose, offload, policies
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits, check_same
+from tests.support.coverings import pairwise
 from tests.support.models import CONVNET, KINDS, MLP, SMALL, TRANSFORMER, mlp, numbers
 from tests.support.patterns import ALL, autocast, autocast_without_cache
 
@@ -62,13 +63,18 @@ def fit_for(pattern, name):
     return autocast_without_cache if pattern is autocast and "params" in name else pattern
 
 
+PLANS = {kind: plans(kind) for kind in KINDS}
 # Hugging Face models are slow to run, so they meet one transform of each sort.
-CASES = [
-    pytest.param(kind, fit_for(pattern, name), plan, id=f"{kind}-{pattern.__name__}-{name}")
+PRODUCT = [
+    (kind, pattern, name)
     for kind in KINDS
     for pattern in ALL
-    for name, plan in plans(kind).items()
+    for name in PLANS[kind]
     if kind in SMALL or name in ("checkpoint", "dots", "nested policies", "offload", "offload checkpoint", "params")
+]
+CASES = [
+    pytest.param(kind, fit_for(pattern, name), PLANS[kind][name], id=f"{kind}-{pattern.__name__}-{name}")
+    for kind, pattern, name in pairwise(PRODUCT)
 ]
 
 

@@ -1,0 +1,27 @@
+"""Which of many combinations a test runs: every pair of values at least once, or all of them in the deep suite."""
+
+import itertools
+import os
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"  # `make test-deep`
+
+
+def pairwise(cases):
+    """Of `cases`, tuples of hashable values, a few in which each pair of values that stands in any case stands too.
+
+    Greedy and without chance: of the cases left, the one with the most pairs that none has had yet, the first of these.
+    In the deep suite, all cases.
+    """
+    cases = list(cases)
+    if DEEP:
+        return cases
+    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
+    missing = set().union(*pairs.values())
+    chosen = []
+    for size in range(len(cases[0]) * (len(cases[0]) - 1) // 2, 0, -1):
+        for case in cases:
+            if len(pairs[case] & missing) >= size:
+                chosen.append(case)
+                missing -= pairs[case]
+    assert not missing
+    return chosen
