@@ -1,4 +1,4 @@
-"""The picture of the offload runtime in the documentation: one step on the simulated device, by its virtual clock.
+"""The picture of the offload runtime in the documentation: one step on the adversarial device, by its virtual clock.
 
 The engine, the order of copies and every wait are real; only time is not. Each block computes for 4 ms forward and 8 ms
 backward, and the link carries 1 GB/s in each direction.
@@ -8,6 +8,7 @@ python benchmarks/plot_offload.py  # writes docs/images/offload.png
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from torch import nn
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.runtime.backends.simulated import Link, SimulatedBackend
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the device is the tests' own
+from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "offload.png"
 BLOCKS, WIDTH, ROWS = 6, 512, 1024
 FORWARD_SECONDS, BACKWARD_SECONDS = 4e-3, 8e-3
-LINK = Link(bytes_per_second=1e9, latency_seconds=0.0)
+LINK = LinkSpeed(bytes_per_second=1e9, latency_seconds=0.0)
 INPUT_BYTES, WEIGHT_BYTES = 4 * ROWS * WIDTH, 4 * WIDTH * WIDTH
 COLORS = {"compute": "tab:blue", "parameters": "tab:orange", "input": "tab:green", "gradient": "tab:red"}
 Span = tuple[float, float, str]
@@ -35,7 +38,7 @@ Span = tuple[float, float, str]
 class Recorded:
     """A device, and when each block computed on it."""
 
-    def __init__(self, device: SimulatedBackend) -> None:
+    def __init__(self, device: AdversarialDevice) -> None:
         self.device = device
         self.spans: list[Span] = []
 
@@ -71,7 +74,7 @@ class Block(nn.Module):
 
 def step() -> tuple[list[Span], list[dict[str, Any]]]:
     """What the compute stream did in the third step, and the copies and waits of it."""
-    device = SimulatedBackend(lambda n: 0, {"pinned": 1 << 28}, link=LINK)
+    device = AdversarialDevice(lambda n: 0, {"pinned": 1 << 28}, link=LINK)
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=1), backend=device)
     recorded = Recorded(device)
     stack = nn.Sequential(*[Block(recorded, number) for number in range(1, BLOCKS + 1)])
@@ -106,7 +109,7 @@ def main() -> None:
         row, left = (1, 0)[event["name"].startswith("from ")], event["ts"] / 1e3 - 1e3 * zero
         axes.barh(row, event["dur"] / 1e3, left=left, color=COLORS[kind_of(event)], edgecolor="white")
     axes.set_yticks([2, 1, 0], ["compute", "out", "in"])
-    axes.set_xlabel("milliseconds of the simulated device's clock")
+    axes.set_xlabel("milliseconds of the device's virtual clock")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(
         handles=[plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()],

@@ -10,11 +10,11 @@ import torch
 import memscale as ms
 from memscale import offload
 from memscale.runtime import Runtime, home_of
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.leftovers import Leftovers
 from memscale.runtime.parameters.home import running
 from memscale.runtime.storage.spans import FreeSpans
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.ctrl_c import everywhere
 from tests.support.layers import PARAMS, layers, rows, trained
@@ -22,7 +22,7 @@ from tests.support.layers import PARAMS, layers, rows, trained
 pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
-class Unreliable(SimulatedBackend):
+class Unreliable(AdversarialDevice):
     """Nothing happens before somebody waits for it; a chosen call of a chosen method raises, once."""
 
     def __init__(self, **caps):
@@ -204,7 +204,7 @@ def test_a_region_that_runs_out_of_memory_halfway_has_nothing_in_use():
 
 
 def test_a_forward_that_ended_behind_its_first_region_leaves_nothing_to_the_next():
-    fit, _ = streamed(SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}))  # copies run at once
+    fit, _ = streamed(AdversarialDevice(lambda n: 0, {"pinned": 1 << 20}))  # copies run at once
     trained(fit, 2)  # from now on, the second region's parameters are asked for while the first one runs
     fit[0](rows())
     halve(fit)
@@ -212,7 +212,7 @@ def test_a_forward_that_ended_behind_its_first_region_leaves_nothing_to_the_next
 
 
 def test_tensors_that_outlive_a_runtime_give_their_bytes_back_to_a_backend_that_goes_on():
-    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
     fit, runtime = streamed(backend)
     trained(fit)
     gradients = [parameter.grad for parameter in fit.parameters()]
@@ -224,7 +224,7 @@ def test_tensors_that_outlive_a_runtime_give_their_bytes_back_to_a_backend_that_
 
 
 def test_another_storage_at_the_address_of_one_that_is_over_is_not_taken_for_it():
-    engine = Engine(SimulatedBackend(lambda n: 0, {"pinned": 1 << 20, "disk": 1 << 20}))
+    engine = Engine(AdversarialDevice(lambda n: 0, {"pinned": 1 << 20, "disk": 1 << 20}))
     for _ in range(100):
         tensor = torch.ones(1024)
         address = tensor.untyped_storage()._cdata
@@ -294,7 +294,7 @@ def test_a_tensor_that_moves_is_whole_wherever_it_is_interrupted():
     def run(at):
         nonlocal backend, engine
         held.clear()
-        backend = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20})
+        backend = AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20})
         engine = Engine(backend, depth=at % 3)
 
         def there_and_back():
@@ -324,7 +324,7 @@ def test_a_parameter_that_gets_a_home_is_whole_wherever_it_is_interrupted():
 
     def run(at):
         nonlocal parameter, gradient
-        fit, _ = streamed(SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}))
+        fit, _ = streamed(AdversarialDevice(lambda n: 0, {"pinned": 1 << 20}))
         parameter = fit[0].weight
         parameter.grad = gradient = torch.ones_like(parameter)
         fit[0].bias = None
@@ -341,7 +341,7 @@ def test_a_model_keeps_its_parameters_and_learns_wherever_it_is_interrupted():
 
     def run(at):
         nonlocal fit, runtime
-        fit, runtime = streamed(SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}), depth=at % 3)
+        fit, runtime = streamed(AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}), depth=at % 3)
         return lambda: trained(fit)
 
     for at in everywhere(run, ("runtime/_homes.py", "runtime/_engine.py", "transforms/_streamed.py"), step=23):

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine, Hazard
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 
 SIDE = 6
@@ -130,7 +130,7 @@ def device(draw: random.Random) -> CheckedEngine:
     def fails() -> OSError | None:
         return OSError(28, "No space left on device") if failing and draw.random() < 0.3 else None
 
-    return CheckedEngine(Checked(SimulatedBackend(draw.randrange, caps, fails=fails)), depth=draw.randrange(4))
+    return CheckedEngine(Checked(AdversarialDevice(draw.randrange, caps, fails=fails)), depth=draw.randrange(4))
 
 
 def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> list[Any]:
@@ -138,7 +138,7 @@ def results(program: Program, engine: CheckedEngine | None, steps: int = 2) -> l
     found = []
 
     def pause() -> None:
-        if isinstance(engine.backend.inner, SimulatedBackend):
+        if isinstance(engine.backend.inner, AdversarialDevice):
             engine.backend.inner.compute(1e-7)
 
     for _ in range(steps):

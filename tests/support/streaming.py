@@ -18,9 +18,9 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload
 from memscale.runtime import Runtime, home_of
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.parameters import home as _home
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.schedules import Interrupted
 
@@ -333,7 +333,7 @@ def device(draw: random.Random) -> Runtime:
 
     config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=draw.randrange(4), debug=True)
     # A parameter for which there is no room asks again at every call.
-    return Runtime(config, backend=SimulatedBackend(draw.randrange, caps, fails=fails, patience=1 << 20))
+    return Runtime(config, backend=AdversarialDevice(draw.randrange, caps, fails=fails, patience=1 << 20))
 
 
 def results(seed: int, runtime: Runtime | None, steps: int = 3) -> list[Any]:

@@ -5,7 +5,7 @@ link, and the *compute streams*, where the model runs. Of these a thread is on o
 is one's: whatever reuses it comes after what that stream was given. A backend has *events*, which mark a point in a
 stream; *tiers*, the places outside the device where bytes can live; *buffers*, bytes on a tier; and one asynchronous
 `copy`. The engine above it knows nothing else, so the same engine runs on a GPU, on a host whose next tier is disk, on
-fake tensors, and on a simulated device whose scheduler is adversarial.
+fake tensors, and, in tests, on a device whose scheduler is adversarial.
 """
 
 from __future__ import annotations

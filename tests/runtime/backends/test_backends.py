@@ -14,12 +14,12 @@ import torch
 from memscale.runtime.backends import cuda as _cuda
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.backends.simulated import Deadlock, SimulatedBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.checking import hazards
 from memscale.runtime.checking.accesses import Access, Accesses
 from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.storage.budget import HostBudget
+from tests.support.adversarial_device import AdversarialDevice, Deadlock
 from tests.support.fake_cuda import FakeCupy
 
 MIB = 1024**2
@@ -51,14 +51,14 @@ def cuda(tmp_path, monkeypatch):
 
 def simulated(seed):
     def make(tmp_path, monkeypatch):
-        return SimulatedBackend(random.Random(seed).randrange, {"pinned": CAP, "disk": CAP}), "cpu"
+        return AdversarialDevice(random.Random(seed).randrange, {"pinned": CAP, "disk": CAP}), "cpu"
 
     return pytest.param(make, id=f"simulated-{seed}")
 
 
 def lazy(tmp_path, monkeypatch):
     """Nothing happens before somebody waits for it."""
-    return SimulatedBackend(lambda n: n - 1, {"pinned": CAP, "disk": CAP}), "cpu"
+    return AdversarialDevice(lambda n: n - 1, {"pinned": CAP, "disk": CAP}), "cpu"
 
 
 REAL = [host, fake_cuda, pytest.param(cuda, marks=pytest.mark.cuda)]
@@ -373,7 +373,7 @@ def test_a_trace_has_no_memory_and_nothing_to_wait_for():
 
 
 def test_a_thread_that_waits_for_what_can_never_happen_is_a_deadlock():
-    backend, other = (SimulatedBackend(lambda n: n - 1, {"pinned": 4096}) for _ in range(2))
+    backend, other = (AdversarialDevice(lambda n: n - 1, {"pinned": 4096}) for _ in range(2))
     source = torch.zeros(8, dtype=torch.uint8)
     never = other.copy(source, other.allocate(8, "auto"), "out", after=[])
     stuck = backend.copy(source, backend.allocate(8, "auto"), "out", after=[never])
@@ -382,7 +382,7 @@ def test_a_thread_that_waits_for_what_can_never_happen_is_a_deadlock():
 
 
 def test_a_simulated_thread_that_waits_sees_the_time_pass():
-    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
     event = backend.copy(torch.zeros(4096, dtype=torch.uint8), backend.allocate(4096, "auto"), "out", after=[])
     backend.synchronize(event)
     assert backend.clock() == event.span()[1] > 0
@@ -392,7 +392,7 @@ def test_a_simulated_thread_that_waits_sees_the_time_pass():
 
 
 def checked_buffer(nbytes=4096, cap=4096):
-    checked = Checked(SimulatedBackend(lambda n: n - 1, {"pinned": cap}))
+    checked = Checked(AdversarialDevice(lambda n: n - 1, {"pinned": cap}))
     buffer = checked.allocate(nbytes, "auto")
     return checked, buffer
 
@@ -538,7 +538,7 @@ def test_a_read_is_forgotten_only_for_one_that_comes_after_it():
 def test_programs_that_synchronize_have_no_hazard(seed):
     """Many mapped buffers, used in random order by a caller that keeps the rules, on a device that keeps none."""
     draw = random.Random(seed)
-    checked = Checked(SimulatedBackend(draw.randrange, {"pinned": 40_000, "disk": 100_000}))
+    checked = Checked(AdversarialDevice(draw.randrange, {"pinned": 40_000, "disk": 100_000}))
     held = []
     for _ in range(60):
         if len(held) < 6:

@@ -16,7 +16,7 @@ from memscale.runtime.backends.cuda import CudaBackend
 from memscale.runtime.engine import copies, entry
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
-from tests.runtime.engine.test_simulated import mutate
+from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.fake_cuda import FakeCupy
 from tests.support.schedules import Program, results
 

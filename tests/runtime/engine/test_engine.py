@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memscale as ms
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.backends.simulated import Link, SimulatedBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import State
 from memscale.runtime.storage.courier import Errand
+from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checks import bits
 from tests.support.schedules import run_case
 
@@ -239,7 +239,7 @@ def test_without_room_everything_stays_with_one_warning():
 
 def test_a_write_that_fails_loses_nothing():
     failures = [OSError(28, "No space left on device")]
-    backend = SimulatedBackend(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0])
+    backend = AdversarialDevice(lambda n: 0, {"disk": 1 << 16}, fails=lambda: failures[0])
     engine = CheckedEngine(Checked(backend), depth=0)
     with pytest.warns(RuntimeWarning, match=r"keeps a tensor of 4096 bytes on the device: the copy failed .*No space"):
         (handle,) = stashed(engine, lambda: torch.arange(1024.0))
@@ -315,7 +315,9 @@ def chain_step(engine, backend, order):
 
 def test_the_order_of_backward_is_learned():
     order = [3, 9, 1, 7, 5, 0, 8, 2, 6, 4]
-    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}, link=Link(bytes_per_second=256, latency_seconds=0.0))
+    backend = AdversarialDevice(
+        lambda n: 0, {"pinned": 1 << 20}, link=LinkSpeed(bytes_per_second=256, latency_seconds=0.0)
+    )
     engine = CheckedEngine(Checked(backend), depth=2)
     first, second = (chain_step(engine, backend, order) for _ in range(2))
     # The guess of the first backward, that it runs the other way than forward, is wrong everywhere here.
@@ -325,7 +327,7 @@ def test_the_order_of_backward_is_learned():
 
 
 def test_loading_ahead_without_memory_is_put_off(monkeypatch):
-    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
     engine, empty, asked = CheckedEngine(Checked(backend), depth=2), backend.empty, []
 
     def scarce(nbytes, like):
@@ -356,7 +358,7 @@ def test_the_tail_of_the_forward_stays_from_the_second_step_on():
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_what_leaves_is_gone_once_more_regions_ran_than_copies_may_be_under_way(depth):
     """Also at the end of a forward, where nothing else leaves: what comes then, a loss, needs the memory."""
-    engine = Engine(SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}), depth=depth)
+    engine = Engine(AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}), depth=depth)
     handles = stashed(engine, lambda: torch.ones(1024))  # a region ends at the end of this
     gone = []
     for _ in range(depth + 1):

@@ -9,9 +9,9 @@ import torch
 import memscale as ms
 from memscale import offload
 from memscale.runtime import Runtime
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.slab_file import FileIO
+from tests.support.adversarial_device import AdversarialDevice
 
 NBYTES = 1 << 16
 
@@ -60,7 +60,7 @@ def test_the_collector_may_end_a_graph_in_the_thread_that_copies_for_it(monkeypa
 
 
 def test_what_is_under_way_when_its_graph_ends_is_let_go_by_the_next_call():
-    queue = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20})  # nothing happens before somebody waits for it
+    queue = AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20})  # nothing happens before somebody waits for it
     engine = Engine(queue, depth=2)
     handle = engine.stash(torch.ones(NBYTES // 4))
     engine.look_again()
@@ -73,7 +73,7 @@ def test_what_is_under_way_when_its_graph_ends_is_let_go_by_the_next_call():
 
 
 def test_time_passes_also_where_nothing_can_happen():
-    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
     buffer = backend.allocate(NBYTES, "pinned")
     source = torch.ones(NBYTES, dtype=torch.uint8)
     never = backend.record()

@@ -9,9 +9,9 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime, home_of
-from memscale.runtime.backends.simulated import Link, SimulatedBackend
 from memscale.runtime.engine.engine import Engine
 from memscale.simulation.measured.allocator_trace import measure
+from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.layers import (
     HOWS,
     LAYER,
@@ -104,11 +104,11 @@ def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
 # ------------------------------------------------------------------------------------------- on the virtual clock
 
 
-class Punctual(SimulatedBackend):
+class Punctual(AdversarialDevice):
     """Copies take their time on the virtual clock, one after the other, and are done when it has passed."""
 
     def __init__(self, copy_seconds):
-        link = Link(bytes_per_second=1e30, latency_seconds=copy_seconds)
+        link = LinkSpeed(bytes_per_second=1e30, latency_seconds=copy_seconds)
         super().__init__(lambda n: 0, {"pinned": 1 << 22}, link=link)
 
     def let_time_pass(self):
@@ -200,7 +200,7 @@ def test_gradients_leave_while_the_next_region_computes(depth, exposed):
 
 def check_the_cpu_waits_for_each_gradient():
     """What a hook, or an optimizer, reads must be there, which the compute stream's own wait does not promise."""
-    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 22})
+    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 22})
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
     fit = ms.transform(layers(), {"*": PARAMS}, runtime=runtime)
     waits, seen, synchronize = [], [], backend.synchronize
@@ -274,7 +274,7 @@ def check_memory_of_a_home_waits_for_the_load_that_reads_it():
     """The compute stream has waited for the load, and the host has not, when the last owner of the weight goes."""
     events, freed = [], []
 
-    class Watched(SimulatedBackend):
+    class Watched(AdversarialDevice):
         def copy(self, source, target, stream, *, after):
             events.append(super().copy(source, target, stream, after=after))
             return events[-1]
@@ -302,7 +302,7 @@ def check_parameters_may_be_written_after_each_pass():
     """The host itself has waited for what reads them: no gradient of a frozen weight comes home to wait for."""
     reads, known = [], []
 
-    class Watched(SimulatedBackend):
+    class Watched(AdversarialDevice):
         def copy(self, source, target, stream, *, after):
             reads.append(super().copy(source, target, stream, after=after))
             return reads[-1]

@@ -14,8 +14,8 @@ import memscale as ms
 from memscale import identity, offload
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.simulation.measured.allocator_trace import measure
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits, fingerprint
 from tests.support.layers import (
     BIAS,
@@ -290,7 +290,7 @@ def test_other_contents_between_steps(change, how, depth):
 
 def check_a_change_between_two_regions():
     """What was loaded ahead for the second, at once, is out of date by the time it runs."""
-    backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20})
+    backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20})
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
     found = []
     for model in (layers(), ms.transform(layers(), {"*": PARAMS}, runtime=runtime)):

@@ -10,7 +10,7 @@ import memscale as ms
 from memscale.regions import snapshot
 from memscale.runtime.engine import ahead, link
 from memscale.runtime.parameters import gradients, homes, rooms
-from tests.runtime.engine.test_simulated import mutate
+from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.layers import PARAMS
 from tests.support.streaming import device, run_case
 from tests.transforms.offload import test_streamed, test_streamed_parameters, test_streamed_surprises

@@ -9,8 +9,8 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload
 from memscale.runtime import Runtime, home_of
-from memscale.runtime.backends.simulated import SimulatedBackend
 from memscale.runtime.parameters.home import is_used
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.layers import (
     LAYER,
@@ -139,7 +139,7 @@ def check_a_gradient_that_others_have_too_may_be_changed_in_place():
 
     expected = train(nn.Sequential(Added(), Added()))
     for seed in range(20):
-        backend = SimulatedBackend(random.Random(seed).randrange, {"pinned": 1 << 16})
+        backend = AdversarialDevice(random.Random(seed).randrange, {"pinned": 1 << 16})
         runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2), backend=backend)
         fit = ms.transform(nn.Sequential(Added(), Added()), {"*": PARAMS}, runtime=runtime)
         assert train(fit) == expected, f"case {seed}"

@@ -9,7 +9,7 @@ from torch import nn
 import memscale as ms
 from memscale import compose, tile
 from memscale.runtime import Runtime
-from memscale.runtime.backends.simulated import SimulatedBackend
+from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.layers import (
     HOWS,
@@ -186,7 +186,7 @@ def test_ways_of_going_backward(way, how, depth):
 def test_anomaly_detection_sees_gradients_that_have_arrived():
     """On a device that copies nothing before somebody waits for it, and where bytes to come are NaN until then."""
     config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=2)
-    runtime = Runtime(config, backend=SimulatedBackend(lambda n: n - 1, {"pinned": 1 << 20}))
+    runtime = Runtime(config, backend=AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}))
     under_anomaly_detection(ms.transform(layers(), {"*": PARAMS}, runtime=runtime))
 
 

@@ -23,11 +23,11 @@ Choose = Callable[[int], int]
 
 
 class Deadlock(CorrectnessError):
-    """The simulated device can never reach what it was told to wait for."""
+    """The device can never reach what it was told to wait for."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """What a copy costs on the virtual clock."""
 
     bytes_per_second: float = 1e9
@@ -37,10 +37,10 @@ class Link:
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
-class SimulatedEvent:
+class DeviceEvent:
     """A point in a queue; knows when it was passed."""
 
-    def __init__(self, device: SimulatedBackend) -> None:
+    def __init__(self, device: AdversarialDevice) -> None:
         self._device = device
         self.finished: tuple[float, float] | None = None
         self.failure: BaseException | None = None
@@ -59,14 +59,14 @@ class SimulatedEvent:
 @dataclasses.dataclass(eq=False)
 class _Job:
     lane: str  # jobs of one lane run in order
-    after: Sequence[SimulatedEvent]
+    after: Sequence[DeviceEvent]
     run: Callable[[], None]
     seconds: float
-    event: SimulatedEvent
+    event: DeviceEvent
 
 
 @dataclasses.dataclass(eq=False)
-class SimulatedBuffer:
+class Slot:
     """A slot of a tier's pool; `place` says which bytes, for the checker."""
 
     tier: str
@@ -83,11 +83,11 @@ class _Pool:
 
     def __init__(self, cap: int) -> None:
         self.bytes = torch.full((cap,), _POISON, dtype=torch.uint8)
-        self.taken: dict[SimulatedBuffer, None] = {}
-        self.leaving: list[tuple[SimulatedBuffer, Sequence[Event]]] = []
+        self.taken: dict[Slot, None] = {}
+        self.leaving: list[tuple[Slot, Sequence[Event]]] = []
         self.high_water = 0
 
-    def take(self, tier: str, nbytes: int) -> SimulatedBuffer | None:
+    def take(self, tier: str, nbytes: int) -> Slot | None:
         spans = sorted((buffer.start, buffer.start + buffer.nbytes) for buffer in self.taken)
         start = 0
         for first, stop in spans:
@@ -96,7 +96,7 @@ class _Pool:
             start = max(start, stop)
         if start + nbytes > len(self.bytes):
             return None
-        buffer = SimulatedBuffer(tier, nbytes, start)
+        buffer = Slot(tier, nbytes, start)
         self.taken[buffer] = None
         self.high_water = max(self.high_water, sum(taken.nbytes for taken in self.taken))
         return buffer
@@ -106,11 +106,11 @@ class _Pool:
         gaps = [stop - start for start, stop in zip(ends[::2], [*ends[1::2], len(self.bytes)], strict=True)]
         return TierUse(self.high_water, len(self.bytes), sum(gaps), max(gaps))
 
-    def of(self, buffer: SimulatedBuffer) -> torch.Tensor:
+    def of(self, buffer: Slot) -> torch.Tensor:
         return self.bytes[buffer.start : buffer.start + buffer.nbytes]
 
 
-class SimulatedBackend:
+class AdversarialDevice:
     """A device with two copy streams, and disk workers, that run when `choose` says so.
 
     Args:
@@ -127,7 +127,7 @@ class SimulatedBackend:
         choose: Choose,
         caps: Mapping[str, int],
         *,
-        link: Link | None = None,
+        link: LinkSpeed | None = None,
         fails: Callable[[], BaseException | None] = lambda: None,
         patience: int = 100,
     ) -> None:
@@ -136,14 +136,14 @@ class SimulatedBackend:
         self.now = 0.0
         self._choose = choose
         self._pools = {tier: _Pool(cap) for tier, cap in caps.items()}
-        self._link = link or Link()
+        self._link = link or LinkSpeed()
         self._fails = fails
         self._jobs: list[_Job] = []
         self._free_at: dict[str, float] = {}
         self._workers = 0
         self._refusals = 0
 
-    def allocate(self, nbytes: int, tier: str) -> SimulatedBuffer | None:
+    def allocate(self, nbytes: int, tier: str) -> Slot | None:
         """See `Backend.allocate`."""
         self.let_time_pass()
         for name in at_or_below(self.tiers, tier):
@@ -173,13 +173,13 @@ class SimulatedBackend:
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
         """See `Backend.free`."""
-        assert isinstance(buffer, SimulatedBuffer)
+        assert isinstance(buffer, Slot)
         self._refusals = 0
         self._pools[buffer.tier].leaving.append((buffer, after))
 
     def map(self, buffer: Buffer) -> Bytes:
         """See `Backend.map`. The array is the pool itself, so a copy at its worst moment meets what the CPU does."""
-        assert isinstance(buffer, SimulatedBuffer)
+        assert isinstance(buffer, Slot)
         found: Bytes = self._pools[buffer.tier].of(buffer).numpy()
         return found
 
@@ -198,22 +198,22 @@ class SimulatedBackend:
         """See `Backend.compute_stream`."""
         return 0
 
-    def record(self, stream: int | None = None) -> SimulatedEvent:
+    def record(self, stream: int | None = None) -> DeviceEvent:
         """See `Backend.record`. CPU operators have run by the time they return."""
-        event = SimulatedEvent(self)
+        event = DeviceEvent(self)
         event.finished = (self.now, self.now)
         return event
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
-    ) -> SimulatedEvent:
+    ) -> DeviceEvent:
         """See `Backend.copy`."""
         tensor = source if isinstance(source, torch.Tensor) else target
         buffer = target if isinstance(source, torch.Tensor) else source
         assert isinstance(tensor, torch.Tensor)
-        assert isinstance(buffer, SimulatedBuffer)
-        event = SimulatedEvent(self)
-        before = [wanted for wanted in after if isinstance(wanted, SimulatedEvent)]
+        assert isinstance(buffer, Slot)
+        event = DeviceEvent(self)
+        before = [wanted for wanted in after if isinstance(wanted, DeviceEvent)]
         memory, out = _Memory(tensor), tensor is source
         slot = self._pools[buffer.tier].of(buffer)
         seconds = self._link.seconds(buffer.nbytes)
@@ -230,14 +230,14 @@ class SimulatedBackend:
         memory: _Memory,
         slot: torch.Tensor,
         stream: Stream,
-        before: Sequence[SimulatedEvent],
-        event: SimulatedEvent,
+        before: Sequence[DeviceEvent],
+        event: DeviceEvent,
         seconds: float,
         *,
         out: bool,
     ) -> None:
         staging = torch.full_like(slot, _POISON)
-        halfway = SimulatedEvent(self)
+        halfway = DeviceEvent(self)
         self._workers += 1
         worker = f"worker {self._workers}"  # workers take what they find: no order among them
 
@@ -262,7 +262,7 @@ class SimulatedBackend:
         self._reach(event, "the calling thread")
 
     def _reach(self, event: Event, who: str) -> None:
-        assert isinstance(event, SimulatedEvent)
+        assert isinstance(event, DeviceEvent)
         while event.finished is None:
             if not self._run_some():
                 raise Deadlock(f"deadlock: {who} waits for a copy that nothing will ever start")

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.core.errors import CorrectnessError
-from memscale.runtime.backends.simulated import Deadlock, Link, SimulatedBackend
 from memscale.runtime.checking import hazards
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.engine import copies, entry
 from memscale.runtime.engine import engine as _engine
+from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
 from tests.support.schedules import NBYTES, Program, results, run_case
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
@@ -38,7 +38,7 @@ def test_schedules_that_hypothesis_chooses(seed, choices):
     remaining = iter(choices)
     caps = {"pinned": 2 * NBYTES, "disk": 64 * NBYTES}
     program = Program(seed)
-    engine = CheckedEngine(Checked(SimulatedBackend(lambda n: next(remaining, 0) % n, caps)), depth=2)
+    engine = CheckedEngine(Checked(AdversarialDevice(lambda n: next(remaining, 0) % n, caps)), depth=2)
     assert results(program, engine, steps=1) == results(program, None, steps=1)
     assert engine.backend.finish() == []
 
@@ -127,7 +127,7 @@ def hazards_of(seed):
     program = Program(seed)
     draw = random.Random(seed)
     caps = {"pinned": draw.choice([2, 4, 16]) * NBYTES, "disk": draw.choice([0, 4]) * NBYTES}
-    engine = CheckedEngine(Checked(SimulatedBackend(draw.randrange, caps)), depth=draw.randrange(1, 4))
+    engine = CheckedEngine(Checked(AdversarialDevice(draw.randrange, caps)), depth=draw.randrange(1, 4))
     engine.backend.raise_hazards = lambda: None
     try:
         results(program, engine)
@@ -147,7 +147,7 @@ def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
 
 def engine_on(caps, choose=lambda n: n - 1, **options):
     """By default nothing runs before somebody waits for it."""
-    return CheckedEngine(Checked(SimulatedBackend(choose, caps)), **options)
+    return CheckedEngine(Checked(AdversarialDevice(choose, caps)), **options)
 
 
 def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_hazard_names_both_call_sites(monkeypatch):
     with pytest.raises(CorrectnessError) as raised:
         engine.fetch(handle)
     message = str(raised.value)
-    here, there = r"at \S+test_simulated\.py:\d+ in test_a_hazard_\w+", r"is \S+copies\.py:\d+ in start"
+    here, there = r"at \S+test_adversarial_device\.py:\d+ in test_a_hazard_\w+", r"is \S+copies\.py:\d+ in start"
     assert re.search(rf"{hazards.USED_EARLY}: torch\.float32\[8, 8\], {here}; the other side {there}$", message)
 
 
@@ -176,7 +176,7 @@ def test_a_hazard_names_both_call_sites(monkeypatch):
 
 
 def test_bytes_that_have_not_arrived_are_poison():
-    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
     source = torch.arange(8, dtype=torch.uint8)
     buffer = backend.allocate(8, "auto")
     out = backend.copy(source, buffer, "out", after=[backend.record()])
@@ -192,7 +192,7 @@ def test_bytes_that_have_not_arrived_are_poison():
 
 
 def test_a_copy_whose_source_was_freed_copies_poison():
-    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
     source, buffer = torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto")
     out = backend.copy(source, buffer, "out", after=[])
     del source
@@ -202,8 +202,8 @@ def test_a_copy_whose_source_was_freed_copies_poison():
 
 
 def test_waiting_for_what_can_never_happen_is_a_deadlock():
-    backend = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
-    other = SimulatedBackend(lambda n: n - 1, {"pinned": 4096})
+    backend = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
+    other = AdversarialDevice(lambda n: n - 1, {"pinned": 4096})
     never = other.copy(torch.zeros(8, dtype=torch.uint8), other.allocate(8, "auto"), "out", after=[])
     stuck = backend.copy(torch.zeros(8, dtype=torch.uint8), backend.allocate(8, "auto"), "out", after=[never])
     with pytest.raises(Deadlock, match="waits for a copy that nothing will ever start"):
@@ -214,8 +214,8 @@ def test_the_virtual_clock_overlaps_copies_with_compute():
     """Ten tensors of a second each on the link, with a second of compute after each: hidden with depth, else not."""
     waits = {}
     for depth in (0, 2):
-        link = Link(bytes_per_second=256, latency_seconds=0.0)
-        backend = SimulatedBackend(lambda n: 0, {"pinned": 1 << 20}, link=link)
+        link = LinkSpeed(bytes_per_second=256, latency_seconds=0.0)
+        backend = AdversarialDevice(lambda n: 0, {"pinned": 1 << 20}, link=link)
         engine = CheckedEngine(Checked(backend), depth=depth)
         handles = []
         for index in range(10):
