@@ -71,7 +71,7 @@ class Doubles:
     def _of(self, value: torch.Tensor | None) -> torch.Tensor | None:
         return value.to(self._dtype) if value is not None and is_castable(value) else value
 
-    def settle(self) -> None:
+    def give_back(self) -> None:
         """After the run: attributes that it set on doubles go to the modules themselves."""
         for module, double in self._made.items():
             put = self._put[module]

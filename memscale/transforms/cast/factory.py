@@ -23,7 +23,7 @@ from memscale.core.errors import ConfigError, TransformError
 from memscale.core.paths import matches, misfit
 from memscale.core.values import factory
 from memscale.regions.scope import Scope
-from memscale.transforms.cast.copies import Copies, substituted
+from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles
 from memscale.transforms.cast.precision import (
     NORMS,
@@ -63,7 +63,7 @@ class Casted(Transformed):
         roots: the modules that `fn` was found to reach when it was made, by which a compiler traces it.
         traceable: whether these are all that `fn` was found to depend on.
         rebindable: whether `fn` is a module's forward, of which there can be a copy that calls another module.
-        settled: whether a call in training mode has shown that the region changes no buffer that is cast.
+        watched_in_training: whether a call in training mode has shown that the region changes no buffer that is cast.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
@@ -71,18 +71,18 @@ class Casted(Transformed):
         self.roots: list[nn.Module] = []
         self.traceable = False
         self.rebindable = False
-        self.settled = False
+        self.watched_in_training = False
 
     def look_around(self) -> None:
         """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
-        reach = _Reach(self)
-        self.roots = reach.roots
+        scope = _CastScope(self)
+        self.roots = scope.roots
         self.rebindable = _is_of_modules(self.fn)
-        holders: list[Any] = [m for module in reach.modules for m in (module._parameters, module._buffers)]
+        holders: list[Any] = [m for module in scope.modules for m in (module._parameters, module._buffers)]
         if self.rebindable:
-            holders += [module.__dict__ for module in reach.modules]
+            holders += [module.__dict__ for module in scope.modules]
         owned = {id(value) for mapping in holders for value in mapping.values()}
-        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in reach.tensors)
+        self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in scope.tensors)
         paths = [path for root in self.roots for path, _ in root.named_modules(remove_duplicate=False)]
         patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
         if unmatched := [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]:
@@ -105,7 +105,11 @@ class Casted(Transformed):
     def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Casted:
         region = super().__memscale_remap__(remap)
         region.roots = [remap(root) for root in self.roots]
-        region.traceable, region.rebindable, region.settled = self.traceable, self.rebindable, self.settled
+        region.traceable, region.rebindable, region.watched_in_training = (
+            self.traceable,
+            self.rebindable,
+            self.watched_in_training,
+        )
         return region
 
 
@@ -226,7 +230,7 @@ def _leaves_alone(region: Casted, root: nn.Module) -> bool:
     return is_kept(root, "", region.how.keep) or len(_casts_in(region.fn)) > 0
 
 
-class _Reach(Scope):
+class _CastScope(Scope):
     """What a region depends on, but for what keeps its own precision.
 
     Attributes:
@@ -260,26 +264,26 @@ class _Reach(Scope):
 
 
 def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
-    how, copies, reach = self.how, Copies(), _Reach(self)
+    how, copies, scope = self.how, Converted(), _CastScope(self)
     leaves, spec = pytrees.flatten((args, kwargs))
-    natural = promoted(leaves) or promoted(tensor for _, _, tensor in reach.tensors)
+    natural = promoted(leaves) or promoted(tensor for _, _, tensor in scope.tensors)
     inside = how.compute
-    for root in reach.roots:
+    for root in scope.roots:
         if _is_own(self, root) and is_kept(root, "", how.keep):
             inside = own_dtype(root) or natural or inside
     args, kwargs = pytrees.unflatten(spec, [copies.of(leaf, inside) if is_castable(leaf) else leaf for leaf in leaves])
     lost: list[torch.Tensor] = []
-    lies_between = adapted(reach.survey, how.compute, natural)
-    with own_kernels(reach.survey), lies_between, substituted(reach, how.params or how.compute, copies, lost):
+    lies_between = adapted(scope.survey, how.compute, natural)
+    with own_kernels(scope.survey), lies_between, substituted(scope, how.params or how.compute, copies, lost):
         result = self.fn(*args, **kwargs)
     if lost := [*lost, *copies.changed()]:
         kept = ", ".join(map(repr, how.keep))
         raise TransformError(
-            f"{how!r}: the region changed {_describe(lost[0], reach, leaves)}, and the change went to a copy in "
+            f"{how!r}: the region changed {_describe(lost[0], scope, leaves)}, and the change went to a copy in "
             f"another dtype. Add the path of its module to keep=({kept}{',' * (len(how.keep) == 1)}) so that it stays "
             "in its own precision, or do not change it inside the region"
         )
-    self.settled = self.settled or any(module.training for module in reach.modules)
+    self.watched_in_training = self.watched_in_training or any(module.training for module in scope.modules)
     return _returned(how, natural, result)
 
 
@@ -288,9 +292,9 @@ def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
     return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
 
 
-def _describe(tensor: torch.Tensor, reach: _Reach, leaves: list[Any]) -> str:
+def _describe(tensor: torch.Tensor, scope: _CastScope, leaves: list[Any]) -> str:
     what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    for root in reach.roots:
+    for root in scope.roots:
         for path, candidate in [*root.named_parameters(), *root.named_buffers()]:
             if candidate is tensor:
                 kind = "parameter" if isinstance(candidate, nn.Parameter) else "buffer"
@@ -322,7 +326,7 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
         if not (own and _leaves_alone(self, root)):
             found.add(root)
     state = [t for module in found.cast for t in (*module._parameters.values(), *module._buffers.values())]
-    if not self.settled and any(
+    if not self.watched_in_training and any(
         module.training and any(is_castable(buffer) for buffer in module._buffers.values()) for module in found.cast
     ):
         raise TransformError(
@@ -335,7 +339,7 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     doubles = Doubles(found, how.params or how.compute, how.compute, natural)
     if self.rebindable:
         result = doubles.rebind(self.fn)(*args, **kwargs)
-        doubles.settle()
+        doubles.give_back()
     else:
         with doubles.swapped():
             result = self.fn(*args, **kwargs)

@@ -584,7 +584,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
         assert ours <= plain * (1 + 1e-5), (chunks, ours, plain)
 
     class InTheirOwnPrecision(tiled_loss._Gradients):
-        def settle(self):
+        def round_sums(self):
             pass
 
     with pytest.MonkeyPatch.context() as patch:

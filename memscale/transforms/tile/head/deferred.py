@@ -2,7 +2,7 @@
 
 A `Deferred` is a tensor in name and shape only. What commutes with a projection of the last dimension (casts, scaling,
 reshaping and slicing the leading dimensions) is applied to the hidden states instead, and `F.cross_entropy` takes the
-hidden states and goes through them piece by piece (`_tiled_loss`). Anything else makes the real tensor first.
+hidden states and goes through them piece by piece (`tiled_loss`). Anything else makes the real tensor first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 from memscale.core.errors import CorrectnessError, TransformError
 from memscale.runtime import version
+from memscale.transforms.tile.head.loss import Step
 from memscale.transforms.tile.head.projection import Projection, Tiling
-
-Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of the logits, with its other arguments
+from memscale.transforms.tile.head.tiled_loss import cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Deferred(torch.Tensor):
 
 
 def defer(fn: Callable[..., Any], hidden: torch.Tensor, tiling: Tiling) -> Deferred:
-    """``fn(hidden)``, later. `fn` must be a projection of the last dimension (`_linear.is_projection`)."""
+    """``fn(hidden)``, later. `fn` must be a projection of the last dimension (`linear.is_projection`)."""
     projection = Projection(fn, hidden, tiling)
     return _make(Recipe(projection, hidden), (*hidden.shape[:-1], projection.width), projection.dtype)
 
@@ -275,10 +275,11 @@ def _move_classes(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cross_entropy(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
-    from memscale.transforms.tile.head.tiled_loss import cross_entropy
-
-    with torch.set_grad_enabled(torch.is_grad_enabled() and source.recipe.tracked):
-        return cross_entropy(source, *args[1:], **kwargs)
+    recipe = source.recipe
+    if not (source.dim() == 2 or recipe.classes_second):
+        return NotImplemented
+    with torch.set_grad_enabled(torch.is_grad_enabled() and recipe.tracked):
+        return cross_entropy(recipe.projection, recipe.steps, recipe.hidden, source.shape, *args[1:], **kwargs)
 
 
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from memscale.transforms.tile.head.deferred import Recipe
 from memscale.transforms.tile.head.projection import Projection
 
 ALL = slice(None)
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of the logits, with its other arguments
 
 
 class Loss:
-    """The settings of one cross entropy, and how a piece of it is computed."""
+    """The settings of one cross entropy, and how a piece of it is computed.
+
+    Args:
+        projection: what the logits come from.
+        steps: what they went through since (casts, scaling), in order.
+        ranges: the (start, length) of each piece of the rows.
+        class_weight: these and the rest are arguments of `F.cross_entropy`.
+    """
 
     def __init__(
         self,
-        recipe: Recipe,
+        projection: Projection,
+        steps: tuple[Step, ...],
         ranges: list[tuple[int, int]],
         class_weight: torch.Tensor | None,
         ignore_index: int,
         label_smoothing: float,
     ) -> None:
-        self.projection: Projection = recipe.projection
-        self.steps = recipe.steps
+        self.projection = projection
+        self.steps = steps
         self.ranges = ranges
         self.class_weight = class_weight
         self.ignore_index = ignore_index
@@ -79,7 +88,7 @@ class Loss:
 
 
 def _of_classes(args: tuple[Any, ...], classes: slice) -> tuple[Any, ...]:
-    """The arguments of a step for some classes: a constant has one element, or one row of them (`_deferred`)."""
+    """The arguments of a step for some classes: a constant has one element, or one row of them (`deferred`)."""
     return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.dim() == 2 else arg for arg in args)
 
 

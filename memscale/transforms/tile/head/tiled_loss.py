@@ -12,15 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from memscale.transforms.tile.head import class_blocks as class_blocks
-from memscale.transforms.tile.head.deferred import Deferred, materialize
-from memscale.transforms.tile.head.loss import Loss, accumulator, last_backward, without_hooks
+from memscale.transforms.tile.head import class_blocks
+from memscale.transforms.tile.head.loss import Loss, Step, accumulator, last_backward, without_hooks
+from memscale.transforms.tile.head.projection import Projection
 
 
 def cross_entropy(
-    deferred: Deferred,
+    projection: Projection,
+    steps: tuple[Step, ...],
+    hidden: torch.Tensor,
+    shape: torch.Size,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: Any = None,
@@ -29,31 +31,35 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` of deferred logits, with the same arguments and meaning."""
-    recipe = deferred.recipe
-    rows = recipe.hidden.shape[:-1]
+    """`F.cross_entropy`, with the same arguments and meaning, of the logits of `hidden` after `steps`.
+
+    Args:
+        shape: that of the logits, ``[rows, classes]`` or ``[batch, classes, length]``.
+
+    Returns:
+        `NotImplemented` for arguments that it does not take; nothing has happened then.
+    """
+    rows = hidden.shape[:-1]
     plain = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    fits = target.shape == rows or (target.is_floating_point() and target.shape == deferred.shape)
-    if not plain or not fits or not (deferred.dim() == 2 or recipe.classes_second):
-        return F.cross_entropy(
-            materialize(deferred), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
-    recipe.projection.check()
-    hidden = recipe.hidden.reshape(-1, recipe.hidden.shape[-1])
-    if target.is_floating_point() and recipe.classes_second:
+    fits = target.shape == rows or (target.is_floating_point() and target.shape == shape)
+    if not plain or not fits:
+        return NotImplemented
+    projection.check()
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    if target.is_floating_point() and len(shape) == 3:
         target = target.transpose(1, 2)
     flat_target = target.reshape(hidden.shape[0], -1) if target.is_floating_point() else target.reshape(-1)
-    loss = Loss(recipe, recipe.projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
+    loss = Loss(projection, steps, projection.tiling.ranges(hidden.shape[0]), weight, ignore_index, label_smoothing)
     # Gradients computed in forward are not loss-scaled yet, and those of 16-bit floats with 5-bit exponents underflow.
-    in_forward = reduction != "none" and recipe.projection.dtype != torch.float16
-    differentiated = bool(loss.ranges) and recipe.projection.requires_grad and torch.is_grad_enabled()
+    in_forward = reduction != "none" and projection.dtype != torch.float16
+    differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
     if not differentiated or target.is_floating_point():
         value = loss.by_rows(hidden, flat_target, reduction)
     elif class_blocks.pay(loss):
         value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
     elif in_forward:
         value = _Scalar.apply(  # type: ignore[no-untyped-call]
-            loss, reduction, hidden, flat_target, *recipe.projection.captured
+            loss, reduction, hidden, flat_target, *projection.captured
         )
     else:
         value = loss.by_rows(hidden, flat_target, reduction)
@@ -80,7 +86,7 @@ class _Scalar(torch.autograd.Function):
                 total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
                 dtype = value.dtype
         assert total is not None
-        gradients.settle()
+        gradients.round_sums()
         ctx.loss, ctx.reduction, ctx.gradients = loss, reduction, gradients
         ctx.wants = [tensor.requires_grad for tensor in captured]
         ctx.save_for_backward(hidden, target, *captured)
@@ -140,7 +146,7 @@ class _Gradients:
             else:
                 total[rows].addmm_(left[rows].to(total.dtype), right)
 
-    def settle(self) -> None:
+    def round_sums(self) -> None:
         """Every piece is in: give each gradient the type of its tensor."""
         for index, tensor in enumerate(self.captured):  # one by one: each sum goes before the next is converted
             self._sums[index] = self._sums[index].to(tensor.dtype)

@@ -14,7 +14,7 @@ from memscale.runtime import version
 from memscale.transforms.cast.precision import is_castable
 
 
-class Copies:
+class Converted:
     """The tensors that stand in for others during a call: one for each distinct tensor and dtype."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Copies:
 
 
 @contextmanager
-def substituted(scope: Scope, dtype: torch.dtype, copies: Copies, lost: list[torch.Tensor]) -> Iterator[None]:
+def substituted(scope: Scope, dtype: torch.dtype, copies: Converted, lost: list[torch.Tensor]) -> Iterator[None]:
     """Run the body with copies in `dtype` in the places of what the region captures.
 
     What the region stores in these places stays there; buffers that it replaced come back, and are put in `lost`.
