@@ -20,6 +20,7 @@ import torch
 
 from memscale.core.errors import CorrectnessError
 from memscale.regions.arguments import arguments
+from memscale.regions.hidden_operators import unseen
 from memscale.regions.scope import Scope
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.runtime import Runtime, changed_error, described, version
@@ -69,7 +70,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     found = placeholder.found
     if found is None:
         found = placeholder.frame.recompute(placeholder)
-    if _keeps_graph():
+    if _keeps_graph() and placeholder.frame.can_run_again:
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
@@ -129,6 +130,11 @@ class _Frame:
         self._settled = False
         self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors, runtime)
 
+    @property
+    def can_run_again(self) -> bool:
+        """Whether what a recompute needs is still there: after a backward that keeps no graph it is let go."""
+        return self._fn is not None
+
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Called by autograd with each tensor that it would save."""
         placeholder = _Placeholder(self, len(self._seen))
@@ -183,7 +189,9 @@ class _Frame:
         ):
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
             try:
-                with self._replayer(values) or nullcontext():
+                # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle
+                # of its run. That is no part of the run, so it must not count as such where operators are numbered.
+                with self._replayer(values) or (nullcontext() if self._settled else unseen()):
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass
@@ -221,7 +229,7 @@ class _Frame:
                 # The region changes it in place: that needs a tensor of its own, and no leaf.
                 held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
                 if id(held) not in leaves:
-                    with torch.enable_grad():
+                    with unseen(), torch.enable_grad():
                         leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
                     fresh.append(leaves[id(held)])
             else:
