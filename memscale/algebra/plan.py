@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from memscale.algebra.composition import Transform
+from memscale.core.documents import Document
 from memscale.core.errors import PlanError
 from memscale.core.paths import matches, misfit
 from memscale.core.values import from_data, spellings
 
-SCHEMA_VERSION = 1
+_DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Plan:
             PlanError: a transform holds something that has no JSON form, such as a policy of the user's own.
         """
         rules = [{"path": rule.pattern, "transform": rule.transform.to_data()} for rule in self.rules]
-        return json.dumps({"memscale_plan": SCHEMA_VERSION, "rules": rules}, indent=2)
+        return _DOCUMENT.write({"rules": rules}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -120,17 +120,7 @@ class Plan:
             PlanError: the text is truncated or not JSON, is of another schema version, or names a transform or
                 policy that this version does not know. ConfigError: a known one with arguments out of range.
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"the plan is not JSON, or was cut off: {error}; write it with Plan.to_json()") from error
-        version = data.get("memscale_plan") if isinstance(data, Mapping) else None
-        if version != SCHEMA_VERSION:
-            raise PlanError(
-                f"the plan has schema version {version!r}, and this version of memscale reads version "
-                f"{SCHEMA_VERSION}; write it again with Plan.to_json() of this version"
-            )
-        rules = data.get("rules")
+        rules = _DOCUMENT.read(text).get("rules")
         if not isinstance(rules, list) or not all(
             isinstance(rule, Mapping) and rule.keys() == {"path", "transform"} for rule in rules
         ):

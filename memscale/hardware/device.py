@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -14,12 +13,13 @@ from typing import Any
 
 import torch
 
+from memscale.core.documents import Document
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.cards import Card, by_device_name, by_name
 
-SCHEMA_VERSION = 1
+_DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
 
 _GIB = 1024**3
 _MIB = 1024**2
@@ -226,7 +226,7 @@ class Hardware:
         known = self._known()
         if self.flops_per_second:
             known["flops_per_second"] = dict(self.flops_per_second)
-        return json.dumps({"memscale_hardware": SCHEMA_VERSION, **known}, indent=2)
+        return _DOCUMENT.write(known, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
@@ -240,28 +240,11 @@ class Hardware:
         >>> Hardware.from_json(card.to_json()) == card
         True
         """
-        try:
-            data = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the hardware is not JSON, or was cut off: {error}; write it with Hardware.to_json()"
-            ) from error
-        version = data.pop("memscale_hardware", None) if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"the hardware has schema version {version!r}, and this version of memscale reads version "
-                f"{SCHEMA_VERSION}; write it again with Hardware.to_json() of this version"
-            )
+        data = _DOCUMENT.read(text)
         if isinstance(data.get("capability"), list):
             data["capability"] = tuple(data["capability"])
-        fields = {each.name for each in dataclasses.fields(cls)}
-        missing = {"name", "device_type", "memory_bytes"} - data.keys()
-        if data.keys() - fields or missing:
-            raise ConfigError(
-                f"the hardware has the unknown fields {sorted(data.keys() - fields)} and lacks {sorted(missing)}; "
-                "write it again with Hardware.to_json() of this version"
-            )
-        return cls(**data)
+        with _DOCUMENT.parts():
+            return cls(**data)
 
 
 def _speeds(card: Card) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra.plan import Plan
+from memscale.core.documents import Document
 from memscale.core.errors import ConfigError
 from memscale.core.units import format_bytes
 from memscale.simulation.results import Profile
 
-SCHEMA_VERSION = 1
+_DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
 _ROWS = 5
 
 
@@ -135,9 +136,8 @@ class OOMPrediction:
             for each in self.recommendations
         ]
         derived = ("peak_bytes", "headroom_bytes", "fits", "message")
-        return json.dumps(
+        return _DOCUMENT.write(
             {
-                "memscale_prediction": SCHEMA_VERSION,
                 "risk": str(self.risk),
                 **{name: getattr(self, name) for name in derived},
                 "capacity_bytes": self.capacity_bytes,
@@ -154,27 +154,14 @@ class OOMPrediction:
         Raises:
             ConfigError: the text is not JSON, is of another schema version, or lacks a field.
         """
-        try:
-            data = json.loads(text)
-            version = data["memscale_prediction"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                "OOMPrediction.from_json takes the text that OOMPrediction.to_json wrote, and this is not one"
-            ) from None
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"OOMPrediction.from_json got schema version {version!r} and reads {SCHEMA_VERSION}; "
-                "read it with the version of memscale that wrote it"
-            )
-        try:
+        data = _DOCUMENT.read(text)
+        with _DOCUMENT.parts():
             return cls(
                 Profile.from_json(json.dumps(data["profile"])),
                 data["capacity_bytes"],
                 tuple(_recommendation(each) for each in data["recommendations"]),
                 tuple(data["notes"]),
             )
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"OOMPrediction.from_json got one with missing or unknown parts: {error}") from error
 
     def __repr__(self) -> str:
         return f"OOMPrediction(risk={self.risk}, peak_bytes={self.peak_bytes}, capacity_bytes={self.capacity_bytes})"

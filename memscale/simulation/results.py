@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memscale.core.documents import Document
 from memscale.core.errors import ConfigError
 from memscale.hardware.device import Hardware
 from memscale.reports.text import diff_text, differences, profile_text
 from memscale.simulation.ledger import CATEGORIES
 
-SCHEMA_VERSION = 1
+_DOCUMENT = Document("profile", version=1, writer="Profile.to_json()", error=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Profile:
         fields["hardware"] = json.loads(self.hardware.to_json())
         fields["moment"] = dataclasses.asdict(self.moment)
         fields["holdings"] = [dataclasses.asdict(holding) for holding in self.holdings]
-        return json.dumps({"memscale_profile": SCHEMA_VERSION, **fields})
+        return _DOCUMENT.write(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -167,19 +168,8 @@ class Profile:
         Raises:
             ConfigError: the text is not JSON, is of another schema version, or lacks a field.
         """
-        try:
-            data = json.loads(text)
-            version = data.pop("memscale_profile")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(
-                "Profile.from_json takes the text that Profile.to_json wrote, and this is not one"
-            ) from None
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                f"Profile.from_json got schema version {version!r} and reads {SCHEMA_VERSION}; "
-                "read it with the version of memscale that wrote it"
-            )
-        try:
+        data = _DOCUMENT.read(text)
+        with _DOCUMENT.parts():
             data["hardware"] = Hardware.from_json(json.dumps(data["hardware"]))
             data["moment"] = Moment(**data["moment"])
             data["holdings"] = tuple(
@@ -190,8 +180,6 @@ class Profile:
             for name in ("notes", "positions"):
                 data[name] = tuple(data[name])
             return cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"Profile.from_json got a profile with missing or unknown parts: {error}") from error
 
     def diff(self, other: Profile) -> ProfileDiff:
         """How `other` differs from this profile: negative bytes are saved by it."""

@@ -168,10 +168,10 @@ def test_json_keeps_everything_and_says_the_verdict():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "takes the text that OOMPrediction.to_json wrote"),
-        ("[]", "takes the text that OOMPrediction.to_json wrote"),
-        ('{"memscale_prediction": 99}', "got schema version 99 and reads 1"),
-        ('{"memscale_prediction": 1, "profile": {}}', "Profile.from_json"),
+        ("nonsense", "the prediction is not JSON, or was cut off"),
+        ("[]", "the prediction has schema version None"),
+        ('{"memscale_prediction": 99}', "has schema version 99, and this version of memscale reads version 1"),
+        ('{"memscale_prediction": 1, "profile": {}}', "the profile has schema version None"),
     ],
 )
 def test_json_that_is_none(text, message):

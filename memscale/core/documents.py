@@ -1,0 +1,72 @@
+"""JSON documents: each says first what it is and in which version; anything else is one clear error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from memscale.core.errors import MemscaleError
+
+
+@dataclass(frozen=True)
+class Document:
+    """A kind of JSON document.
+
+    >>> from memscale.core.errors import ConfigError
+    >>> kind = Document("recipe", version=2, writer="Recipe.to_json()", error=ConfigError)
+    >>> kind.write({"eggs": 3})
+    '{"memscale_recipe": 2, "eggs": 3}'
+    >>> kind.read(kind.write({"eggs": 3}))
+    {'eggs': 3}
+
+    Args:
+        name: what messages call it.
+        version: of the form that is written, the only one that is read.
+        writer: what writes it, for messages.
+        error: raised for a text that is not one.
+    """
+
+    name: str
+    version: int
+    writer: str
+    error: type[MemscaleError]
+
+    def write(self, fields: Mapping[str, Any], *, indent: int | None = None) -> str:
+        """The document with these fields, as JSON text."""
+        return json.dumps({f"memscale_{self.name}": self.version, **fields}, indent=indent)
+
+    def read(self, text: str) -> dict[str, Any]:
+        """The fields of the document that `write` wrote, less the header.
+
+        Raises:
+            MemscaleError: `error`; the text is not JSON, or no document of this kind and version.
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            wrong = f"the {self.name} is not JSON, or was cut off: {error}; write it with {self.writer}"
+            raise self.error(wrong) from error
+        version = data.pop(f"memscale_{self.name}", None) if isinstance(data, dict) else None
+        if version != self.version:
+            raise self.error(
+                f"the {self.name} has schema version {version!r}, and this version of memscale reads version "
+                f"{self.version}; write it again with {self.writer} of this version"
+            )
+        found: dict[str, Any] = data
+        return found
+
+    @contextmanager
+    def parts(self) -> Iterator[None]:
+        """Build what the document holds in the body: a part too few, too many or of another kind is `error`."""
+        try:
+            yield
+        except MemscaleError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self.error(
+                f"the {self.name} has missing or unknown parts: {type(error).__name__}: {error}; write it again with "
+                f"{self.writer} of this version"
+            ) from error
