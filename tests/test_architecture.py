@@ -32,7 +32,6 @@ FLOORS = (
 # What still points the other way: (file, what it imports).
 KNOWN = {
     ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
-    ("memscale.regions.snapshot", "memscale.transforms.offload.streamed"),
     ("memscale.simulation.results", "memscale.reports.html"),
     ("memscale.simulation.results", "memscale.reports.plot"),
     ("memscale.simulation.results", "memscale.reports.text"),
@@ -91,6 +90,26 @@ def test_no_files_import_each_other():
 def test_the_rules_would_notice():
     assert floor("memscale.core.errors") < floor("memscale.algebra.apply") < floor("memscale")
     assert {"memscale.algebra.plan", "memscale.algebra.composition"} <= set(ours("memscale.algebra.apply"))
+
+
+TRANSFORMS = ("cast", "checkpoint", "offload", "tile")
+
+# (a folder, one that it does not know, or knows by its door only)
+APART = (
+    ("regions", "runtime", ""),
+    ("regions", "algebra", ""),
+    ("transforms.checkpoint", "runtime", "memscale.runtime"),  # policies that move
+    ("transforms.tile", "transforms.checkpoint", "memscale.transforms.checkpoint"),
+    *((f"transforms.{one}", f"transforms.{other}", "") for one in TRANSFORMS for other in TRANSFORMS if one != other),
+)
+APART = {apart[:2]: apart for apart in reversed(APART)}.values()  # the first of two on the same folders counts
+
+
+@pytest.mark.parametrize(("folder", "other", "door"), APART)
+def test_one_can_be_read_without_the_other(folder, other, door):
+    files = [module for module in MODULES if f"{module}.".startswith(f"memscale.{folder}.")]
+    found = {(file, name) for file in files for name in ours(file) if f"{name}.".startswith(f"memscale.{other}.")}
+    assert {(file, name) for file, name in found if name != door} == set()
 
 
 def test_cupy_is_imported_by_the_cuda_backend_only():

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import pytrees
 from memscale.regions.scope import Scope
-from memscale.transforms.checkpoint.selective import is_view
+from memscale.transforms.checkpoint import is_view
 from memscale.transforms.labels import listeners
 
 

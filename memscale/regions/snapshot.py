@@ -8,7 +8,7 @@ candidate and learns which ones it changes (`Habits`); later runs copy those onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
 from memscale.core.simulating import simulating
+from memscale.core.versions import changed_error, described, version
 from memscale.regions.environment import Environment
-from memscale.regions.hidden_operators import unseen
 from memscale.regions.scope import Content, Scope, holds, read, write
-from memscale.runtime import Home, changed_error, described, version
-from memscale.transforms.offload.streamed import AtHome, at_home, on_device_again, stands_for_home
+from memscale.regions.stand_ins import Note, is_stand_in, origin_of
+from memscale.regions.unrecorded import unrecorded
 
 K = TypeVar("K")
 Key = tuple[int, Any]  # (position of a place, key in it)
@@ -51,11 +51,11 @@ class Snapshot:
 
     __slots__ = (
         "_arguments",
-        "_at_home",
         "_clones",
         "_environment",
         "_first",
         "_given_away",
+        "_notes",
         "_scope",
         "_versions",
         "replaced",
@@ -63,7 +63,7 @@ class Snapshot:
 
     def __init__(self, scope: Scope, arguments: list[torch.Tensor], habits: Habits | None) -> None:
         self._first = habits is None
-        self._at_home: list[AtHome] = []
+        self._notes: list[Note] = []
         self._scope = scope
         self._arguments = arguments
         self._versions = [version(tensor) for _, _, tensor in scope.tensors]
@@ -113,19 +113,19 @@ class Snapshot:
         self.replaced = {index: self.replaced[index] for index in mutated}
         self._clones = {key: self._clones[key] for key in changed}
         self._arguments = []
-        self._let_go_of_streamed()
+        self._let_go_of_stand_ins()
         if not self._first:
             return None
         return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random)
 
-    def _let_go_of_streamed(self) -> None:
-        """Keep a note in place of each parameter that a region around this one has on the device for now."""
+    def _let_go_of_stand_ins(self) -> None:
+        """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
         scope = self._scope
-        kept = [not stands_for_home(tensor) for _, _, tensor in scope.tensors]
+        kept = [not is_stand_in(tensor) for _, _, tensor in scope.tensors]
         for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
             if not keep:
-                note = scope.contents[position][key] = at_home(tensor)
-                self._at_home.append(note)
+                note = scope.contents[position][key] = origin_of(tensor).note(tensor)
+                self._notes.append(note)
         scope.tensors = list(compress(scope.tensors, kept))
         self._versions = list(compress(self._versions, kept))
 
@@ -157,7 +157,7 @@ class Snapshot:
                 isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())
                 for module in self._scope.modules
             )
-        with unseen(), torch.no_grad():
+        with unrecorded(), torch.no_grad():
             return torch.equal(clone, tensor) or bool(((clone == tensor) | (clone.isnan() & tensor.isnan())).all())
 
     def _check_aliases(self, mutated: set[int]) -> None:
@@ -186,10 +186,10 @@ class Snapshot:
         changed = {**self._changed_since(), **refused}
         before: list[Content] = []
         undo: list[Callable[[], Any]] = []
-        streamed: AbstractContextManager[dict[Home, torch.Tensor]] = nullcontext({})
-        if self._at_home:
-            streamed = on_device_again(self._at_home)
-        with streamed as arrived:
+        stand_ins: AbstractContextManager[Mapping[Note, torch.Tensor]] = nullcontext({})
+        if self._notes:
+            stand_ins = self._notes[0].bring_back(self._notes)
+        with stand_ins as arrived:
             renewed = self._old_values(last=last)
             fresh.extend(renewed.values())
             touched = {position for position, _ in renewed}
@@ -226,15 +226,15 @@ class Snapshot:
         return self._clones
 
     def _content_for_rerun(
-        self, position: int, renewed: dict[Key, torch.Tensor], arrived: dict[Home, torch.Tensor]
+        self, position: int, renewed: dict[Key, torch.Tensor], arrived: Mapping[Note, torch.Tensor]
     ) -> Content:
         content = self._scope.contents[position].copy()
         present = read(self._scope.places[position])
         for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
             if (clone := renewed.get((position, key))) is not None:
                 content[key] = clone.requires_grad_(then.requires_grad)
-            elif isinstance(then, AtHome):
-                content[key] = arrived[then.home]
+            elif isinstance(then, Note):
+                content[key] = arrived[then]
             elif _is_sharded(then) and isinstance(present, dict):
                 # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
                 content[key] = present.get(key, then)
@@ -279,12 +279,12 @@ class _RefuseChanged(TorchDispatchMode):
 def _copies(originals: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
     if not originals:
         return {}
-    with unseen(), torch.no_grad():
+    with unrecorded(), torch.no_grad():
         return {key: tensor.clone() for key, tensor in originals.items()}
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or stands_for_home(tensor)
+    return isinstance(tensor, nn.Parameter) or is_stand_in(tensor)
 
 
 def _is_sharded(tensor: Any) -> bool:

@@ -1,7 +1,7 @@
 """The transforms: one file each, and the policies they take."""
 
 from memscale.transforms.cast.factory import cast
-from memscale.transforms.checkpoint.factory import checkpoint
+from memscale.transforms.checkpoint import checkpoint
 from memscale.transforms.labels import name
 from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile

@@ -8,7 +8,8 @@ import memscale as ms
 from memscale import checkpoint
 from memscale.algebra import apply as _apply
 from memscale.algebra import composition, functions
-from memscale.regions import environment, saved_tensors, snapshot
+from memscale.regions import environment, snapshot
+from memscale.runtime import saved_tensors
 from memscale.runtime.engine import engine, entry
 from memscale.transforms.checkpoint import factory, kept_tensors
 from tests.laws import test_effects
@@ -70,7 +71,7 @@ def offload_moves_what_the_caller_holds(monkeypatch):
 
 
 def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
-    monkeypatch.setattr(saved_tensors, "RECOMPUTING", ())
+    monkeypatch.setattr(saved_tensors, "recomputes", lambda unpack: False)
 
 
 def checkpoint_keeps_its_input_to_itself(monkeypatch):

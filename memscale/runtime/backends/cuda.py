@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memscale.core.errors import RuntimeUnavailable
+from memscale.core.tiers import TIERS
 from memscale.runtime.backends.host_tiers import HostBuffer, HostTiers
 from memscale.runtime.backends.protocol import Buffer, Event, Stream
 from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork
@@ -20,7 +21,7 @@ from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.courier import Courier, Errand
 from memscale.runtime.storage.disk import Extent
 from memscale.runtime.storage.mapping import Bytes
-from memscale.runtime.storage.tiers import TIERS, TierUse
+from memscale.runtime.storage.tiers import TierUse
 
 _STAGING_BYTES = 8 * 1024**2
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memscale.core.errors import RuntimeUnavailable
+from memscale.core.tiers import TIERS
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.storage.arena import PAGE_BYTES, Arena, Block, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime.storage.mapping import Bytes
-from memscale.runtime.storage.tiers import TIERS, TierUse, at_or_below
+from memscale.runtime.storage.tiers import TierUse, at_or_below
 
 _SLAB_BYTES = 256 * 1024**2
 

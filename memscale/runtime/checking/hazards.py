@@ -22,10 +22,11 @@ from typing import Any, Literal
 import torch
 
 from memscale.core.errors import CorrectnessError
+from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.checking.accesses import Access, Accesses, Clock, join
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.entry import Entry, Handle, version
+from memscale.runtime.engine.entry import Entry, Handle
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
 

@@ -20,10 +20,11 @@ from collections import deque
 
 import torch
 
+from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Backend, Buffer
 from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.copies import Copies
-from memscale.runtime.engine.entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared, version
+from memscale.runtime.engine.entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared
 from memscale.runtime.engine.leftovers import Leftovers
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.locks import new_lock

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from memscale.core.errors import CorrectnessError
+from memscale.core.versions import changed_error, described, version
 from memscale.runtime.backends.protocol import Buffer, Event
 from memscale.runtime.engine.link import Copy
 
@@ -196,29 +196,9 @@ def hull(records: Sequence[Record]) -> tuple[int, int]:
     return start - start % ALIGNMENT, max(stop for _, stop in extents)
 
 
-def version(tensor: torch.Tensor) -> int:
-    """The version counter of `tensor`, which in-place changes raise; -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def described(what: str, dtype: torch.dtype, size: torch.Size) -> str:
-    """What an error calls the tensor `what`: with its type and shape."""
-    return f"{what}, {str(dtype).removeprefix('torch.')}{list(size)},"
-
-
 def kept_tensor(dtype: torch.dtype, size: torch.Size) -> str:
     """What an error calls a tensor that was saved."""
     return described("a tensor kept by offload()", dtype, size)
-
-
-def changed_error(
-    what: str, now: int, expected: int, remedy: str = "Change a clone of it, or call backward first"
-) -> CorrectnessError:
-    """The error that autograd raises for a saved tensor that was changed."""
-    return CorrectnessError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what} is at version {now}, expected version {expected}. {remedy}"
-    )
 
 
 def is_unshared(tensor: torch.Tensor, *, besides: int = 0) -> bool:

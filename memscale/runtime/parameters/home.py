@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from memscale.core.simulating import simulating
-from memscale.runtime.engine.entry import Entry, Handle, Layout, Record, changed_error, described, version
+from memscale.core.versions import changed_error, described, version
+from memscale.runtime.engine.entry import Entry, Handle, Layout, Record
 
 if TYPE_CHECKING:
     from memscale.runtime.engine.engine import Engine

@@ -11,9 +11,10 @@ import torch
 
 from memscale.core.errors import TransformError
 from memscale.core.simulating import simulating
+from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.ahead import MOST_HINTS, Ahead
-from memscale.runtime.engine.entry import Entry, Layout, State, version
+from memscale.runtime.engine.entry import Entry, Layout, State
 from memscale.runtime.parameters.home import Group, Home, Visit, home_of, is_used, registry
 from memscale.runtime.parameters.movable import is_movable
 from memscale.runtime.parameters.rooms import shaped

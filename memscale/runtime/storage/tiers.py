@@ -1,21 +1,11 @@
-"""The names of the places where moved bytes can live."""
+"""The tiers of a device in their order, and what one of them holds."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from memscale.core.errors import ConfigError
-
-TIERS = ("pinned", "pageable", "disk")
-"""Every tier that some device has, nearest first."""
-
-
-def check_tier(where: str, tier: object) -> None:
-    """Raise `ConfigError`, which begins with `where`, unless `tier` is the name of a tier or ``"auto"``."""
-    if tier not in ("auto", *TIERS):
-        names = ", ".join(map(repr, ("auto", *TIERS)))
-        raise ConfigError(f"{where} must be the name of a memory tier, one of {names}, got {tier!r}")
+from memscale.core.tiers import TIERS
 
 
 def at_or_below(tiers: Sequence[str], tier: str) -> list[str]:

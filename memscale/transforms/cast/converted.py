@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from memscale.core.versions import version
 from memscale.regions.scope import Content, Scope, holds, read, write
-from memscale.runtime import version
 from memscale.transforms.cast.precision import is_castable
 
 

@@ -15,6 +15,7 @@ from memscale.algebra.composition import Transform
 from memscale.algebra.region import Transformed
 from memscale.core.errors import TransformError
 from memscale.core.values import factory
+from memscale.regions import functorch_state
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.policies import (
     EverythingSaveable,
@@ -27,6 +28,7 @@ from memscale.transforms.checkpoint.policies import (
     check_policy,
     nothing_saveable,
 )
+from memscale.transforms.checkpoint.selective import Recorder
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -109,11 +111,12 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
 
 def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
     policy = self.how.policy
-    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or functorch.inside_region():
+    if not torch.is_grad_enabled() or isinstance(policy, EverythingSaveable) or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
-    if functorch.active():
+    if functorch_state.active():
         return functorch.run(self.fn, args, kwargs)
-    return recompute.run(self.fn, policy, self.memory, self.runtime, args, kwargs)
+    record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
+    return recompute.run(self.fn, record, self.memory, args, kwargs)
 
 
 @functools.cache

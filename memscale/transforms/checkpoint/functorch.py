@@ -14,7 +14,6 @@ policies need hooks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,29 +24,13 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError, TransformError
+from memscale.core.versions import version
+from memscale.regions import functorch_state
 from memscale.regions.arguments import Remembered
 from memscale.regions.environment import Environment
 from memscale.regions.scope import Content, Place, Scope, holds, read, write
-from memscale.runtime import version
 
 _functorch = torch._C._functorch
-
-
-class _Inside(threading.local):
-    active = False
-
-
-_inside = _Inside()
-
-
-def active() -> bool:
-    """Whether a `torch.func` transform is running here."""
-    return _functorch.peek_interpreter_stack() is not None
-
-
-def inside_region() -> bool:
-    """Whether a region is running or recomputing under `torch.func` here."""
-    return _inside.active
 
 
 def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -209,15 +192,13 @@ class _Call:
         for place, key, position in self.captures:
             contents[place][key] = working[position]
         touched = {place for place, _, _ in self.captures}
-        was_active = _inside.active
         try:
             for index, place in enumerate(scope.places):
                 if index in touched or not holds(place, contents[index]):
                     write(place, contents[index])
-            _inside.active = True
-            yield {index: contents[index] for index in touched}
+            with functorch_state.region():
+                yield {index: contents[index] for index in touched}
         finally:
-            _inside.active = was_active
             for index, place in enumerate(scope.places):
                 content = before[index]
                 if keep_changes:

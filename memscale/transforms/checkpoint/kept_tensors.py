@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memscale.regions.saved_tensors import RECOMPUTING
-from memscale.runtime import changed_error, described, version
+from memscale.core.versions import changed_error, described, version
+from memscale.regions.saved_tensors import hooks_around, recomputes
 
 
 class Kept:
@@ -25,7 +25,7 @@ class Kept:
     __slots__ = ("_held", "_unpack", "_versions")
 
     def __init__(self, tensors: list[torch.Tensor], hooks: Any = None) -> None:
-        hooks = hooks or torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = hooks or hooks_around()
         self._held: list[Any] = tensors
         self._unpack: Callable[[Any], torch.Tensor] | None = None
         self._versions: list[int] = []
@@ -46,7 +46,7 @@ class Kept:
     @property
     def by_recompute(self) -> bool:
         """Whether the tensors come back by a recompute of the region around this one."""
-        return getattr(self._unpack, "__module__", None) in RECOMPUTING
+        return recomputes(self._unpack)
 
     def seal(self, versions: list[int]) -> None:
         """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
@@ -74,7 +74,7 @@ class Kept:
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Hold `tensor` at `index` instead, directly: it is the region's own copy."""
         if self._unpack is not None:
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            hooks = hooks_around()
             assert hooks is not None, "the hooks around a region stay in place while it runs"
             self._held[index] = hooks[0](tensor)
         else:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch._ops import OpOverload
 
 from memscale.core.errors import ConfigError
+from memscale.core.tiers import check_tier
 from memscale.core.values import Value, factory
-from memscale.runtime import check_tier
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 
 from memscale.core.errors import CorrectnessError
+from memscale.core.versions import changed_error, described, version
 from memscale.regions.arguments import arguments
-from memscale.regions.hidden_operators import unseen
+from memscale.regions.saved_tensors import recomputing
 from memscale.regions.scope import Scope
 from memscale.regions.snapshot import Habits, Snapshot
-from memscale.runtime import Runtime, changed_error, described, version
+from memscale.regions.unrecorded import unrecorded
 from memscale.transforms.checkpoint.kept_tensors import Kept
-from memscale.transforms.checkpoint.policies import NothingSaveable, Policy
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 
 _autograd = torch._C._autograd
+Record = Callable[[list[torch.Tensor]], Recorder]  # makes a recorder of a region with these inputs
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 
 
@@ -42,9 +43,9 @@ class Memory:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
 
 
-def run(fn: Callable[..., Any], policy: Policy, memory: Memory, runtime: Runtime | None, args: Any, kwargs: Any) -> Any:
-    """``fn(*args, **kwargs)``, keeping for backward only what `policy` saves."""
-    frame = _Frame(fn, policy, memory, runtime, args, kwargs)
+def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, keeping for backward only its inputs and what a recorder made by `record` keeps."""
+    frame = _Frame(fn, record, memory, args, kwargs)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
         with frame.recorder or nullcontext():
@@ -66,6 +67,7 @@ class _Placeholder:
         self.found: _Found | None = None
 
 
+@recomputing
 def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     found = placeholder.found
     if found is None:
@@ -109,9 +111,8 @@ class _Frame:
     def __init__(
         self,
         fn: Callable[..., Any],
-        policy: Policy,
+        record: Record | None,
         memory: Memory,
-        runtime: Runtime | None,
         args: Any,
         kwargs: Any,
     ) -> None:
@@ -128,7 +129,7 @@ class _Frame:
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
         self._settled = False
-        self.recorder = None if isinstance(policy, NothingSaveable) else Recorder(policy, tensors, runtime)
+        self.recorder = record and record(tensors)
 
     @property
     def can_run_again(self) -> bool:
@@ -191,7 +192,7 @@ class _Frame:
             try:
                 # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle
                 # of its run. That is no part of the run, so it must not count as such where operators are numbered.
-                with self._replayer(values) or (nullcontext() if self._settled else unseen()):
+                with self._replayer(values) or (nullcontext() if self._settled else unrecorded()):
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass
@@ -229,7 +230,7 @@ class _Frame:
                 # The region changes it in place: that needs a tensor of its own, and no leaf.
                 held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
                 if id(held) not in leaves:
-                    with unseen(), torch.enable_grad():
+                    with unrecorded(), torch.enable_grad():
                         leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
                     fresh.append(leaves[id(held)])
             else:
@@ -268,6 +269,7 @@ class _AtTheEnd:
         self._action()
 
 
+@recomputing
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

@@ -14,13 +14,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import CorrectnessError
-from memscale.regions.hidden_operators import is_hidden, unseen
-from memscale.regions.saved_tensors import Hooks, hooks_here
-from memscale.runtime import Runtime
+from memscale.regions.stand_ins import is_stand_in
+from memscale.regions.unrecorded import is_unrecorded, unrecorded
+from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
 from memscale.transforms.labels import listeners
-from memscale.transforms.offload.streamed import stands_for_home
 
 
 def is_view(op: OpOverload) -> bool:
@@ -52,7 +51,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # Views hold no memory of their own, and a run and its recompute differ in them: autograd detaches what it
         # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
-        if is_hidden() or is_view(func) or self._is_cached_cast(func, args):
+        if is_unrecorded() or is_view(func) or self._is_cached_cast(func, args):
             return func(*args, **kwargs)
         index = self.count
         self.count += 1
@@ -67,13 +66,13 @@ class _Watch(TorchDispatchMode):
         if op is not torch.ops.aten._to_copy.default:
             return False
         source = args[0]
-        return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or stands_for_home(source)
+        return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
 class Recorder(_Watch):
     """Keeps what `policy` saves while a region runs; `settle` hands it to the hooks around the region."""
 
-    def __init__(self, policy: Policy, inputs: Iterable[torch.Tensor], runtime: Runtime | None) -> None:
+    def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._policy = policy
         self._runtime = runtime
@@ -143,7 +142,7 @@ class Recorder(_Watch):
             return
         verdict = self._policy.verdict(Site(made.op, label, batch_dims(made.op)))
         if not isinstance(verdict, Recompute):
-            with unseen(), torch.no_grad():
+            with unrecorded(), torch.no_grad():
                 whole = tensor.detach().as_strided(made.size, made.stride, made.offset)
             self._follow(verdict, made.position, made.op, whole if made.rest is None else (whole, *made.rest))
 

@@ -11,11 +11,12 @@ import torch
 from memscale.algebra.composition import Transform
 from memscale.algebra.region import Transformed
 from memscale.core.errors import ConfigError, TransformError
+from memscale.core.tiers import check_tier
 from memscale.core.values import factory
-from memscale.regions.saved_tensors import hooks_here, saving_by
+from memscale.regions import functorch_state
 from memscale.regions.uncompiled import uncompiled
-from memscale.runtime import check_tier
-from memscale.transforms.checkpoint import functorch
+from memscale.runtime import hooks_here
+from memscale.transforms.offload.saving import saving_by
 from memscale.transforms.offload.streamed import Streamed
 
 
@@ -105,9 +106,9 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
     # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
-    if not torch.is_grad_enabled() or functorch.inside_region():
+    if not torch.is_grad_enabled() or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
-    if functorch.active():
+    if functorch_state.active():
         raise TransformError(
             f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
             "needs and would keep everything on the device; use checkpoint() there, or plain autograd"

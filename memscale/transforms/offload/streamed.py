@@ -20,14 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
-from memscale.regions.hidden_operators import unseen
-from memscale.regions.saved_tensors import StreamedHooks, hooks_here, saving_by
+from memscale.core.versions import changed_error, version
+from memscale.regions import functorch_state
 from memscale.regions.scope import Attributes, Scope, read, write
+from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.uncompiled import uncompiled
-from memscale.runtime import Home, Visit, changed_error, default_runtime, home_of, is_movable, version
-from memscale.transforms.checkpoint import functorch
-
-_HOME = "_memscale_home"  # on a tensor that stands for a parameter: where that lives, and the version it had
+from memscale.regions.unrecorded import unrecorded
+from memscale.runtime import Home, Visit, default_runtime, home_of, hooks_here, is_movable
+from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 
 class Streamed(Transformed):
@@ -64,7 +64,7 @@ class Streamed(Transformed):
     def find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
         """The parameters with a home, and those that are on another device for another reason."""
         own = {id(tensor): tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter}
-        if functorch.active() or functorch.inside_region():
+        if functorch_state.active() or functorch_state.inside_region():
             own = {}  # a recompute there has made them arguments
         homes = [home for home in self.place(list(own.values()), device) if home.device == device]
         found = {id(home.parameter()) for home in homes}
@@ -91,12 +91,12 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
     device = _device(scope, pytrees.tensors((args, kwargs)))
     if device is None:
         return self.fn(*args, **kwargs)
-    with unseen():
+    with unrecorded():
         homes, strays = self.find(scope, device)
     with ExitStack() as stack:
         stand_ins = stack.enter_context(_on_device(homes))
         # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
-        if homes and torch.is_grad_enabled() and not functorch.active() and not functorch.inside_region():
+        if homes and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
             hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
             stack.enter_context(saving_by(hooks, self.how))
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
@@ -112,45 +112,47 @@ def streamed_in(fn: Any) -> Iterator[Streamed]:
         fn = getattr(fn, "fn", None) or getattr(fn, "instance_forward", None)  # the latter under a root or a patch
 
 
-def stands_for_home(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is what a running region has in place of a parameter."""
-    return hasattr(tensor, _HOME)
+class _OnDevice(Origin):
+    """A parameter that a region has on the device, with the version that it had."""
+
+    __slots__ = ("home", "version")
+
+    def __init__(self, home: Home, version: int) -> None:
+        self.home = home
+        self.version = version
+
+    def note(self, stand_in: torch.Tensor) -> Note:
+        """See `Origin.note`."""
+        parameter = self.home.parameter()
+        assert parameter is not None, "the region holds it"
+        return _AtHome(self.home, parameter.detach(), self.version, stand_in.requires_grad)
 
 
-@dataclasses.dataclass(frozen=True)
-class AtHome:
-    """What a region that runs again needs to know of a parameter that it had on the device. Keeps none of its bytes."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AtHome(Note):
+    """A note of a parameter that a region had on the device."""
 
     home: Home
     contents: torch.Tensor  # where it lives; the region's own parameter may be another one by then
     version: int
     requires_grad: bool
 
+    @contextmanager
+    def bring_back(self, notes: Sequence[_AtHome]) -> Iterator[dict[_AtHome, torch.Tensor]]:
+        """See `Note.bring_back`.
 
-def at_home(stand_in: torch.Tensor) -> AtHome:
-    """A note of what `stand_in` stands for."""
-    home, expected = getattr(stand_in, _HOME)
-    parameter = home.parameter()
-    assert parameter is not None, "the region holds it"
-    return AtHome(home, parameter.detach(), expected, stand_in.requires_grad)
-
-
-@contextmanager
-def on_device_again(notes: Sequence[AtHome]) -> Iterator[dict[Home, torch.Tensor]]:
-    """New tensors on the device, by home, while a region runs again.
-
-    Raises:
-        CorrectnessError: one of the parameters was changed in place since.
-    """
-    for note in notes:
-        if (now := note.home.version()) not in (-1, note.version):
-            raise changed_error(str(note.home), now, note.version)
-    with ExitStack() as stack:
-        arrived = dict(_enter(stack, list({note.home: None for note in notes})))
+        Raises:
+            CorrectnessError: one of the parameters was changed in place since.
+        """
         for note in notes:
-            arrived[note.home].requires_grad_(note.requires_grad)
-        yield arrived
-        arrived.clear()
+            if (now := note.home.version()) not in (-1, note.version):
+                raise changed_error(str(note.home), now, note.version)
+        with ExitStack() as stack:
+            arrived = dict(_enter(stack, list({note.home: None for note in notes})))
+            stand_ins = {note: arrived[note.home].requires_grad_(note.requires_grad) for note in notes}
+            arrived.clear()
+            yield stand_ins
+            stand_ins.clear()
 
 
 @contextmanager
@@ -172,7 +174,7 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
                 trained.append((home, tensor, tensor.grad_fn))
             else:
                 tensor.requires_grad_(parameter.requires_grad)
-            setattr(tensor, _HOME, (home, version(parameter)))
+            stand_for(_OnDevice(home, version(parameter)), tensor)
             stand_ins[id(parameter)] = tensor
         try:
             yield stand_ins
@@ -195,13 +197,13 @@ def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torc
         mine = [home for home in homes if home.engine is engine]
         visit = Visit()
         stack.push(functools.partial(_leave, engine, visit))  # before it begins: that may fail halfway
-        with unseen():
+        with unrecorded():
             tensors = engine.homes.enter(visit, mine)
         yield from zip(mine, tensors, strict=True)
 
 
 def _leave(engine: Any, visit: Visit, kind: Any, *_: Any) -> None:
-    with unseen():
+    with unrecorded():
         engine.homes.leave(visit, failed=kind is not None)
 
 
@@ -270,18 +272,17 @@ def _put_back_new(place: Attributes, before: Any) -> None:
     for key, value in read(place).items():  # type: ignore[union-attr]
         if value is before.get(key):
             continue
-        if isinstance(value, torch.Tensor) and stands_for_home(value):
+        if isinstance(value, torch.Tensor) and is_stand_in(value):
             place.mapping[key] = _parameter_of(value)
         elif isinstance(value, (list, dict)):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
             for position, item in items:
-                if isinstance(item, torch.Tensor) and stands_for_home(item):
+                if isinstance(item, torch.Tensor) and is_stand_in(item):
                     value[position] = _parameter_of(item)
 
 
 def _parameter_of(stand_in: torch.Tensor) -> torch.Tensor:
-    home, _ = getattr(stand_in, _HOME)
-    parameter: torch.Tensor | None = home.parameter()
+    parameter: torch.Tensor | None = origin_of(stand_in).home.parameter()
     return stand_in if parameter is None else parameter
 
 

@@ -15,10 +15,9 @@ from memscale.algebra.region import Transformed
 from memscale.core import pytrees
 from memscale.core.errors import ConfigError, TransformError
 from memscale.core.values import factory
+from memscale.regions import functorch_state
 from memscale.regions.scope import Scope, put_back
-from memscale.transforms.checkpoint import functorch
-from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed
-from memscale.transforms.checkpoint.policies import everything_saveable, nothing_saveable
+from memscale.transforms.checkpoint import Checkpoint, Checkpointed, everything_saveable, nothing_saveable
 from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Sink, Source
@@ -155,7 +154,7 @@ class Tiled(Transformed):
         if len(cut.ranges) <= 1:
             return self.body(*args, **kwargs)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
-        thrifty = not (torch.compiler.is_compiling() or functorch.active())
+        thrifty = not (torch.compiler.is_compiling() or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = _Joined(self.how, cut.total, thrifty=thrifty)
         run = self._guarded() if thrifty else self.body
@@ -191,7 +190,7 @@ class Tiled(Transformed):
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:
             return False
         hidden = args[0]
-        if torch.compiler.is_compiling() or functorch.active() or isinstance(hidden, Deferred):
+        if torch.compiler.is_compiling() or functorch_state.active() or isinstance(hidden, Deferred):
             return False
         if hidden.dim() < 2 or not hidden.is_floating_point():
             return False

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import TransformError
 from memscale.regions.arguments import Remembered
-from memscale.regions.hidden_operators import is_hidden
 from memscale.regions.scope import Scope, read
+from memscale.regions.unrecorded import is_unrecorded
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")
@@ -33,7 +33,7 @@ class RowwiseWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_hidden():
+        if is_unrecorded():
             return func(*args, **kwargs)
         arguments = func._schema.arguments
         given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs

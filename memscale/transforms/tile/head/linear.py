@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from memscale.regions.scope import Scope, put_back
-from memscale.transforms.checkpoint.factory import Checkpointed
+from memscale.transforms.checkpoint import Checkpointed
 
 # Linear in the rows, and of those of two factors only the given one may hold rows. Not dropout (of an adapter), which
 # would draw another mask each time the logits are used.

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from memscale.core.versions import changed_error, described, version
 from memscale.regions.environment import Environment
 from memscale.regions.scope import Scope, as_it_was
-from memscale.runtime import changed_error, described, version
 from memscale.transforms.tile.head.linear import plain_linear
 
 

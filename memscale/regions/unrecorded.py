@@ -1,4 +1,4 @@
-"""Operators of our own, hidden from those who watch a region's."""
+"""Operators of our own, which those who record the operators of a region must not see."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 
 
 class _Local(threading.local):
-    hidden = False
+    unrecorded = False
 
 
 _local = _Local()
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Hide the body's operators from recorders: our own copies must not count as the region's operators."""
-    before, _local.hidden = _local.hidden, True
+    before, _local.unrecorded = _local.unrecorded, True
     try:
         yield
     finally:
-        _local.hidden = before
+        _local.unrecorded = before
 
 
-def is_hidden() -> bool:
+def is_unrecorded() -> bool:
     """Whether the operators that run here now are our own."""
-    return _local.hidden
+    return _local.unrecorded

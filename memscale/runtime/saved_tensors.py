@@ -1,0 +1,147 @@
+"""Saved-tensor hooks that hand what may move to the runtime, and everything else to the hooks around them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memscale.core.errors import TransformError
+from memscale.core.tiers import check_tier
+from memscale.core.versions import changed_error, version
+from memscale.regions.saved_tensors import hooks_around, recomputes
+from memscale.regions.unrecorded import unrecorded
+from memscale.runtime.engine.entry import Handle, kept_tensor
+from memscale.runtime.runtime import Runtime, default_runtime
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+
+
+def hooks_here(
+    runtime: Runtime | None, tier: str, min_bytes: int | None, kind: type[Hooks] | None = None
+) -> Hooks | None:
+    """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
+    outer = hooks_around()
+    if outer is not None and recomputes(outer[1]):
+        return None
+    return (kind or Hooks)(runtime or default_runtime(), tier, min_bytes, outer)
+
+
+class Hooks:
+    """What autograd calls with each tensor that a region saves, and with each that its backward asks for."""
+
+    def __init__(self, runtime: Runtime, tier: str, min_bytes: int | None, outer: Any) -> None:
+        check_tier("the tier of a policy's Move(...)", tier)
+        self._runtime = runtime
+        self._tier = tier
+        self._min_bytes = runtime.config.min_bytes if min_bytes is None else min_bytes
+        self._outer = outer  # hooks around the region: they see what is not moved here
+        self._engines: set[Any] = set()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """A handle on `tensor` where it may move; otherwise the tensor with the version that it must keep."""
+        if not is_plain(tensor):
+            return self._pack_other(tensor)
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < self._min_bytes or nbytes == 0 or _stays(tensor):
+            return self.keep(tensor)
+        with unrecorded():
+            engine = self._runtime.engine(tensor)
+            self._engines.add(engine)
+            return engine.stash(tensor, tier=self._tier)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The tensor behind what `pack` returned."""
+        if type(packed) is tuple:
+            tensor, expected = packed
+            if version(tensor) != expected:
+                raise changed_error(kept_tensor(tensor.dtype, tensor.size()), version(tensor), expected)
+            return tensor  # type: ignore[no-any-return]
+        if type(packed) is Handle:
+            with unrecorded():
+                return packed.entry.engine.fetch(packed)
+        return packed.unpack(self)  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """At the end of the region, where its intermediate values have just gone out of use."""
+        for engine in self._engines:
+            with unrecorded():
+                engine.look_again()
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """What `pack` returns for `tensor` where it stays."""
+        if self._outer is not None:
+            return _Outer(self._outer[1], self._outer[0](tensor))
+        return tensor.detach(), version(tensor)
+
+    def _pack_other(self, tensor: torch.Tensor) -> Any:
+        if is_traceable_wrapper_subclass(tensor):
+            return _Parts(self, tensor)
+        if tensor.layout is not torch.strided:
+            raise TransformError(
+                f"offload() met a tensor of layout {tensor.layout} among what the region saves, and moves strided ones "
+                "only; leave the module that makes it out of the region"
+            )
+        # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
+        return self.keep(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is an array of PyTorch's own, whose bytes say all."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+
+
+def _stays(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a leaf that is trained, or a view of one, which its owner keeps; or is no plain array."""
+    if tensor.is_nested or tensor.is_quantized:
+        return True
+    if type(tensor) is torch.nn.Parameter or (tensor.is_leaf and tensor.requires_grad):
+        return True
+    base = tensor._base
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+class _Outer:
+    """A tensor that the hooks around the region took."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack = unpack
+        self._packed = packed
+
+    def unpack(self, hooks: Hooks) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
+class _Parts:
+    """A tensor subclass, as the plain tensors that it is made of."""
+
+    __slots__ = ("_context", "_kept", "_kind", "_packed", "_size", "_stride", "_version", "_whole")
+
+    def __init__(self, hooks: Hooks, tensor: torch.Tensor) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self._kind: Any = type(tensor)
+        self._size, self._stride = tensor.size(), tensor.stride()
+        # The parts do not see a change of the whole. One that was changed and is gone by then goes unnoticed.
+        self._whole, self._version = weakref.ref(tensor), version(tensor)
+        parts = {name: getattr(tensor, name) for name in names}
+        self._packed = {name: hooks.pack(part) for name, part in parts.items() if _is_of_numbers(part)}
+        # Integers say where in the others something is. Nested tensors are of one shape if they share that very tensor.
+        self._kept = {name: part for name, part in parts.items() if name not in self._packed}
+
+    def unpack(self, hooks: Hooks) -> torch.Tensor:
+        whole = self._whole()
+        if whole is not None and version(whole) != self._version:
+            raise changed_error(kept_tensor(whole.dtype, whole.size()), version(whole), self._version)
+        parts = {**self._kept, **{name: hooks.unpack(packed) for name, packed in self._packed.items()}}
+        with torch.no_grad():
+            return self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)  # type: ignore[no-any-return]
+
+
+def _is_of_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

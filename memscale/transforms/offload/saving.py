@@ -1,0 +1,82 @@
+"""How a region of `offload` saves tensors for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memscale.core.errors import TransformError
+from memscale.regions.unrecorded import unrecorded
+from memscale.runtime import Handle, Home, Hooks, home_on_device, is_plain
+
+_autograd = torch._C._autograd
+
+
+@contextmanager
+def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
+    """Run a region, of the transform `how`, under `hooks`, or under those around it.
+
+    Raises:
+        TransformError: the region uses a transform of `torch.func`, which refuses hooks.
+    """
+    if hooks is None:
+        yield
+        return
+    _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) and not isinstance(error, TransformError):
+            raise TransformError(
+                f"the region of {how!r} uses a transform of torch.func, which refuses the saved-tensor hooks that "
+                "offloading needs; leave offload() out of this region"
+            ) from error
+        raise
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+        hooks.leave()
+
+
+class StreamedHooks(Hooks):
+    """Hooks that know parameters which live on another tier, and leave everything else where it is."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """See `Hooks.pack`."""
+        if is_plain(tensor):
+            if (home := home_on_device(tensor)) is not None:
+                with unrecorded():
+                    return home.save(tensor)
+            if (home := _cast_of(tensor)) is not None:
+                return _Cast(home.save_whole(), tensor)
+        return self.keep(tensor)
+
+
+def _cast_of(tensor: torch.Tensor) -> Home | None:
+    """Where the parameter lives that `tensor` is a cast of, or a view of a cast, as autocast makes them."""
+    whole = tensor if tensor._base is None else tensor._base
+    if type(whole.grad_fn).__name__ != "ToCopyBackward0" or whole.untyped_storage().nbytes() != whole.nbytes:
+        return None
+    assert whole.grad_fn is not None
+    home = getattr(whole.grad_fn.next_functions[0][0], "home_on_device", None)
+    if home is None or whole.device != home.device or whole.stride() != home.layout.stride or whole._version != 0:
+        return None
+    return home  # type: ignore[no-any-return]
+
+
+class _Cast:
+    """A cast of a parameter that lives on another tier: its bytes would stay, so it is made again."""
+
+    __slots__ = ("_dtype", "_handle", "_offset", "_size", "_stride")
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
+        self._handle = handle
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def unpack(self, hooks: Hooks) -> torch.Tensor:
+        with torch.no_grad():
+            whole = hooks.unpack(self._handle).to(self._dtype)
+            return whole.as_strided(self._size, self._stride, self._offset).detach()
