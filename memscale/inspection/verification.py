@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from memscale.core import batches
+from memscale.core.batches import Loss
 from memscale.core.errors import ConfigError, CorrectnessError
-from memscale.core.pytrees import flatten, tensors, unflatten
+from memscale.core.pytrees import tensors, unflatten
 from memscale.regions.environment import Environment
 from memscale.regions.scope import Scope, put_back, write
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report
@@ -163,18 +163,14 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     for name, module in (("model", model), ("transformed", transformed)):
         if not isinstance(module, nn.Module):
             raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}")
+    batches.check_batch(batch)
+    batches.check_loss(loss)
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
 
 
 def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> dict[str, torch.Tensor | None]:
     """Everything that one forward and backward of `model` computes, by name; the model stays as it was."""
-    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
-        raise ConfigError(
-            "a batch is a tensor, a tuple of arguments or a mapping of keyword arguments, "
-            f"got {type(batch).__name__}; pass what the model is called with"
-        )
-    # A tokeniser's BatchEncoding is a mapping that no pytree library knows.
-    leaves, spec = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves, spec = batches.flatten(batch)
     inputs = [
         leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
@@ -185,7 +181,7 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
             **{f"gradient of input {at}": leaf for at, leaf in enumerate(tensors(inputs)) if leaf.requires_grad},
         }
         given = unflatten(spec, inputs)
-        output = _call(model, given)
+        output = batches.call(model, given)
         outputs = tensors(output)
         total = _loss(output, outputs, loss, given)
         # Not `backward`, which would add to the caller's gradients and fire hooks that step optimizers.
@@ -207,20 +203,11 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
         }
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch) if isinstance(batch, torch.Tensor) else model(*batch)
-
-
 def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: Any) -> torch.Tensor | None:
     if loss is not None:
-        value = loss(output, batch)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ConfigError(f"loss(output, batch) must return a tensor with one element, got {got}; take its mean")
+        value = batches.given_loss(output, batch, loss)
         return value if value.requires_grad else None
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    own = batches.own_loss(output)
     if isinstance(own, torch.Tensor) and own.requires_grad:
         return own.sum()
     # Weights that differ: the plain sum of a normalised output is constant, and its gradient proves nothing.

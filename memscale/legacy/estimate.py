@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.core.errors import ConfigError
+from memscale.core.batches import call, check_batch
 from memscale.core.pytrees import tensors
 from memscale.hardware.device import Hardware
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.step import call
 from memscale.simulation.world import Simulation
 
 _MIB = 1024**2
@@ -79,11 +77,7 @@ def activation_bytes(model: nn.Module, batch: Any) -> int:
         ConfigError: ``batch`` is not what a model can be called with.
         Exception: whatever the model raises, and `NeedsValues` where its control flow reads values.
     """
-    if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
-        raise ConfigError(
-            f"sample_input must be a tensor, a tuple of arguments or a mapping of keyword arguments, "
-            f"got {type(batch).__name__}; pass what the model is called with"
-        )
+    check_batch(batch)
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

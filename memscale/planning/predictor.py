@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from memscale.algebra.apply import PlanLike
 from memscale.algebra.plan import Plan, as_plan
 from memscale.config import Config
-from memscale.core import pytrees
+from memscale.core import batches
+from memscale.core.batches import Loss
 from memscale.core.errors import BudgetError, ConfigError, MemscaleError
 from memscale.core.units import budget_bytes, format_bytes
 from memscale.hardware.device import Hardware
@@ -20,7 +21,6 @@ from memscale.planning.largest import LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
 from memscale.simulation.profiler import MemoryProfiler
-from memscale.simulation.step import Loss
 
 Budget = int | float | str
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
@@ -281,7 +281,7 @@ class _Sizes:
 
 def parts_of(batch: Any) -> list[Any]:
     """What a batch holds, to tell one size from another: the shapes of its tensors, and other values."""
-    leaves, _ = pytrees.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves, _ = batches.flatten(batch)
     return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra.composition import Transform, chain, compose
 from memscale.algebra.plan import Plan
-from memscale.core import pytrees
+from memscale.core import batches, pytrees
 from memscale.core.paths import matches
 from memscale.hardware.device import Hardware
 from memscale.planning.blocks import repeated_blocks
@@ -120,7 +120,7 @@ def split(batch: Any, parts: int) -> Any | None:
     Every tensor as long as the first is cut. The parts are views: the whole batch stays on the device, as in a loop
     that cuts it there.
     """
-    leaves, spec = pytrees.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves, spec = batches.flatten(batch)
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     if rows < parts or rows % parts:
         return None

@@ -11,6 +11,7 @@ from torch import nn
 
 from memscale.algebra.apply import PlanLike, transform
 from memscale.config import Config
+from memscale.core.batches import Loss, check_batch, check_loss
 from memscale.core.errors import ConfigError, MemscaleError
 from memscale.hardware.device import Hardware
 from memscale.simulation.analysis import analyse
@@ -18,7 +19,7 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.needs_values import NeedsValues
 from memscale.simulation.results import Profile, as_hardware
-from memscale.simulation.step import Loss, training_step
+from memscale.simulation.step import training_step
 from memscale.simulation.world import Simulation
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
@@ -124,11 +125,7 @@ class MemoryProfiler:
                 "C++ and cannot be followed; pass the Python module that was scripted or traced"
             )
         _check_optimizer(self.model, optimizer)
-        if loss is not None and not callable(loss):
-            raise ConfigError(
-                f"profile(loss=...) must be a function loss(output, batch) that returns a scalar tensor, or None, got "
-                f"{type(loss).__name__} {loss!r}; wrap it in a function, or leave it out if the output has a loss"
-            )
+        check_loss(loss)
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
 
@@ -161,11 +158,7 @@ class MemoryProfiler:
             if batch is not None:
                 raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
             return self.model
-        if not isinstance(batch, (torch.Tensor, tuple, list)) and not hasattr(batch, "keys"):
-            raise ConfigError(
-                f"profile(model, batch) takes a tensor, a tuple of arguments or a mapping of keyword arguments as the "
-                f"batch, got {type(batch).__name__}; pass what the model is called with"
-            )
+        check_batch(batch)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "

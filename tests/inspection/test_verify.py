@@ -208,7 +208,7 @@ def test_losses_of_each_convention():
         (lambda: verify(nn.Linear(1, 1), nn.Linear(1, 1), 3), "a batch is a tensor.*got int"),
         (
             lambda: verify(nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1), loss=lambda output, batch: output),
-            r"one element, got shape \[2, 1\]",
+            r"one element, got a tensor of shape \[2, 1\]",
         ),
         (
             lambda: verify(nn.Linear(1, 1), nn.Linear(1, 1), torch.ones(2, 1), loss=lambda output, batch: 1.0),

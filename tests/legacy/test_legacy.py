@@ -219,7 +219,7 @@ def test_bad_arguments():
         wrap(model, async_offload=1)
     with pytest.raises(ConfigError, match=r"Config\(async_config=3\) must be an AsyncOffloadConfig"):
         wrap(model, async_config=3)
-    with pytest.raises(ConfigError, match=r"sample_input must be a tensor, .* got str; pass what"):
+    with pytest.raises(ConfigError, match=r"a batch is a tensor, .* got str; pass what"):
         wrap(model, sample_input="text")
     with pytest.raises(ConfigError, match="compares real steps and needs a batch; pass sample_input="):
         wrap(model, Config(verify_correctness=True))

@@ -1,0 +1,112 @@
+"""Batches and losses: what a model is called with, and the one number that its backward begins from.
+
+The same three kinds of batch and the same loss everywhere, and for each mistake the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memscale.core import pytrees
+from memscale.core.errors import ConfigError
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def check_batch(batch: Any) -> None:
+    """Do nothing for what a model can be called with.
+
+    Raises:
+        ConfigError: `batch` is none of the three kinds.
+    """
+    if not isinstance(batch, (torch.Tensor, tuple, list, Mapping)):
+        raise ConfigError(
+            "a batch is a tensor, a tuple of arguments or a mapping of keyword arguments, "
+            f"got {type(batch).__name__}; pass what the model is called with"
+        )
+
+
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """``model`` of ``batch``: a tensor is one argument, a tuple or list the arguments, a mapping keywords.
+
+    >>> call(max, (3, 4)), call(dict, {"a": 1}), call(torch.numel, torch.ones(5))
+    (4, {'a': 1}, 5)
+    """
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+
+def flatten(batch: Any) -> tuple[list[Any], Any]:
+    """The leaves of a batch in order, and what puts them back: `pytrees.flatten` of it."""
+    # A tokeniser's BatchEncoding is a mapping that no pytree library knows.
+    return pytrees.flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    return [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def check_loss(loss: Any) -> None:
+    """Do nothing for a function, and for None, which leaves the loss to the output.
+
+    Raises:
+        ConfigError: `loss` is neither.
+    """
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"a loss is a function loss(output, batch) that returns a scalar tensor, or None, got "
+            f"{type(loss).__name__} {loss!r}; wrap it in a function, or leave it out if the output has a loss"
+        )
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that an output brings along, as those of transformers do; None without one."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
+    """What the caller's ``loss(output, batch)`` returns.
+
+    Raises:
+        ConfigError: not a tensor with one element.
+    """
+    return _one_element(loss(output, batch), "loss(output, batch)")
+
+
+def scalar_loss(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """The loss of a training step: the caller's, else the output's own, else the output.
+
+    Raises:
+        ConfigError: there is none, or it is not a scalar that depends on a parameter.
+    """
+    if loss is not None:
+        value, source = given_loss(output, batch, loss), "loss(output, batch)"
+    elif isinstance(output, torch.Tensor):
+        source = "the model's output, which stands for the loss when none is given,"
+        value = _one_element(output, source)
+    else:
+        own, source = own_loss(output), "output.loss"
+        if own is None:
+            raise ConfigError(
+                f"the model's output, a {type(output).__name__}, has no loss; pass loss=..., a function "
+                "loss(output, batch) that returns a scalar tensor, or put labels into the batch"
+            )
+        value = _one_element(own, source)
+    if not value.requires_grad:
+        raise ConfigError(
+            f"{source} does not depend on any parameter that requires a gradient, so there is no backward pass; "
+            "call the model with gradients enabled and train at least one parameter"
+        )
+    return value
+
+
+def _one_element(value: Any, source: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value
+    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise ConfigError(f"{source} must be a tensor with one element, got {got}; pass loss=... and take its mean")
