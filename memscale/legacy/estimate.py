@@ -12,7 +12,7 @@ from memscale.core.batches import call, check_batch
 from memscale.core.pytrees import tensors
 from memscale.hardware.device import Hardware
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.world import Simulation
+from memscale.simulation.sandbox import Simulation
 
 _MIB = 1024**2
 # Adam's first and second moment, each with the parameter's shape and dtype.
@@ -82,7 +82,7 @@ def activation_bytes(model: nn.Module, batch: Any) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         # Held on to, so that no later storage gets the number of one that has died.
-        if not simulation.recorder.storages.is_resident(tensor):
+        if not simulation.mode.storages.is_resident(tensor):
             storage = tensor.untyped_storage()
             kept[storage._cdata] = storage
         return tensor

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.core.units import format_bytes
-from memscale.reports.columns import Columns, byte_scale, columns, css_name, placed, thick, time_scale
+from memscale.reports.drawing import Columns, byte_scale, columns, css_name, placed, thick, time_scale
 
 if TYPE_CHECKING:
     from memscale.simulation.results import Profile

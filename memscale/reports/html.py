@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memscale.core.errors import ConfigError
 from memscale.core.units import format_bytes, format_flops, format_seconds
 from memscale.reports.chart import chart, chip
-from memscale.reports.columns import css_name
+from memscale.reports.drawing import css_name
 from memscale.reports.module_tree import ROOT, TOP, Held, Part, module_tree
 from memscale.reports.page import SCRIPT, STYLE
 from memscale.reports.text import alike, facts, is_cut, percent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memscale.reports.columns import COLOURS, css_name
+from memscale.reports.drawing import COLOURS, css_name
 
 STYLE = f":root {{ {' '.join(f'{css_name(category)}: {colour};' for category, colour in COLOURS.items())} }}"
 STYLE += """

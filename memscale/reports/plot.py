@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.core.units import format_bytes, format_seconds
-from memscale.reports.columns import COLOURS, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
 from memscale.reports.text import shortened
 from memscale.simulation.measured.allocator_trace import AllocatorTrace
 from memscale.simulation.results import Profile

@@ -13,7 +13,7 @@ from memscale.hardware.device import Hardware
 from memscale.hardware.roofline import Work, has_rate, seconds
 from memscale.simulation.allocator.caching import replay
 from memscale.simulation.allocator.settings import AllocatorSettings
-from memscale.simulation.ledger import CATEGORIES, Block, Ledger, OpCall, Phase
+from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -42,7 +42,7 @@ def analyse(
     """
     ledger.settle()
     caching = hardware.device_type == "cuda"
-    sizes = [_rounded(block.nbytes) if caching else block.nbytes for block in ledger.blocks]
+    sizes = [_rounded(record.nbytes) if caching else record.nbytes for record in ledger.records]
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
@@ -52,9 +52,9 @@ def analyse(
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for number in steady.alive:
-        block = ledger.blocks[number]
-        by_category[block.category] += sizes[number]
-        by_module[_module(block)][block.category] += sizes[number]
+        record = ledger.records[number]
+        by_category[record.category] += sizes[number]
+        by_module[_module(record)][record.category] += sizes[number]
     changes, positions, phases = _timeline(ledger, sizes, times)
     seconds_by_module: dict[str, float] = defaultdict(float)
     for op, time in zip(ledger.ops[first_op:], times or (), strict=False):
@@ -120,7 +120,7 @@ def _apply(event: int, alive: dict[int, None], sizes: list[int]) -> int:
 
 
 def _categorise(ledger: Ledger) -> None:
-    """Say of each block without a category whether backward waited for it, or whether it came and went."""
+    """Say of each storage without a category whether backward waited for it, or whether it came and went."""
     backwards = [
         at for at, number in enumerate(ledger.event_ops) if number >= 0 and _is(ledger, number, Phase.BACKWARD)
     ]
@@ -128,18 +128,18 @@ def _categorise(ledger: Ledger) -> None:
     born = {event - 1: at for at, event in enumerate(ledger.events) if event > 0}
     following = iter(backwards)
     next_backward = next(following, None)
-    for number, block in enumerate(ledger.blocks):
-        if block.category:
+    for number, record in enumerate(ledger.records):
+        if record.category:
             continue
         at = born.get(number, 0)
         while next_backward is not None and next_backward < at:
             next_backward = next(following, None)
         waited = (
-            _is(ledger, block.op, Phase.FORWARD)
+            _is(ledger, record.op, Phase.FORWARD)
             and next_backward is not None
             and died.get(number, len(ledger.events)) > next_backward
         )
-        block.category = "activation" if waited else "temporary"
+        record.category = "activation" if waited else "temporary"
 
 
 def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
@@ -151,8 +151,8 @@ def _stream(ledger: Ledger, sizes: list[int]) -> list[tuple[int, int]]:
     return [(event - 1, sizes[event - 1]) if event > 0 else (-event - 1, -sizes[-event - 1]) for event in ledger.events]
 
 
-def _module(block: Block) -> str:
-    return block.path.rpartition(".")[0] if block.category in _NAMED_FOR_TENSORS else block.path
+def _module(record: StorageRecord) -> str:
+    return record.path.rpartition(".")[0] if record.category in _NAMED_FOR_TENSORS else record.path
 
 
 def _op_seconds(ledger: Ledger, hardware: Hardware) -> list[float] | None:
@@ -187,16 +187,16 @@ def _moment(ledger: Ledger, peak: _Peak, begin: int) -> Moment:
 
 
 def _holding(ledger: Ledger, number: int, nbytes: int) -> Holding:
-    block = ledger.blocks[number]
-    op: OpCall | None = ledger.ops[block.op] if block.op >= 0 else None
+    record = ledger.records[number]
+    op: OpCall | None = ledger.ops[record.op] if record.op >= 0 else None
     return Holding(
         nbytes,
-        block.category,
-        block.path,
+        record.category,
+        record.path,
         op.name if op else "",
         op.phase.value if op else "",
-        block.shape,
-        block.dtype,
+        record.shape,
+        record.dtype,
     )
 
 
@@ -213,12 +213,12 @@ def _timeline(
         _apply(event, alive, sizes)
     before: dict[int, int] = defaultdict(int)
     for number in alive:
-        before[CATEGORIES.index(ledger.blocks[number].category)] += sizes[number]
+        before[CATEGORIES.index(ledger.records[number].category)] += sizes[number]
     changes = sorted(before.items())
     positions = [0.0] * len(changes)
     for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
         number = abs(event) - 1
-        category = CATEGORIES.index(ledger.blocks[number].category)
+        category = CATEGORIES.index(ledger.records[number].category)
         changes.append((category, sizes[number] if event > 0 else -sizes[number]))
         # An operator's results are there while it runs, and what it was the last to need until it is done.
         at = ends[max(0, op - first_op + (event < 0))]

@@ -1,11 +1,11 @@
-"""What a simulated step did to memory, as data: blocks, their births and deaths, the operators that caused them."""
+"""What a simulated step did to memory, as data: storages, their births and deaths, the operators that caused them."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
 
-#: What a block is for, in the order in which tables and pictures stack it.
+#: What a storage is for, in the order in which tables and pictures stack it.
 CATEGORIES = (
     "parameter",
     "buffer",
@@ -36,7 +36,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
-class Block:
+class StorageRecord:
     """One storage.
 
     Attributes:
@@ -125,9 +125,9 @@ class Sum:
 
 @dataclass
 class Ledger:
-    """Births and deaths in order. An event is ``block + 1`` for a birth and ``-(block + 1)`` for a death."""
+    """Births (``number + 1``) and deaths (``-(number + 1)``) of ``records[number]``, in order."""
 
-    blocks: list[Block] = field(default_factory=list)
+    records: list[StorageRecord] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     event_ops: list[int] = field(default_factory=list)
     ops: list[OpCall] = field(default_factory=list)
@@ -135,16 +135,16 @@ class Ledger:
     #: (index of the first event, index of the first operator) of each step.
     steps: list[tuple[int, int]] = field(default_factory=list)
 
-    def birth(self, block: Block) -> int:
-        """Record that `block` is allocated now, and return its number."""
-        self.blocks.append(block)
-        number = len(self.blocks) - 1
+    def birth(self, record: StorageRecord) -> int:
+        """Note that this storage is allocated now, and return its number."""
+        self.records.append(record)
+        number = len(self.records) - 1
         self.events.append(number + 1)
         self.event_ops.append(len(self.ops) - 1)
         return number
 
     def death(self, number: int) -> None:
-        """Record that block `number` is freed now."""
+        """Note that storage `number` is freed now."""
         self.events.append(-number - 1)
         self.event_ops.append(len(self.ops) - 1)
 
@@ -182,10 +182,10 @@ class Ledger:
     def _merge(self, total: Sum, operand: int, death: int) -> None:
         self.events[total.event] = 0
         self.events[death] = 0
-        # The sum lives on in the operand's block, so what dies later under its number is that block.
-        merged = self.blocks[total.total]
-        if merged.category and not self.blocks[operand].category:
-            self.blocks[operand].category, self.blocks[operand].path = merged.category, merged.path
+        # The sum lives on in the operand's storage, so what dies later under its number is that storage.
+        merged = self.records[total.total]
+        if merged.category and not self.records[operand].category:
+            self.records[operand].category, self.records[operand].path = merged.category, merged.path
         for at in range(death + 1, len(self.events)):
             if self.events[at] == -total.total - 1:
                 self.events[at] = -operand - 1

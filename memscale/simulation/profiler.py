@@ -15,12 +15,12 @@ from memscale.core.batches import Loss, check_batch, check_loss
 from memscale.core.errors import ConfigError, MemscaleError
 from memscale.hardware.device import Hardware
 from memscale.simulation.analysis import analyse
+from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
-from memscale.simulation.needs_values import NeedsValues
 from memscale.simulation.results import Profile, as_hardware
+from memscale.simulation.sandbox import Simulation
 from memscale.simulation.step import training_step
-from memscale.simulation.world import Simulation
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
 
@@ -171,13 +171,13 @@ class MemoryProfiler:
         with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
             for _ in range(_STEPS):
                 simulation.step(step)
-        notes = (*simulation.recorder.assumptions, *self.kernels.notes(simulation.reach.modules))
+        notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules))
         by_tier: dict[str, int] = {}
         for engine in simulation.simulated.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
                 by_tier[tier] = by_tier.get(tier, 0) + nbytes
         return analyse(
-            simulation.recorder.ledger,
+            simulation.mode.ledger,
             self.hardware,
             notes,
             {tier: nbytes for tier, nbytes in by_tier.items() if nbytes},

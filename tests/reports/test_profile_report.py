@@ -17,7 +17,7 @@ from torch import nn
 import memscale as ms
 from memscale.core.units import format_bytes
 from memscale.reports import plot
-from memscale.reports.columns import COLOURS, columns, placed, thick
+from memscale.reports.drawing import COLOURS, columns, placed, thick
 from memscale.reports.module_tree import Held, module_tree, stacks, summary
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import Holding, Moment

@@ -252,7 +252,7 @@ _RULES: Mapping[Kernel, Callable[[_Call, Capability, AttentionFlags], bool]] = {
 
 
 @contextmanager
-def replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def patched(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """``torch.nn.functional.name`` is ``function``.
 
     A mode is off inside its own handler. ``F.multi_head_attention_forward`` goes to the handlers too, so what it
@@ -305,7 +305,7 @@ class CudaAttention(TorchFunctionMode):
         if func is _SDPA:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with replaced("scaled_dot_product_attention", self.attend):
+            with patched("scaled_dot_product_attention", self.attend):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from memscale.core.errors import RuntimeUnavailable
 from memscale.hardware.device import Hardware
 from memscale.runtime import home_of
-from memscale.simulation.kernels.attention import CudaAttention, replaced
-from memscale.simulation.kernels.cuda_probe import CudaProbe
-from memscale.simulation.kernels.scratch import CpuScratch
-from memscale.simulation.kernels.workspaces import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
+from memscale.simulation.kernels.attention import CudaAttention, patched
+from memscale.simulation.kernels.cpu_scratch import CpuScratch
+from memscale.simulation.kernels.cuda_scratch import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
+from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
 _DEFAULT_CAPABILITY = (8, 0)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -63,8 +64,8 @@ class Kernels:
             if self.is_cuda:
                 # In place of the functions and not as modes, which are off while `Tensor.backward` runs, and so while a
                 # checkpoint recomputes.
-                stack.enter_context(replaced("scaled_dot_product_attention", CudaAttention(self.capability).attend))
-                stack.enter_context(replaced("dropout", CudaDropout().drop))
+                stack.enter_context(patched("scaled_dot_product_attention", CudaAttention(self.capability).attend))
+                stack.enter_context(patched("dropout", CudaDropout().drop))
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         # A loop over single tensors where some live on the CPU, as those that are streamed do.
@@ -72,3 +73,39 @@ class Kernels:
                         if "foreach" in group and group["foreach"] is None and not group.get("fused") and one_device:
                             group["foreach"] = True  # put back with everything else that the simulation reached
             yield
+
+
+class CudaProbe:
+    """Runs kernels on the present CUDA device, each signature once.
+
+    Raises:
+        RuntimeUnavailable: there is none; a probe of another device would say nothing.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeUnavailable(
+                "profile(probe=True) runs kernels on the CUDA device that it predicts for, and PyTorch finds none "
+                "here; leave probe out to predict by formulas"
+            )
+
+    def nbytes(self, op: OpOverload, args: Any, kwargs: Any) -> int:
+        """The bytes of the caching allocator that ``op(*args, **kwargs)`` takes beside its results.
+
+        The arguments are hollow or on the CPU; the kernel gets zeros with their layouts.
+        """
+        own = {id(tensor): _on_device(tensor) for tensor in tensors_in(args, kwargs)}
+        args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
+        op(*args, **kwargs)  # the first call of a kind leaves workspaces behind, which are counted by themselves
+        torch.cuda.synchronize()
+        before_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = op(*args, **kwargs)
+        torch.cuda.synchronize()
+        returned_bytes = torch.cuda.memory_allocated() - before_bytes
+        del result
+        return max(0, torch.cuda.max_memory_allocated() - before_bytes - returned_bytes)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda").zero_()

@@ -67,7 +67,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResultLayout:
     """What an operator returns: a tree of `NewTensor`, `Argument`, lists, tuples and plain values."""
 
     outputs: Any
@@ -96,12 +96,14 @@ def _build(
     return output
 
 
-def layout_of(result: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+def result_layout(result: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
     """The layout of `result`, which an operator returned for `arguments`."""
     storages: dict[int, tuple[int, int]] = {}
     outputs = _describe(result, arguments, storages)
     given = {tensor.untyped_storage()._cdata for tensor in arguments}
-    return Layout(outputs, tuple(nbytes for _, nbytes in storages.values()), is_view=not given.isdisjoint(storages))
+    return ResultLayout(
+        outputs, tuple(nbytes for _, nbytes in storages.values()), is_view=not given.isdisjoint(storages)
+    )
 
 
 def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int, tuple[int, int]]) -> Any:
@@ -147,12 +149,12 @@ _ORDERED_AS: dict[OpOverload, int | None] = {
 }
 
 
-def _with_whole_storage(layout: Layout, args: Sequence[Any]) -> Layout:
+def _with_whole_storage(layout: ResultLayout, args: Sequence[Any]) -> ResultLayout:
     elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     return replace(layout, storage_bytes=(elements * layout.outputs.dtype.itemsize,))
 
 
-def _in_order(layout: Layout, memory_format: torch.memory_format) -> Layout:
+def _in_order(layout: ResultLayout, memory_format: torch.memory_format) -> ResultLayout:
     def ordered(output: Any) -> Any:
         if isinstance(output, (list, tuple)):
             return type(output)(map(ordered, output))
@@ -164,7 +166,7 @@ def _in_order(layout: Layout, memory_format: torch.memory_format) -> Layout:
     return replace(layout, outputs=ordered(layout.outputs))
 
 
-def _as_real(op: OpOverload, layout: Layout, args: Sequence[Any]) -> Layout:
+def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any]) -> ResultLayout:
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
@@ -176,7 +178,7 @@ def _as_real(op: OpOverload, layout: Layout, args: Sequence[Any]) -> Layout:
         result, *statistics = layout.outputs
         wide = [replace(tensor, dtype=args[2].dtype) for tensor in statistics]
         nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
-        return Layout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
+        return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
     return layout
 
 
@@ -187,7 +189,7 @@ class FakeKernels:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._log = logging.getLogger(fake_tensor.__name__)
 
-    def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> Layout:
+    def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
         """What `op` returns for arguments with the layouts of these.
 
         Raises:
@@ -197,8 +199,8 @@ class FakeKernels:
         try:
             with self._mode, torch.no_grad():
                 fakes = {id(tensor): _like(tensor) for tensor in arguments}
-                result = op(*replaced(args, fakes), **replaced(kwargs, fakes))
-                layout = layout_of(result, [fakes[id(tensor)] for tensor in arguments])
+                result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))
+                layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
                 return _as_real(op, layout, args)
         finally:
             self._log.disabled = was_disabled
@@ -208,14 +210,14 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def replaced(tree: Any, by_id: dict[int, Any]) -> Any:
-    """`tree`, an operator's arguments, with the values whose id is in `by_id` replaced."""
+def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
+    """`tree`, an operator's arguments, with the values whose id is in `by_id` exchanged."""
     if isinstance(tree, torch.Tensor):
         return by_id.get(id(tree), tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)([replaced(item, by_id) for item in tree])
+        return type(tree)([exchanged(item, by_id) for item in tree])
     if isinstance(tree, dict):
-        return {key: replaced(value, by_id) for key, value in tree.items()}
+        return {key: exchanged(value, by_id) for key, value in tree.items()}
     return tree
 
 

@@ -18,9 +18,9 @@ from memscale.hardware.device import Hardware
 from memscale.regions.scope import put_back
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
-from memscale.simulation.reach import Reach
 from memscale.simulation.results import Moment, Profile
-from memscale.simulation.world import gradients_set_aside, random_states_kept, versions_kept
+from memscale.simulation.sandbox import gradients_set_aside, random_states_kept, versions_kept
+from memscale.simulation.step_scope import StepScope
 
 # The allocator's categories that have another name here; it cannot tell buffers from parameters, nor scratch memory.
 _NAMES = {"unknown": "other"}
@@ -41,17 +41,17 @@ def measured_profile(
         ConfigError: the step itself fails.
         RuntimeUnavailable: it cannot run here (tensors on ``meta``), or not on the device that was asked for.
     """
-    reach = Reach(model if isinstance(model, nn.Module) else None, optimizer, step, batch)
-    tensors = list({id(tensor): tensor for _, _, tensor in reach.tensors}.values())
+    scope = StepScope(model if isinstance(model, nn.Module) else None, optimizer, step, batch)
+    tensors = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
     device = _device(tensors, hardware, reason)
-    optimizers = list({id(found): found for found in (*reach.optimizers, optimizer) if found is not None}.values())
-    with _put_back(reach, tensors), warnings.catch_warnings(record=True) as caught:
+    optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
+    with _put_back(scope, tensors), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
-            first = measure(step, device=device, roles=_roles(reach, optimizers, batch))
+            first = measure(step, device=device, roles=_roles(scope, optimizers, batch))
             for _ in range(config.warmup_steps):
                 step()
-            trace = measure(step, device=device, roles=_roles(reach, optimizers, batch))
+            trace = measure(step, device=device, roles=_roles(scope, optimizers, batch))
         except ConfigError:
             raise
         except Exception as error:
@@ -81,8 +81,8 @@ def _device(tensors: list[torch.Tensor], hardware: Hardware, reason: str) -> tor
     return device
 
 
-def _roles(reach: Reach, optimizers: list[torch.optim.Optimizer], batch: Any) -> Callable[[], dict[str, Any]]:
-    modules = nn.ModuleList(module for module in reach.modules)
+def _roles(scope: StepScope, optimizers: list[torch.optim.Optimizer], batch: Any) -> Callable[[], dict[str, Any]]:
+    modules = nn.ModuleList(module for module in scope.modules)
 
     def roles() -> dict[str, Any]:
         found = dict(training_roles(modules, None, batch)())
@@ -93,7 +93,7 @@ def _roles(reach: Reach, optimizers: list[torch.optim.Optimizer], batch: Any) ->
 
 
 @contextmanager
-def _put_back(reach: Reach, tensors: list[torch.Tensor]) -> Iterator[None]:
+def _put_back(scope: StepScope, tensors: list[torch.Tensor]) -> Iterator[None]:
     """Undo what real steps change. The copies are in host memory, where the device's allocator does not count them."""
     with torch.no_grad():
         before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
@@ -102,7 +102,7 @@ def _put_back(reach: Reach, tensors: list[torch.Tensor]) -> Iterator[None]:
         stack.enter_context(versions_kept(tensors))
         stack.callback(_copy_back, before)
         stack.enter_context(gradients_set_aside(tensors))
-        stack.callback(put_back, reach)
+        stack.callback(put_back, scope)
         yield
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memscale.core.errors import ConfigError
 from memscale.simulation.kernels import attention
 from memscale.simulation.kernels.attention import AttentionFlags, CudaAttention, attention_kernel
-from memscale.simulation.kernels.workspaces import CudaDropout
+from memscale.simulation.kernels.cuda_scratch import CudaDropout
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 FLAGS = AttentionFlags()

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memscale.simulation.kernels import scratch
-from memscale.simulation.kernels.scratch import CpuScratch, sound
-from memscale.simulation.kernels.shapes import FakeKernels, layout_of
+from memscale.simulation.kernels import cpu_scratch
+from memscale.simulation.kernels.cpu_scratch import CpuScratch, sound
+from memscale.simulation.kernels.shapes import FakeKernels, result_layout
 from tests.support.steps import Training, assert_exact
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(("op", "args", "kwargs"), LAYOUTS.values(), ids=LAYOUTS)
 def test_results_lie_in_memory_as_the_real_kernel_lays_them(op, args, kwargs):
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    assert FakeKernels().layout(op, args, kwargs, tensors) == layout_of(op(*args, **kwargs), tensors)
+    assert FakeKernels().layout(op, args, kwargs, tensors) == result_layout(op(*args, **kwargs), tensors)
 
 
 class Residual(nn.Module):
@@ -163,14 +163,14 @@ def test_a_picture_too_large_to_try_is_known_by_fewer(name, monkeypatch, tmp_pat
     op, args = HEARD[name]
     real = sound(op, args, {}).scratch_bytes
     asked = []
-    monkeypatch.setattr(scratch, "sound", lambda op, args, kwargs: asked.append(args) or sound(op, args, kwargs))
-    monkeypatch.setattr(scratch, "_LARGEST_SOUNDING_FLOPS", 16 * args[0].nbytes * 4 // 6)
+    monkeypatch.setattr(cpu_scratch, "sound", lambda op, args, kwargs: asked.append(args) or sound(op, args, kwargs))
+    monkeypatch.setattr(cpu_scratch, "_LARGEST_SOUNDING_FLOPS", 16 * args[0].nbytes * 4 // 6)
     assert CpuScratch(probe=False).nbytes(op, args, {}, 0) == real
     assert [len(given[0]) for given in asked] == [2, 4]
 
 
 def test_a_factorisation_too_large_to_try_copies_its_matrix(monkeypatch):
-    monkeypatch.setattr(scratch, "sound", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(cpu_scratch, "sound", lambda *_: pytest.fail("asked"))
     matrix = torch.empty(2000, 2000, device="meta")
     assert CpuScratch(probe=False).nbytes(aten.linalg_inv_ex.default, (matrix,), {}, 0) == 4 * 2000 * 2000
 

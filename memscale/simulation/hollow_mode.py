@@ -17,24 +17,23 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memscale.core.errors import ConfigError
+from memscale.core.errors import ConfigError, MemscaleError
 from memscale.hardware.roofline import Work, work_of
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     FakeKernels,
     Kind,
-    Layout,
+    ResultLayout,
+    exchanged,
     kind_of,
-    layout_of,
-    replaced,
+    result_layout,
     signature,
     tensors_in,
     written_by,
 )
-from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Block, Course, Ledger, OpCall, Phase, Sum
-from memscale.simulation.needs_values import NeedsValues
-from memscale.simulation.storages import LARGEST_KNOWN, Storages, is_small
+from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, Phase, StorageRecord, Sum
+from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 
 aten = torch.ops.aten
 
@@ -74,12 +73,21 @@ _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max",
 class _Answer:
     """What is known of every call with one signature."""
 
-    layout: Layout
+    layout: ResultLayout
     scratch_bytes: int
     work: Work
 
 
-class Recorder(TorchDispatchMode):
+class NeedsValues(MemscaleError):
+    """The step reads values that a simulation does not compute; `path` names the module that does."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(f"{reason}{f' (in {path})' if path else ''}")
+        self.reason = reason
+        self.path = path
+
+
+class HollowMode(TorchDispatchMode):
     """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `Ledger`.
 
     Args:
@@ -90,7 +98,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
-        self.storages = Storages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
+        self.storages = LiveStorages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
         self.hollow = HollowStorages()
         self.modules: list[str] = []  # the paths of the modules that are running, innermost last
         self.course = Course()
@@ -123,25 +131,25 @@ class Recorder(TorchDispatchMode):
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
-        blocks = self.storages.of_arguments(tensors)
-        if op is aten.embedding.default and blocks[1].known:
+        records = self.storages.of_arguments(tensors)
+        if op is aten.embedding.default and records[1].known:
             self._check_indices(*tensors[:2])
-        known = op._opname in _CONSTANTS or (all(block.known for block in blocks) and all(map(is_small, tensors)))
+        known = op._opname in _CONSTANTS or (all(record.known for record in records) and all(map(is_small, tensors)))
         if op in _BY_LENGTHS:
-            return self._from_values(op, args, kwargs, tensors, blocks)
+            return self._from_values(op, args, kwargs, tensors, records)
         if op in _READS:
-            return self._read(op, args, kwargs, blocks, known)
+            return self._read(op, args, kwargs, records, known)
         try:
             answer = self._answer(op, args, kwargs, tensors, loose)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return self._from_values(op, args, kwargs, tensors, blocks)
+            return self._from_values(op, args, kwargs, tensors, records)
         if answer.layout.is_view:
             return self._note(op, op(*args, **kwargs), answer.work, 0)
         if kind is Kind.IN_PLACE:
-            return self._in_place(op, args, kwargs, blocks, known, answer)
+            return self._in_place(op, args, kwargs, records, known, answer)
         if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
-            return self._compute(op, args, kwargs, blocks, answer)
-        if blocks and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
+            return self._compute(op, args, kwargs, records, answer)
+        if records and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(op, args, kwargs, tensors, answer)
         result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
         self._note(op, result, answer.work, answer.scratch_bytes)
@@ -179,7 +187,8 @@ class Recorder(TorchDispatchMode):
             key = None
         try:
             if not op._schema.returns:
-                layout = Layout(None, ())  # all in place: an optimizer's loop over lists, a custom operator's update
+                # All in place: an optimizer's loop over lists, a custom operator's update.
+                layout = ResultLayout(None, ())
             elif op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
                 layout = self._layout_on_zeros(op, args, kwargs, tensors)
             else:
@@ -197,12 +206,12 @@ class Recorder(TorchDispatchMode):
             self._answers[key] = answer
         return answer
 
-    def _layout_on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Layout:
+    def _layout_on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> ResultLayout:
         if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
             raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", self._path())
         hollow = {id(tensor): self.hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
-        result = op(*replaced(args, hollow), **replaced(kwargs, hollow))  # the caller's tensors stay out of it
-        return layout_of(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
+        result = op(*exchanged(args, hollow), **exchanged(kwargs, hollow))  # the caller's tensors stay out of it
+        return result_layout(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
 
     def _note(self, op: OpOverload, result: Any, work: Work, scratch_bytes: int, known: bool = False) -> Any:
         """Record the operator, its scratch memory and the storages of its results that are new."""
@@ -222,8 +231,8 @@ class Recorder(TorchDispatchMode):
         at = len(ledger.ops) - 1
         if in_backward not in self._threads and (workspace_bytes := self._kernels.workspace_bytes(op)):
             self._threads.add(in_backward)
-            ledger.birth(Block(workspace_bytes, at, "workspace", path="cuBLAS"))
-        scratch = ledger.birth(Block(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
+            ledger.birth(StorageRecord(workspace_bytes, at, "workspace", path="cuBLAS"))
+        scratch = ledger.birth(StorageRecord(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
         for storage, tensor in new:
             if storage._cdata not in self.storages:
                 self.storages.enter(storage, tensor, at, "", path, known)
@@ -238,17 +247,17 @@ class Recorder(TorchDispatchMode):
         return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
 
     def _in_place(
-        self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool, answer: _Answer
+        self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], known: bool, answer: _Answer
     ) -> Any:
         if op in _RESIZES:
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
-        if known and not any(block.category == "parameter" for block in blocks):
+        if known and not any(record.category == "parameter" for record in records):
             op(*args, **kwargs)
         else:
             for tensor in written_by(op, args, kwargs):
-                block = self.storages.block(tensor)
+                record = self.storages.record(tensor)
                 # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
-                block.known, block.guess = block.known and _stands_in(tensor), SCALAR
+                record.known, record.guess = record.known and _stands_in(tensor), SCALAR
         self._note(op, None, answer.work, answer.scratch_bytes)
         returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
@@ -264,17 +273,17 @@ class Recorder(TorchDispatchMode):
             self.storages.moved(tensor, storage)
         return tensor
 
-    def _compute(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], answer: _Answer) -> Any:
+    def _compute(self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], answer: _Answer) -> Any:
         result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
         drawn = torch.Tag.nondeterministic_seeded in op.tags
-        self._trust(result, DRAW if drawn else "" if op._opname in _CONSTANTS else _guess(blocks))
+        self._trust(result, DRAW if drawn else "" if op._opname in _CONSTANTS else _guess(records))
         return result
 
     def _trust(self, result: Any, guess: str) -> None:
         for tensor in _results(result):
             if tensor.device.type != "meta":
-                block = self.storages.block(tensor)
-                block.known, block.guess = True, guess
+                record = self.storages.record(tensor)
+                record.known, record.guess = True, guess
 
     def _choose(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], answer: _Answer) -> Any:
         """A choice among activations: of random ones, since the real ones are not computed."""
@@ -286,37 +295,40 @@ class Recorder(TorchDispatchMode):
         self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
         return result
 
-    def _read(self, op: OpOverload, args: Any, kwargs: Any, blocks: list[Block], known: bool) -> Any:
+    def _read(self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], known: bool) -> Any:
         if not known:
             raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
-        self._assume(op, blocks)
+        self._assume(op, records)
         return op(*args, **kwargs)
 
     def _from_values(
-        self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], blocks: list[Block]
+        self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], records: list[StorageRecord]
     ) -> Any:
         """The result of an operator whose shape depends on values: of known ones, or it cannot be simulated."""
         deciding = [
-            block
-            for tensor, block in zip(tensors, blocks, strict=True)
+            record
+            for tensor, record in zip(tensors, records, strict=True)
             if len(tensors) == 1 or not tensor.is_floating_point()
         ]
-        if not all(block.known for block in deciding) or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES:
+        if (
+            not all(record.known for record in deciding)
+            or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES
+        ):
             raise NeedsValues(f"the shape of what {op} returns depends on values", self._path())
         self._assume(op, deciding)
         result = op(*args, **kwargs)
         whole = result
-        if not all(block.known for block in blocks):
-            hollow = layout_of(result, tensors).build(self.hollow, tensors)
+        if not all(record.known for record in records):
+            hollow = result_layout(result, tensors).build(self.hollow, tensors)
             result = _integers_of(result, hollow) if op in _BY_LENGTHS else hollow
         self._note(op, result, Work(0, 0, ""), 0)
         trusted = {id(tensor) for tensor in _results(whole)}
         self._trust([tensor for tensor in _results(result) if id(tensor) in trusted], _guess(deciding))
         return result
 
-    def _assume(self, op: OpOverload, blocks: list[Block]) -> None:
+    def _assume(self, op: OpOverload, records: list[StorageRecord]) -> None:
         """Note that a value is read which is a stand-in; a model must not decide on a scalar one."""
-        guess = _guess(blocks)
+        guess = _guess(records)
         if not guess:
             return
         if guess == SCALAR and (self.modules or self.searching or self._reads_often()):
@@ -369,8 +381,8 @@ def _integers_of(real: Any, hollow: Any) -> Any:
     return type(hollow)([_integers_of(*pair) for pair in zip(real, hollow, strict=True)])
 
 
-def _guess(blocks: list[Block]) -> str:
-    guesses = {block.guess for block in blocks}
+def _guess(records: list[StorageRecord]) -> str:
+    guesses = {record.guess for record in records}
     return next((guess for guess in _ASSUMED if guess in guesses), "")
 
 

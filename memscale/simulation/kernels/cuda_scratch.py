@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
-from memscale.simulation.kernels.attention import replaced
+from memscale.simulation.kernels.attention import patched
 
 Capability = tuple[int, int]
 
@@ -315,7 +315,7 @@ class CudaDropout(TorchFunctionMode):
             input, p, train = _torch_dropout_arguments(*args, **kwargs)
             return self.drop(input, p, train)
         if func is F.multi_head_attention_forward:
-            with replaced("dropout", self.drop):
+            with patched("dropout", self.drop):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache, Sounding
-from memscale.simulation.kernels.shapes import replaced, tensors_in, written_by
+from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_by
 
 aten = torch.ops.aten
 
@@ -181,7 +181,7 @@ def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     hollow = HollowStorages()
     own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
     own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
-    args, kwargs = replaced(tuple(args), own), replaced(kwargs, own)
+    args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
     # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
     _profiler._enable_profiler_legacy(_RECORD_MEMORY)

@@ -20,11 +20,10 @@ from memscale.core.simulating import SimulatedStep, simulation
 from memscale.regions.scope import put_back
 from memscale.runtime import home_of
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.hollow_mode import HollowMode, NeedsValues
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
-from memscale.simulation.needs_values import NeedsValues
-from memscale.simulation.reach import Reach
-from memscale.simulation.recorder import Recorder
+from memscale.simulation.step_scope import StepScope
 from memscale.transforms.offload.streamed import streamed_in
 
 
@@ -50,19 +49,19 @@ class Simulation:
         *,
         kernels: Kernels,
     ) -> None:
-        self.reach = Reach(model, optimizer, step, batch)
+        self.scope = StepScope(model, optimizer, step, batch)
         inputs = _parts(tensors_of(dict(batch) if isinstance(batch, Mapping) else batch))
-        reached = [*(tensor for _, _, tensor in self.reach.tensors), *inputs]
+        reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
         self._kernels = kernels
         self.simulated = SimulatedStep(kernels.device_type, self._away, self._references)
         self._stack = ExitStack()
-        self._paths = _module_paths(model, self.reach.modules)
+        self._paths = _module_paths(model, self.scope.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # how many of them each storage has
-        self.recorder: Recorder
+        self.mode: HollowMode
 
     def __enter__(self) -> Simulation:
         stack = self._stack
@@ -70,26 +69,26 @@ class Simulation:
             stack.enter_context(random_states_kept())
             stack.enter_context(versions_kept(self._tensors))
             stack.enter_context(gradients_set_aside(self._leaves))
-            stack.callback(put_back, self.reach)
+            stack.callback(put_back, self.scope)
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.recorder = Recorder(self._kernels, self._residents())
-            stack.callback(self.recorder.storages.put_back)
+            self.mode = HollowMode(self._kernels, self._residents())
+            stack.callback(self.mode.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
-            stack.enter_context(_calls_followed(self.recorder, self._paths))
+            stack.enter_context(_calls_followed(self.mode, self._paths))
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for tensor in self._tensors:
                 if not tensor.is_meta:
-                    self.recorder.storages.block(tensor)
-            stack.enter_context(_reads_checked(self.recorder))
+                    self.mode.storages.record(tensor)
+            stack.enter_context(_reads_checked(self.mode))
             stack.enter_context(simulation(self.simulated))
-            stack.enter_context(self.recorder)
+            stack.enter_context(self.mode)
             self._send_home()
-            stack.enter_context(self._kernels.chosen(self.reach.optimizers))
+            stack.enter_context(self._kernels.chosen(self.scope.optimizers))
         except BaseException:
             stack.close()
             raise
@@ -101,8 +100,8 @@ class Simulation:
 
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
-        self.recorder.ledger.begin_step()
-        self.recorder.course = Course()
+        self.mode.ledger.begin_step()
+        self.mode.course = Course()
         step()
         self.mark_gradients()
         self._forget_former_contents()
@@ -111,26 +110,26 @@ class Simulation:
         for tensor, alias in self._contents:
             # It was given other contents; only the simulation still holds the former.
             if tensor.untyped_storage()._cdata != alias.untyped_storage()._cdata:
-                self.recorder.storages.gone(alias.untyped_storage())
+                self.mode.storages.gone(alias.untyped_storage())
 
     def _send_home(self) -> None:
         """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
-        for module in self.reach.modules:
+        for module in self.scope.modules:
             for streamed in streamed_in(module.__dict__.get("forward")):
                 streamed.place(list(module.parameters()), torch.device("cpu"))
         self._forget_former_contents()
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
-        for optimizer in self.reach.optimizers if self._kernels.device_type != "cpu" else ():
+        for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for parameter, state in optimizer.state.items():
                 if home_of(parameter) is not None:
                     for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
-                        self.recorder.storages.send_away(tensor)
+                        self.mode.storages.send_away(tensor)
 
     def _away(self, nbytes: int) -> torch.Tensor:
-        hollow = self.recorder.hollow
+        hollow = self.mode.hollow
         with _disable_current_modes():  # it is made by no operator of the step
             tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
-        self.recorder.storages.enter_away(tensor)
+        self.mode.storages.enter_away(tensor)
         return tensor
 
     def _references(self, storage: torch.UntypedStorage) -> int:
@@ -138,11 +137,11 @@ class Simulation:
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""
-        storages = self.recorder.storages
+        storages = self.mode.storages
         for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
                 for part in _parts([tensor.grad]):
-                    storages.mark(part, "gradient", storages.block(_parts([tensor])[0]).path)
+                    storages.mark(part, "gradient", storages.record(_parts([tensor])[0]).path)
 
     def _residents(self) -> dict[int, tuple[str, str]]:
         """The category and the name of each storage that is there before the step."""
@@ -154,13 +153,13 @@ class Simulation:
 
         # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
         order = {key: at for at, key in enumerate(self._paths)}
-        for module in sorted(self.reach.modules, key=lambda module: order.get(id(module), len(order))):
+        for module in sorted(self.scope.modules, key=lambda module: order.get(id(module), len(order))):
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
             for name, buffer in module._buffers.items():
                 enter(buffer, "buffer", prefix + name)
-        for optimizer in self.reach.optimizers:
+        for optimizer in self.scope.optimizers:
             for state in optimizer.state.values():
                 for tensor in tensors_of(dict(state) if isinstance(state, dict) else state):
                     enter(tensor, "optimizer state", "")
@@ -175,16 +174,16 @@ class Simulation:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.mark_gradients()
-        self.recorder.course.optimizing = True
+        self.mode.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
-        self.recorder.searching = any(map(callable, (*args[1:], *kwargs.values())))
+        self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self.recorder.course.optimizing = self.recorder.searching = False
+        self.mode.course.optimizing = self.mode.searching = False
         for parameter, state in optimizer.state.items():
-            path = self.recorder.storages.block(_parts([parameter])[0]).path
+            path = self.mode.storages.record(_parts([parameter])[0]).path
             for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
-                self.recorder.storages.mark(tensor, "optimizer state", path)
+                self.mode.storages.mark(tensor, "optimizer state", path)
 
 
 def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -291,8 +290,8 @@ def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Hol
 
 
 @contextmanager
-def _calls_followed(recorder: Recorder, paths: dict[int, str]) -> Iterator[None]:
-    """Keep ``recorder.modules`` at the modules that are running.
+def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
+    """Keep ``mode.modules`` at the modules that are running.
 
     Not by forward hooks: they are not told of a forward that ends in an exception outside `Exception`, such as the one
     that ends a recompute early, and modules take another path while global hooks exist.
@@ -300,11 +299,11 @@ def _calls_followed(recorder: Recorder, paths: dict[int, str]) -> Iterator[None]
     call = nn.Module.__call__
 
     def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        recorder.modules.append(paths.get(id(module), type(module).__name__))
+        mode.modules.append(paths.get(id(module), type(module).__name__))
         try:
             return call(module, *args, **kwargs)
         finally:
-            recorder.modules.pop()
+            mode.modules.pop()
 
     nn.Module.__call__ = followed  # type: ignore[method-assign]
     try:
@@ -314,31 +313,31 @@ def _calls_followed(recorder: Recorder, paths: dict[int, str]) -> Iterator[None]
 
 
 @contextmanager
-def _reads_checked(recorder: Recorder) -> Iterator[None]:
+def _reads_checked(mode: HollowMode) -> Iterator[None]:
     """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
 
     def checked(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
 
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) in (torch.Tensor, nn.Parameter) and not recorder.storages.is_known(tensor):
-                raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", recorder._path())
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not mode.storages.is_known(tensor):
+                raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode._path())
             return original(tensor, *args, **kwargs)
 
         return read
 
     def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        recorder.storages.resized(storage, nbytes)
+        mode.storages.resized(storage, nbytes)
         return storage
 
-    replaced: list[tuple[type, str]] = []
+    patched: list[tuple[type, str]] = []
     try:
         for name in ("tolist", "numpy"):
             setattr(torch.Tensor, name, checked(name))
-            replaced.append((torch.Tensor, name))
+            patched.append((torch.Tensor, name))
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
-        replaced.append((torch.UntypedStorage, "resize_"))
+        patched.append((torch.UntypedStorage, "resize_"))
         yield
     finally:
-        for owner, name in replaced:
+        for owner, name in patched:
             delattr(owner, name)  # what the C++ base class has shows again

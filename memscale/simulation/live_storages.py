@@ -1,4 +1,4 @@
-"""Which storage is which block of the ledger, from the moment it is seen until it dies."""
+"""Which storage is which record of the ledger, from the moment it is seen until it dies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.ledger import Block, Ledger
+from memscale.simulation.ledger import Ledger, StorageRecord
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
 _LARGEST_KNOWN_FLOATS = 1 << 14
 
 
-class Storages:
+class LiveStorages:
     """The live storages of a simulation.
 
     Args:
@@ -29,26 +29,26 @@ class Storages:
         self._beside_cpu = beside_cpu
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
-        self._live: dict[int, int] = {}  # storage -> its block
+        self._live: dict[int, int] = {}  # storage -> its record
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
-    def block(self, tensor: torch.Tensor) -> Block:
-        """The block of the storage under `tensor`, which is recorded as resident if it is seen for the first time."""
-        return self.ledger.blocks[self.number(tensor)]
+    def record(self, tensor: torch.Tensor) -> StorageRecord:
+        """The record of the storage under `tensor`, made as a resident's if it is seen for the first time."""
+        return self.ledger.records[self.number(tensor)]
 
-    def of_arguments(self, tensors: list[torch.Tensor]) -> list[Block]:
-        """The blocks of an operator's arguments; what it makes now lies away if all of these do."""
-        blocks = [self.block(tensor) for tensor in tensors]
+    def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
+        """The records of an operator's arguments; what it makes now lies away if all of these do."""
+        records = [self.record(tensor) for tensor in tensors]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = self._beside_cpu and bool(blocks) and all(block.away for block in blocks)
-        return blocks
+        self.away = self._beside_cpu and bool(records) and all(record.away for record in records)
+        return records
 
     def __contains__(self, key: int) -> bool:
         return key in self._live
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of that block in the ledger."""
+        """The number of that record in the ledger."""
         storage = tensor.untyped_storage()
         number = self._live.get(storage._cdata)
         if number is None:
@@ -65,8 +65,8 @@ class Storages:
         """Record that operator `op` made `storage`, with `tensor` over it."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = 0 if self.away else storage.nbytes()
-        block = Block(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
-        number = self.ledger.birth(block)
+        record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        number = self.ledger.birth(record)
         key = storage._cdata
         self._live[key] = number
         self._deaths[key] = weakref.ref(storage, partial(self._died, key))
@@ -80,8 +80,8 @@ class Storages:
 
     def send_away(self, tensor: torch.Tensor) -> None:
         """Record that a storage of before the step lies on another memory tier."""
-        block = self.block(tensor)
-        block.nbytes, block.away = 0, True
+        record = self.record(tensor)
+        record.nbytes, record.away = 0, True
 
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""
@@ -94,35 +94,35 @@ class Storages:
             self.ledger.death(number)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Record that `storage` now has `nbytes` bytes: a new block at another address."""
+        """Record that `storage` now has `nbytes` bytes: a new record at another address."""
         number = self._live.get(storage._cdata)
         if number is None:
             return
-        old = self.ledger.blocks[number]
-        fresh = Block(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
+        old = self.ledger.records[number]
+        fresh = StorageRecord(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
         self._live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
-        old = self.ledger.blocks[self._live[storage._cdata]]
+        old = self.ledger.records[self._live[storage._cdata]]
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
         self.gone(storage)
 
     def mark(self, tensor: torch.Tensor, category: str, path: str = "") -> None:
         """Say what the storage under `tensor` is for."""
-        block = self.block(tensor)
-        if block.category in ("", "other"):
-            block.category = category
-            block.path = path or block.path
+        record = self.record(tensor)
+        if record.category in ("", "other"):
+            record.category = category
+            record.path = path or record.path
 
     def is_resident(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` was there before the step."""
-        return self.block(tensor).op < 0
+        return self.record(tensor).op < 0
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the values of `tensor` are real."""
-        return self.block(tensor).known
+        return self.record(tensor).known
 
     def put_back(self) -> None:
         """Undo what real computation did to the caller's tensors."""

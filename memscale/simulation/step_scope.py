@@ -18,13 +18,13 @@ _MOST_OBJECTS = 20_000
 _NOT_STATE = (type, nn.Module, torch.Tensor, torch.Generator, types.ModuleType, types.FunctionType, types.MethodType)
 
 
-class Reach(Scope):
+class StepScope(Scope):
     """A `Scope` that also follows plain objects, since a step calls optimizers, schedulers and trainers.
 
     >>> layer = nn.Linear(2, 2)
     >>> optimizer = torch.optim.SGD(layer.parameters())
-    >>> reach = Reach(lambda: optimizer.step())
-    >>> {id(tensor) for _, _, tensor in reach.tensors} == {id(layer.weight), id(layer.bias)}
+    >>> scope = StepScope(lambda: optimizer.step())
+    >>> {id(tensor) for _, _, tensor in scope.tensors} == {id(layer.weight), id(layer.bias)}
     True
     """
 
