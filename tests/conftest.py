@@ -29,6 +29,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """The collector, which many tests and each measurement call, need not look at all that was imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Soundings of kernels are kept where no other run has been, so that no test depends on what one left."""
@@ -42,12 +48,3 @@ def _seeds():
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-
-
-@pytest.fixture
-def quick_collections():
-    """For tests that look for leaks with the collector often: it need not look at what was there before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

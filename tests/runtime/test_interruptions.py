@@ -19,8 +19,6 @@ from tests.support.checks import bits
 from tests.support.ctrl_c import everywhere
 from tests.support.layers import PARAMS, layers, rows, trained
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Unreliable(AdversarialDevice):
     """Nothing happens before somebody waits for it; a chosen call of a chosen method raises, once."""
@@ -243,7 +241,7 @@ def test_another_storage_at_the_address_of_one_that_is_over_is_not_taken_for_it(
 # ------------------------------------------------------------------------------------------ Ctrl-C at every place
 
 
-RUNTIME = ("runtime/_engine.py", "runtime/_entry.py", "runtime/_copies.py", "runtime/_link.py", "runtime/_leftovers.py")
+RUNTIME = ("engine/engine.py", "engine/entry.py", "engine/copies.py", "engine/link.py", "engine/leftovers.py")
 
 
 def test_what_finalizers_leave_is_closed_and_the_lock_is_open_wherever_one_is_interrupted():
@@ -259,7 +257,7 @@ def test_what_finalizers_leave_is_closed_and_the_lock_is_open_wherever_one_is_in
         leftovers._items.append((Bytes(), closed.append))
         return leftovers.collect
 
-    for at in everywhere(run, ("runtime/_leftovers.py",)):
+    for at in everywhere(run, ("engine/leftovers.py",)):
         assert not lock.locked(), at
         leftovers.collect()
         assert closed, at
@@ -281,7 +279,7 @@ def test_free_spans_go_on_wherever_they_are_interrupted():
 
         return some
 
-    for at in everywhere(run, ("runtime/_spans.py",)):
+    for at in everywhere(run, ("storage/spans.py",)):
         while free.take(1) is not None:
             pass
         free.give(1000, 10)
@@ -331,7 +329,7 @@ def test_a_parameter_that_gets_a_home_is_whole_wherever_it_is_interrupted():
         return lambda: fit[0].__class__.__call__(fit[0], rows())
 
     before = layers(1)[0].weight
-    for at in everywhere(run, ("runtime/_homes.py", "runtime/_rooms.py"), step=3):
+    for at in everywhere(run, ("parameters/homes.py", "parameters/rooms.py"), step=3):
         assert torch.equal(parameter, before), at
         assert torch.equal(parameter.grad, gradient), at
 
@@ -344,7 +342,7 @@ def test_a_model_keeps_its_parameters_and_learns_wherever_it_is_interrupted():
         fit, runtime = streamed(AdversarialDevice(lambda n: n - 1, {"pinned": 1 << 20}), depth=at % 3)
         return lambda: trained(fit)
 
-    for at in everywhere(run, ("runtime/_homes.py", "runtime/_engine.py", "transforms/_streamed.py"), step=23):
+    for at in everywhere(run, ("parameters/homes.py", "engine/engine.py", "offload/streamed.py"), step=23):
         assert all(type(parameter) is torch.nn.Parameter for parameter in fit.parameters()), at
         halve(fit)
         forget_what_autograd_was_to_run()

@@ -162,7 +162,6 @@ def test_a_forward_without_backward_leaves_nothing_behind():
         assert [thing for thing in gc.get_objects() if type(thing) in kinds] == []
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

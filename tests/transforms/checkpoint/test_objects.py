@@ -327,7 +327,6 @@ def test_nothing_outlives_its_graph():
             assert (alive, watched()) == (0, None), ending
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def test_an_object_that_leads_too_far_is_refused():

@@ -17,7 +17,6 @@ from tests.transforms.offload import test_streamed, test_streamed_parameters, te
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
-    pytest.mark.usefixtures("quick_collections"),
 ]
 CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 12
 
