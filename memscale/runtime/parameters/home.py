@@ -41,7 +41,6 @@ class Home:
         "number",
         "parameter",
         "title",
-        "was_compared",
     )
 
     def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout, data: torch.Tensor) -> None:
@@ -52,7 +51,6 @@ class Home:
         self.title = ""  # what its region calls it, once that has looked
         self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
-        self.was_compared = False
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
 
     @property

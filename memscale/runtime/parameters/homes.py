@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memscale.core.errors import TransformError
-from memscale.core.simulating import simulating
 from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.ahead import MOST_HINTS, Ahead
@@ -131,11 +129,7 @@ class Homes:
         return min(before, sequence)
 
     def leave(self, visit: Visit, *, failed: bool = False) -> None:
-        """The region has run. Its parameters leave the device, unless backward asks for them first of all.
-
-        Raises:
-            TransformError: it has changed one of them in a way that would be lost.
-        """
+        """The region has run. Its parameters leave the device, unless backward asks for them first of all."""
         in_backward = torch._C._current_graph_task_id() != -1
         with self._engine.lock:
             # In one step, so that none of them passes for used, and so for up to date, whatever stops this.
@@ -145,7 +139,6 @@ class Homes:
             stay = (
                 torch.is_grad_enabled() and not in_backward and self._engine.depth > 0 and self._backward.first == group
             )
-            lost = [] if failed else [home for home in homes if self._was_changed_unseen(home)]
             over = [home for home in homes if not is_used(home)]
             for home in over:
                 self._bring_changes(home)
@@ -158,11 +151,6 @@ class Homes:
             self._finish_reading(homes)
             self._engine.copies.pump()
         self._engine.go_on()
-        for home in lost:
-            raise TransformError(
-                f"the region of offload(what='params') changes {home} through .data "
-                "or another view that autograd does not know, and that is lost; make the change under torch.no_grad()"
-            )
 
     def _bring_changes(self, home: Home) -> None:
         """A region may change its parameters in place, as an embedding with `max_norm` does."""
@@ -174,18 +162,6 @@ class Homes:
             parameter.copy_(home.layout.of(base))
         torch._C._autograd._unsafe_set_version_counter((parameter,), (before + changes,))
         home.loaded = (before + changes, version(base))
-
-    def _was_changed_unseen(self, home: Home) -> bool:
-        """Whether the region has changed a parameter where no version counter sees it. Asked on its first run only."""
-        parameter, base = home.parameter(), home.entry.base
-        if home.was_compared or parameter is None or base is None or simulating() is not None:
-            return False
-        home.was_compared = True
-        if version(base) != home.loaded[1]:  # a change that is seen comes home
-            return False
-        with torch.no_grad():
-            there, here = home.layout.of(base).cpu(), parameter.detach()
-            return not (torch.equal(there, here) or bool(((there == here) | (there.isnan() & here.isnan())).all()))
 
     # ------------------------------------------------------------------------------------------------ loading ahead
 

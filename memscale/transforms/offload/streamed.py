@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
+from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, version
 from memscale.regions import functorch_state
+from memscale.regions.hidden_changes import moved, refused
 from memscale.regions.scope import Attributes, Scope, read, write
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.uncompiled import uncompiled
@@ -35,11 +37,13 @@ class Streamed(Transformed):
 
     Attributes:
         resident: parameters that stay where they are, since others outside of every such region use them too.
+        watched: the train/eval flags of its modules with which it has run already.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Any) -> None:
         super().__init__(fn, how)
         self.resident: tuple[nn.Parameter, ...] = ()
+        self.watched: set[tuple[bool, ...]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         why = "offload(what='params') brings the region's parameters to the device while it runs"
@@ -57,6 +61,7 @@ class Streamed(Transformed):
             movable = parameter.nbytes >= least and id(parameter) not in staying and is_movable(parameter)
             if home is None and movable:
                 home = runtime.engine(like).homes.place(parameter, self.how.tier, like)
+                moved(parameter)
             if home is not None:
                 homes.append(home)
         return homes
@@ -99,9 +104,15 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         if homes and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
             hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
             stack.enter_context(saving_by(hooks, self.how))
+        on_device = list(stand_ins.values())
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_replaced(scope, stand_ins))
-        return self.fn(*args, **kwargs)
+        watch = bool(homes) and scope.flags() not in self.watched and simulating() is None
+        why = "is lost; make the change in place under torch.no_grad()"
+        with refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch):
+            result = self.fn(*args, **kwargs)
+        self.watched.add(scope.flags())
+        return result
 
 
 def streamed_in(fn: Any) -> Iterator[Streamed]:

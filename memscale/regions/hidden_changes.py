@@ -1,0 +1,170 @@
+"""Changes of a tensor that its version counter does not show: ``tensor.data = other`` and ``tensor.data.mul_(2)``.
+
+Momentum encoders and layers that limit the norm of their weights update parameters so. A region that is run more than
+once, or on stand-ins for its parameters, would repeat such a change, or lose it.
+
+An assignment gives the tensor another storage. Comparing storages takes 0.2 microseconds a tensor, so it can be done in
+every call. A change in place shows only in the operators that run. Watching these takes microseconds for each, so it is
+for the first call of a region; one that changes a tensor so in later calls only is not noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.core.errors import TransformError
+from memscale.core.versions import version
+from memscale.regions.unrecorded import is_unrecorded, unrecorded
+
+# Storages that memscale itself has given to parameters, by address: where they live has changed, not their values.
+_moved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def moved(tensor: torch.Tensor) -> None:
+    """Say that `tensor` got its storage from memscale, with the values that it had."""
+    storage = tensor.untyped_storage()
+    _moved[storage._cdata] = storage
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The storage of each tensor: the same object for the same memory, for as long as somebody holds it."""
+    try:
+        return [tensor.untyped_storage() for tensor in tensors]
+    except (NotImplementedError, RuntimeError):  # one of them is sparse, say: it has none of its own
+        return [_storage_or_itself(tensor) for tensor in tensors]
+
+
+def _storage_or_itself(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return tensor
+
+
+def assigned(tensors: Sequence[torch.Tensor], before: Sequence[Any]) -> list[int]:
+    """Which of `tensors` were given another storage since they had those of `before`, which the caller holds."""
+    now = storages(tensors)
+    if all(map(operator.is_, now, before)):
+        return []
+    return [
+        index
+        for index, (new, old) in enumerate(zip(now, before, strict=True))
+        # Sharding puts an empty storage in place of what it has freed: no values were assigned.
+        if new is not old and _moved.get(getattr(new, "_cdata", 0)) is not new and _holds_bytes(old)
+    ]
+
+
+def _holds_bytes(storage: Any) -> bool:
+    return isinstance(storage, torch.Tensor) or storage.nbytes() > 0
+
+
+class Writes(TorchDispatchMode):
+    """Calls `before(tensor)` with each tensor that an operator is about to write to."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, before: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled inside a region stays compiled; the operators in it are not seen."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written(func)
+        if written and not is_unrecorded():
+            for position, name in written:
+                value = args[position] if position < len(args) else kwargs.get(name)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, torch.Tensor):
+                        self._before(tensor)
+        return func(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The position and name of each argument that an operator writes to."""
+    schema = getattr(func, "_schema", None)  # operators of higher order have none
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple((index, argument.name) for index, argument in enumerate(schema.arguments) if argument.is_write)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that `tensor` may lie on, and the one after its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    size = tensor.element_size()
+    last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * size
+    return start, start + (last + 1) * size
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may share a byte."""
+    (a_start, a_stop), (b_start, b_stop) = extent(a), extent(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+@contextmanager
+def refused(
+    tensors: Sequence[torch.Tensor], title: Callable[[int], str], how: object, why: str, *, watch: bool
+) -> Iterator[None]:
+    """Run the body, part of a region of the transform `how`, and refuse hidden changes of `tensors`.
+
+    >>> weight = torch.ones(2)
+    >>> with refused([weight], lambda index: "the weight", "a transform", "is not to be", watch=True):
+    ...     weight.data.mul_(2)
+    Traceback (most recent call last):
+    ...
+    memscale.core.errors.TransformError: the region of a transform changes the weight through .data, ...
+    >>> weight
+    tensor([1., 1.])
+
+    Args:
+        tensors: plain tensors, as the body finds them.
+        title: what an error calls the tensor at an index.
+        how: the transform.
+        why: what would become of the change, in words that follow "which" and end with what to do instead.
+        watch: look for changes in place too, which is slow. For the first call of a region.
+
+    Raises:
+        TransformError: the body changed one of them. All of them are as they were by then.
+    """
+    with unrecorded(), torch.no_grad():
+        before = [tensor.detach() for tensor in tensors]
+    held, versions = storages(tensors), [version(tensor) for tensor in tensors]
+    copies: dict[int, torch.Tensor] = {}
+    by_storage: dict[int, list[int]] = {}
+    for index, storage in enumerate(held if watch else ()):
+        by_storage.setdefault(getattr(storage, "_cdata", 0), []).append(index)
+
+    def copy(written: torch.Tensor) -> None:
+        for index in by_storage.get(getattr(_storage_or_itself(written), "_cdata", -1), ()):
+            if index not in copies and overlap(written, before[index]):
+                with unrecorded(), torch.no_grad():
+                    copies[index] = before[index].clone()
+
+    with Writes(copy) if watch else nullcontext():
+        yield
+    replaced = assigned(tensors, held)
+    changed = [index for index in copies if version(tensors[index]) == versions[index]]
+    if not replaced and not changed:
+        return
+    with unrecorded(), torch.no_grad():
+        for index in replaced:
+            tensors[index].data = before[index]
+        for index in changed:
+            before[index].data.copy_(copies[index])
+    raise TransformError(f"the region of {how} changes {title((replaced + changed)[0])} through .data, which {why}")
