@@ -32,10 +32,11 @@ FLOORS = (
 # What still points the other way: (file, what it imports).
 KNOWN = {
     ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
-    ("memscale.simulation.results", "memscale.reports.html"),
-    ("memscale.simulation.results", "memscale.reports.plot"),
-    ("memscale.simulation.results", "memscale.reports.text"),
 }
+
+# The one step up that stays: a profile that is asked to print or to draw itself loads the reports, when it is asked.
+# It is no part of a circle at run time, since nothing above the simulation has to be loaded to load the simulation.
+LOADED_WHEN_ASKED = {("memscale.simulation.results", "memscale.reports")}
 
 
 def floor(module):
@@ -63,7 +64,10 @@ def ours(module):
 
 def circles():
     """Groups of files that import each other, directly or by way of others; a folder's door is no file of a circle."""
-    reached = {module: set(ours(module)) & MODULES.keys() for module in MODULES}
+    reached = {
+        module: {name for name in ours(module) if name in MODULES and (module, name) not in LOADED_WHEN_ASKED}
+        for module in MODULES
+    }
     changed = True
     while changed:
         changed = False
@@ -76,13 +80,13 @@ def circles():
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_point_one_way(module):
-    names = [name for name in ours(module) if (module, name) not in KNOWN]
+    names = [name for name in ours(module) if (module, name) not in KNOWN | LOADED_WHEN_ASKED]
     # The command line is a user of the package like any other.
     names = [name for name in names if not (module.startswith("memscale.cli") and name == "memscale")]
     assert [name for name in names if floor(name) > floor(module)] == []
 
 
-@pytest.mark.xfail(reason="three circles are still there: the runtime, the reports, the tiled head")
+@pytest.mark.xfail(reason="one circle is still there: the runtime")
 def test_no_files_import_each_other():
     assert sorted(map(sorted, circles())) == []
 

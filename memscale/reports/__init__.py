@@ -1,1 +1,10 @@
-"""Profiles for people: text, pictures, a page."""
+"""Profiles for people: text for a terminal, pictures, a page.
+
+Loaded by the first `Profile` that is asked to print or to draw itself, so what it offers is what they ask for.
+"""
+
+from memscale.reports.html import write_html
+from memscale.reports.plot import plot_profile
+from memscale.reports.text import diff_text, profile_text
+
+__all__ = ["diff_text", "plot_profile", "profile_text", "write_html"]

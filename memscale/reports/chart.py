@@ -7,16 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from memscale.core.units import format_bytes
 from memscale.reports.drawing import Columns, byte_scale, columns, css_name, placed, thick, time_scale
-
-if TYPE_CHECKING:
-    from memscale.simulation.results import Profile
+from memscale.simulation.results import Profile
 
 _COLUMNS = 720
 _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 26, 920, 300

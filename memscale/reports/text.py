@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from memscale.core.units import format_bytes, format_flops, format_seconds
 from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
-
-if TYPE_CHECKING:
-    from memscale.simulation.results import Holding, Profile, ProfileDiff
+from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
 
 _COLUMNS = 120
 _LINES = 35
@@ -85,11 +82,6 @@ def _changed_modules(before: Profile, after: Profile) -> list[str]:
         if any(part.held)
     ]
     return _table(("by module", "resident", "transient", "change"), rows)
-
-
-def differences(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What each of `before` must change by to be what it is in `after`."""
-    return {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
 
 
 def patterns(*profiles: Profile) -> dict[str, str]:

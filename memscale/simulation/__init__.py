@@ -1,1 +1,16 @@
-"""A step that never ran: its memory and its time."""
+"""A step that never ran: what it would hold of the device, when, and for how long.
+
+The journey of `profile(model, batch)`, in the order in which to read:
+
+1. `profiler`: checks what it is given, makes the training step a function, and has it simulated twice (the first step
+   makes the optimizer's states); a step that cannot be is run for real (`measured/`).
+2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU stand-ins there (`hollow`), and
+   puts everything back afterwards.
+3. `hollow_mode`: answers each operator with hollow tensors of the right layout (`kernels/shapes`) and asks what the
+   device's kernel takes beside them (`kernels/`).
+4. `live_storages`: notices when a storage is made and when the last tensor over it dies; `ledger`: the births and
+   deaths, as data.
+5. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
+   (`allocator/` replays CUDA's), and with the times of a roofline.
+6. `results`: the `Profile`, frozen data; `reports` prints and draws it.
+"""
