@@ -22,6 +22,8 @@ from memscale.core.errors import PlanError, TransformError
 from memscale.runtime import Runtime
 from memscale.transforms.offload.streamed import Streamed, streamed_in
 
+_OF_A_REGION = ("forward", "_apply")  # the attributes that a region sets on its module
+
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
 
@@ -76,24 +78,30 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     return copy
 
 
-def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> Callable[[], None]:
-    """Apply `plan` to `model` itself, and return the function that takes it off again, exactly."""
+# A region's module, and what it had of its own where the region now is. Data, which copies and pickles with the module.
+Before = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> Before:
+    """Apply `plan` to `model` itself, and return what `uninstall` takes it off with."""
     _check_model("install", model)
     regions = find_regions(model, as_plan(plan))
-    before = [(module, dict(module.__dict__)) for module, _ in regions]
+    before = [
+        (module, {name: module.__dict__[name] for name in _OF_A_REGION if name in module.__dict__})
+        for module, _ in regions
+    ]
     for module, how in regions:
         _set_forward(module, how.on(runtime))
     _keep_shared_parameters(model)
+    return before
 
-    def undo() -> None:
-        for module, attributes in before:
-            for name in ("forward", "_apply"):
-                if name in attributes:
-                    module.__dict__[name] = attributes[name]
-                else:
-                    module.__dict__.pop(name, None)
 
-    return undo
+def uninstall(before: Before) -> None:
+    """Take off what `install` put on: every attribute is the object that it was."""
+    for module, attributes in before:
+        for name in _OF_A_REGION:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(attributes)
 
 
 def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:

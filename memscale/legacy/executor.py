@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from torch import nn
 
-from memscale.algebra.apply import install
+from memscale.algebra.apply import Before, install, uninstall
 from memscale.algebra.plan import Plan
 from memscale.config import Config
+from memscale.core.units import format_bytes
 from memscale.hardware.device import Hardware
-from memscale.legacy.estimate import StepEstimate
 from memscale.runtime import Runtime
+from memscale.simulation.results import Profile
 
 ATTRIBUTE = "_memscale_executor"
 _LOG = logging.getLogger("memscale")
-_ABSENT = object()
 
 
 class Executor:
-    """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``estimate``, ``skipped`` and ``runtime``.
+    """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``profile``, ``skipped`` and ``runtime``.
 
+    ``profile`` is that of the model's own step, and None where no ``sample_input`` told what the step is or where it
+    failed. ``step_bytes`` is what that step takes or, without a profile, what stays on the device from step to step.
     ``skipped`` says why the plan is empty, and is None when it is not. ``runtime`` is what the plan's ``offload()``
     moves tensors with, and is None where nothing is offloaded, and after `detach`. ``str`` is a readable report, with
-    what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, which detaches
-    the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
+    what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, without the
+    profile, which detaches the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
 
     >>> import torch, memscale as ms
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
@@ -44,7 +45,8 @@ class Executor:
         plan: Plan,
         config: Config,
         hardware: Hardware,
-        estimate: StepEstimate,
+        profile: Profile | None,
+        step_bytes: int,
         skipped: str | None,
         runtime: Runtime | None,
     ) -> None:
@@ -52,12 +54,12 @@ class Executor:
         self.plan = plan
         self.config = config
         self.hardware = hardware
-        self.estimate = estimate
+        self.profile = profile
+        self.step_bytes = step_bytes
         self.skipped = skipped
         self.runtime = runtime
         self._caching: list[Any] = []
-        self._undo: Callable[[], None] | None = None
-        self._changed: list[tuple[str, str, list[Any]]] = []
+        self._before: Before = []
 
     def detach(self) -> None:
         """Undo everything; does nothing the second time.
@@ -93,36 +95,28 @@ class Executor:
 
     def install(self) -> None:
         """Put the plan's regions on the model."""
-        before = {path: dict(module.__dict__) for path, module in self.model.named_modules()}
-        self._undo = install(self.model, self.plan, runtime=self.runtime)
-        for path, module in self.model.named_modules():
-            old, new = before[path], module.__dict__
-            keys = [key for key in {**old, **new} if old.get(key, _ABSENT) is not new.get(key, _ABSENT)]
-            self._changed += [(path, key, [old[key]] if key in old else []) for key in keys]
+        self._before = install(self.model, self.plan, runtime=self.runtime)
 
     def uninstall(self) -> None:
         """Take the plan's regions off, and leave what `attach` did."""
-        if self._undo is not None:
-            self._undo()
-        else:
-            # A copy of a wrapped model: `_undo` is bound to the original's modules, paths are not.
-            for path, key, before in self._changed:
-                namespace = self.model.get_submodule(path).__dict__
-                if before:
-                    namespace[key] = before[0]
-                else:
-                    namespace.pop(key, None)
-        self._undo, self._changed = None, []
+        uninstall(self._before)
+        self._before = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": None}
+        return {**self.__dict__, "profile": None}  # of the step of another model, and long
+
+    def step_text(self) -> str:
+        """What the untransformed step takes, in a line."""
+        if self.profile is None:
+            return f"step without memscale: {format_bytes(self.step_bytes)} and activations, which are not known"
+        return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
 
     def __repr__(self) -> str:
         return f"Executor({type(self.model).__name__}, {self.plan!r})"
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        lines = [f"{type(self.model).__name__} on {self.hardware}", f"step: {self.estimate}", verdict]
+        lines = [f"{type(self.model).__name__} on {self.hardware}", self.step_text(), verdict]
         if self.runtime is not None:
             lines.append(_moved(self.runtime))
         return "\n".join(lines)

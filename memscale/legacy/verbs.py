@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,19 +15,29 @@ from torch import nn
 from memscale.algebra.composition import Transform, compose, identity
 from memscale.algebra.plan import Plan
 from memscale.config import Config
+from memscale.core import batches
 from memscale.core.errors import ConfigError, RuntimeUnavailable, TransformError
+from memscale.core.pytrees import tensors
 from memscale.hardware.device import Hardware
 from memscale.inspection.same_numbers import check_same_numbers
-from memscale.legacy.estimate import StepEstimate, activation_bytes, static_estimate
 from memscale.legacy.executor import ATTRIBUTE, Executor, say
 from memscale.legacy.offloading import with_runtime
 from memscale.planning.blocks import repeated_blocks
+from memscale.planning.prediction import taken_bytes
 from memscale.runtime.config import AsyncOffloadConfig
+from memscale.simulation.profiler import MemoryProfiler
+from memscale.simulation.results import Profile
 from memscale.transforms import checkpoint, offload
 
 _LOG = logging.getLogger("memscale")
 
 _Target = TypeVar("_Target")
+
+# What a caller can set and nothing looks at yet: (field of Config, what would be needed).
+_NOT_USED = {
+    "observability_port": "there are no live figures to serve yet",
+    "auto_policy": "there are no policies to choose from yet",
+}
 
 # What a caller can ask for by name and this version cannot do: (field of Config, what to do instead).
 _NOT_BUILT = {
@@ -47,16 +58,16 @@ def wrap(
 
     The rule: the model's repeated blocks get ``checkpoint()`` where checkpointing is eligible under the config,
     and ``offload()`` around it where the caller asks for that, by ``async_offload=True`` or, for the same without
-    overlap, by ``enable_offloading=True``; unless the step fits comfortably. It fits when parameters, buffers,
-    gradients and two Adam moments (of what is trained), plus the activations of ``sample_input`` when one is
-    given, measured on fake tensors, are at most ``config.target_gpu_utilization`` of the device's memory;
-    ``config.force_optimize`` ignores that. A Hugging Face ``config.use_cache`` is off while wrapped. The
-    hardware, the estimate and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A
-    model that is already wrapped is detached first.
+    overlap, by ``enable_offloading=True``; unless the step fits comfortably. It fits when what `profile` finds that a
+    step on ``sample_input`` takes, with AdamW and the output's own loss or else a sum of the outputs, is at most
+    ``config.target_gpu_utilization`` of the device's memory; without ``sample_input`` parameters, buffers, gradients
+    and two Adam moments are all that counts. ``config.force_optimize`` ignores that. A Hugging Face
+    ``config.use_cache`` is off while wrapped. The hardware, the step and the plan are logged (logger ``memscale``,
+    level INFO, and ``config.log_file``). A model that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
-        config: what is allowed; None is ``Config()``.
+        config: what is allowed; None is ``Config()``. A field that nothing uses yet gives a warning when it is set.
         sample_input: what the model is called with (a tensor, a tuple of arguments or a mapping of keywords).
         async_offload: overrides ``config.async_offload``. None leaves it; where the config does not set it
             either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
@@ -99,7 +110,7 @@ def optimize(
 
     Args:
         model: as `wrap`'s ``target``.
-        optimizer: the one that trains ``model``; states that it already holds are counted in the estimate.
+        optimizer: the one that trains ``model``; the step is profiled with it.
         config: as in `wrap`.
         sample_input: as in `wrap`.
 
@@ -151,6 +162,8 @@ def _wrapped(
     async_config: AsyncOffloadConfig | None,
 ) -> Executor:
     config = _settled(config, async_offload, async_config)
+    if sample_input is not None:
+        batches.check_batch(sample_input)
     if config.verify_correctness and sample_input is None:
         raise ConfigError(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
@@ -167,14 +180,16 @@ def _wrapped(
     hardware = Hardware.detect(None if parameter is None or parameter.is_meta else parameter.device)
     say(config, f"hardware: {hardware}")
     blocks = repeated_blocks(model)
-    estimate = _estimate(model, optimizer, sample_input, config)
+    profile = _profile(model, optimizer, sample_input, config, hardware)
+    step_bytes = taken_bytes(profile) if profile is not None else _resident_bytes(model, optimizer)
     moving = offload() if runtime is not None else identity
     how = compose(moving, checkpoint() if "checkpoint" in config.eligible() else identity)
-    skipped = _reason_to_skip(model, how, blocks, estimate, config, hardware)
+    skipped = _reason_to_skip(model, how, blocks, profile, step_bytes, config, hardware)
     if skipped is not None:
         runtime = None
     plan = Plan({} if skipped is not None else dict.fromkeys(blocks, how))
-    executor = Executor(model, plan, config, hardware, estimate, skipped, runtime)
+    executor = Executor(model, plan, config, hardware, profile, step_bytes, skipped, runtime)
+    say(config, executor.step_text())
     try:
         executor.attach()
         if config.verify_correctness and skipped is None:
@@ -220,6 +235,10 @@ def _settled(config: Config | None, async_offload: bool | None, async_config: As
     ]
     if refused:
         raise RuntimeUnavailable("\n".join(refused))
+    for field, reason in _NOT_USED.items():
+        value = getattr(config, field)
+        if value is not None and value is not False:  # a port may be 0
+            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=4)
     if config.log_file is not None and config.enable_logging:
         try:
             with open(config.log_file, "a", encoding="utf-8"):
@@ -232,28 +251,49 @@ def _settled(config: Config | None, async_offload: bool | None, async_config: As
     return config
 
 
-def _estimate(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, sample_input: Any, config: Config
-) -> StepEstimate:
-    estimate = static_estimate(model, optimizer)
-    if sample_input is not None and config.use_static_profiling:
-        try:
-            nbytes = activation_bytes(model, sample_input)
-            estimate = dataclasses.replace(estimate, activation_bytes=nbytes)
-        except ConfigError:
-            raise
-        except Exception as error:  # a model may raise anything on tensors that have no values
-            reason = (str(error).splitlines() or [""])[0]
-            say(config, f"activations not measured: {type(error).__name__}: {reason}")
-    say(config, f"step without memscale: {estimate}")
-    return estimate
+def _profile(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, sample_input: Any, config: Config, hardware: Hardware
+) -> Profile | None:
+    """The profile of the model's own step; None without a batch, with nothing to train, or where the step fails."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if sample_input is None or not trained:
+        return None
+    try:
+        profiler = MemoryProfiler(
+            model, optimizer or torch.optim.AdamW(trained), loss=_any_loss, hardware=hardware, config=config
+        )
+        return profiler.profile(sample_input)
+    except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
+        reason = (str(error).splitlines() or [""])[0]
+        say(config, f"the step cannot be profiled: {type(error).__name__}: {reason}")
+        return None
+
+
+def _any_loss(output: Any, _: Any) -> torch.Tensor:
+    """A loss for a model whose loss is not known: the output's own, else a sum that needs all of the output."""
+    own = batches.own_loss(output)
+    if isinstance(own, torch.Tensor) and own.numel() == 1:
+        return own
+    return torch.stack([tensor.sum().real.float() for tensor in tensors(output) if tensor.requires_grad]).sum()
+
+
+def _resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What stays on the device from step to step: parameters, buffers, gradients, the optimizer's states.
+
+    Those of an optimizer that has not stepped yet count as two Adam moments.
+    """
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    states = tensors([dict(state) for state in optimizer.state.values()]) if optimizer is not None else []
+    state_bytes = sum(tensor.nbytes for tensor in states) or 2 * gradient_bytes
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + gradient_bytes + state_bytes
 
 
 def _reason_to_skip(
     model: nn.Module,
     how: Transform,
     blocks: tuple[str, ...],
-    estimate: StepEstimate,
+    profile: Profile | None,
+    step_bytes: int,
     config: Config,
     hardware: Hardware,
 ) -> str | None:
@@ -266,10 +306,10 @@ def _reason_to_skip(
     if not blocks:
         return "no repeated blocks: nothing in the model is worth recomputing or moving"
     usable_bytes = int(config.target_gpu_utilization * hardware.memory_bytes)
-    if not config.force_optimize and estimate.total_bytes <= usable_bytes:
-        unmeasured = "" if estimate.activation_bytes is not None else " (pass sample_input to count activations)"
+    if not config.force_optimize and step_bytes <= usable_bytes:
+        unmeasured = "" if profile is not None else " (pass sample_input to count activations)"
         return (
-            f"the step fits: about {estimate.total_bytes} bytes of {usable_bytes} usable "
+            f"the step fits: about {step_bytes} bytes of {usable_bytes} usable "
             f"(target_gpu_utilization={config.target_gpu_utilization} of {hardware.memory_bytes})"
             f"{unmeasured}; "
             "Config(force_optimize=True) transforms it all the same"

@@ -14,7 +14,6 @@ from memscale.config import Config
 from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable, TransformError
 from memscale.hardware.device import Hardware
 from memscale.legacy import verbs
-from memscale.legacy.estimate import activation_bytes, static_estimate
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import detach, optimize, wrap
 from memscale.runtime.config import AsyncOffloadConfig
@@ -276,73 +275,6 @@ def test_reasons_to_leave_a_model_alone(make, config, reason, caplog):
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def test_the_skip_compares_the_estimate_with_the_usable_share(monkeypatch):
-    batch = gpt2_batch()
-    resident_bytes = static_estimate(gpt2()).total_bytes
-    step_bytes = resident_bytes + activation_bytes(gpt2(), batch)
-    for memory_bytes, sample_input, skips in [
-        (2 * step_bytes, batch, True),
-        (2 * step_bytes - 2, batch, False),
-        (2 * resident_bytes, None, True),
-        (2 * resident_bytes - 2, None, False),
-    ]:
-        small = Hardware(name="small", device_type="cpu", memory_bytes=memory_bytes)
-        monkeypatch.setattr(Hardware, "detect", lambda device=None, small=small: small)
-        executor = wrap(gpt2(), Config(target_gpu_utilization=0.5), sample_input)._memscale_executor
-        assert (executor.skipped is not None) is skips
-
-
-def test_the_estimate_counts_what_is_trained():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[0].requires_grad_(False)
-    estimate = static_estimate(model)
-    assert (estimate.parameter_bytes, estimate.gradient_bytes, estimate.optimizer_bytes) == (128, 64, 128)
-    model = model.bfloat16()
-    assert static_estimate(model).total_bytes == 160
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert static_estimate(model, optimizer).optimizer_bytes == 32
-
-
-@pytest.mark.parametrize(("make", "make_batch"), MODELS)
-def test_activations_are_measured_without_a_trace(make, make_batch):
-    model, batch = make(), make_batch()
-    before, random_state = traces(model), torch.get_rng_state()
-    versions = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
-    measured = activation_bytes(model, batch)
-    assert traces(model) == before
-    assert versions == [tensor._version for tensor in (*model.parameters(), *model.buffers())]
-    assert torch.equal(torch.get_rng_state(), random_state)
-    kept = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage()) and tensor,
-        lambda tensor: tensor,
-    ):
-        model(**batch) if isinstance(batch, dict) else model(batch)
-    given = [*model.parameters(), *model.buffers(), *(batch.values() if isinstance(batch, dict) else [batch])]
-    for tensor in given:
-        kept.pop(tensor.untyped_storage()._cdata, None)
-    assert measured == sum(storage.nbytes() for storage in kept.values()) > 0
-
-
-class Reads(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x
-
-
-def test_a_model_that_reads_values_is_noted_and_wrapped(caplog):
-    caplog.set_level(logging.INFO, logger="memscale")
-    model = Reads(*convnet())
-    before = traces(model)
-    executor = wrap(model, FORCE, conv_batch())._memscale_executor
-    assert "activations not measured: NeedsValues" in caplog.text
-    assert executor.estimate.activation_bytes is None
-    assert executor.skipped is None
-    detach(model)
-    assert traces(model) == before
-
-
 @pytest.mark.parametrize(("make", "make_batch"), MODELS)
 def test_verify_correctness_leaves_no_trace(make, make_batch):
     model, batch = make(), make_batch()
@@ -414,7 +346,7 @@ def test_the_log_and_its_file(tmp_path, caplog):
     for part in (
         f"hardware: {Hardware.detect('cpu').name}",
         "step without memscale: ",
-        "+ activations ",
+        " at its peak, in ",
         table,
         "plan for GPT2LMHeadModel:\n",
         "use_cache is False",
@@ -445,7 +377,7 @@ def test_the_executor_prints():
     executor = wrap(convnet(), FORCE)._memscale_executor
     assert repr(executor) == "Executor(Sequential, Plan({'1': checkpoint(), '2': checkpoint()}))"
     text = str(executor)
-    assert text.startswith(f"Sequential on {executor.hardware}\nstep: ")
+    assert text.startswith(f"Sequential on {executor.hardware}\nstep without memscale: ")
     assert text.endswith(str(executor.plan))
 
 

@@ -1,0 +1,117 @@
+"""wrap asks profile what the step takes: when it skips, what it says, and that the question leaves no trace."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.hardware.device import Hardware
+from memscale.planning.prediction import taken_bytes
+from tests.legacy.test_legacy import MODELS, conv_batch, convnet, gpt2, gpt2_batch, loss_of, traces
+
+QUIET = {"enable_logging": False}
+FORCE = ms.Config(force_optimize=True, **QUIET)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets how much memory the device at hand has."""
+
+    def of(nbytes):
+        box = Hardware(name="box", device_type="cpu", memory_bytes=nbytes)
+        monkeypatch.setattr(Hardware, "detect", lambda device=None: box)
+
+    return of
+
+
+@pytest.mark.parametrize(("make", "make_batch", "loss"), [(gpt2, gpt2_batch, None), (convnet, conv_batch, "sum")])
+def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(make, make_batch, loss, memory):
+    model, batch = make(), make_batch()
+    loss = None if loss is None else lambda output, _: output.sum()
+    adamw = torch.optim.AdamW(model.parameters())
+    step_bytes = taken_bytes(ms.profile(model, batch, optimizer=adamw, loss=loss, hardware=Hardware("box", "cpu", 1)))
+    for nbytes, skips in [(2 * step_bytes, True), (2 * step_bytes - 2, False)]:
+        memory(nbytes)
+        executor = ms.wrap(make(), ms.Config(target_gpu_utilization=0.5, **QUIET), batch)._memscale_executor
+        assert (executor.skipped is not None) is skips
+        assert executor.step_bytes == taken_bytes(executor.profile) == pytest.approx(step_bytes, rel=1e-3)
+
+
+def test_without_a_batch_what_stays_from_step_to_step_counts(memory):
+    model = convnet()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    resident = 4 * parameters + sum(buffer.nbytes for buffer in model.buffers())
+    for nbytes, skips in [(resident, True), (resident - 1, False)]:
+        memory(nbytes)
+        executor = ms.wrap(convnet(), ms.Config(target_gpu_utilization=1, **QUIET))._memscale_executor
+        assert (executor.skipped is not None, executor.step_bytes, executor.profile) == (skips, resident, None)
+
+
+def test_states_that_an_optimizer_holds_are_those_that_count(memory):
+    memory(1 << 40)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).bfloat16()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    with ms.optimize(model, optimizer, ms.Config(**QUIET)) as executor:
+        assert executor.step_bytes == 64 + 32 + 32
+    with ms.optimize(model, None, ms.Config(**QUIET)) as executor:
+        assert executor.step_bytes == 64 + 32 + 64
+
+
+@pytest.mark.parametrize(("make", "make_batch"), MODELS)
+def test_the_question_leaves_no_trace(make, make_batch):
+    model, batch = make(), make_batch()
+    loss_of(model, batch).backward()
+    before, random_state = traces(model), torch.get_rng_state()
+    tensors = [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())]
+    versions, values = [tensor._version for tensor in tensors], [tensor.clone() for tensor in tensors]
+    ms.detach(ms.wrap(model, FORCE, batch))
+    assert traces(model) == before
+    assert versions == [tensor._version for tensor in tensors]
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class Reads(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x
+
+
+def test_a_step_that_cannot_be_simulated_is_measured_if_the_config_allows_it(caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    model = Reads(*convnet())
+    before = traces(model)
+    executor = ms.wrap(model, ms.Config(force_optimize=True, warmup_steps=0), conv_batch())._memscale_executor
+    assert executor.profile.method == "empirical"
+    ms.detach(model)
+    executor = ms.wrap(model, ms.Config(force_optimize=True, use_empirical_fallback=False), conv_batch())
+    assert "the step cannot be profiled: ConfigError" in caplog.text
+    assert executor._memscale_executor.profile is None
+    assert executor._memscale_executor.skipped is None
+    ms.detach(model)
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_detaches_itself_and_leaves_the_profile_behind(travel):
+    model = ms.wrap(gpt2(), FORCE, gpt2_batch())
+    copied = travel(model)
+    assert copied._memscale_executor.profile is None
+    assert copied._memscale_executor.step_bytes == model._memscale_executor.step_bytes
+    assert [path for path, module in copied.named_modules() if "forward" in module.__dict__]
+    ms.detach(copied)
+    assert not [path for path, module in copied.named_modules() if "forward" in module.__dict__]
+    assert [path for path, module in model.named_modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize(("field", "value"), [("observability_port", 0), ("auto_policy", True)])
+def test_a_field_that_does_nothing_yet_says_so_when_it_is_set(field, value):
+    with pytest.warns(UserWarning, match=rf"Config\({field}={value}\) has no effect: there are no") as caught:
+        ms.wrap(convnet(), ms.Config(**{field: value}, **QUIET))
+    assert caught[0].filename == __file__
