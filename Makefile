@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep lint bench gpu gpu-sanitize docs
+.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize docs
 
 setup: $(READY)
 
@@ -32,6 +32,11 @@ test: $(READY)
 # Every combination of transform, model and call pattern instead of every pair, and many more random programs.
 test-deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(PYTHON) $(PYTEST) $(ARGS)
+
+# New random programs, EXAMPLES of each sort; a failure prints the smallest program that shows it, as Python.
+EXAMPLES ?= 5000
+fuzz: $(READY)
+	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

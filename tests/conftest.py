@@ -14,9 +14,13 @@ pytest.register_assert_rewrite("tests.support")
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
 
-# `ci` finds the same examples at every run; `deep` (HYPOTHESIS_PROFILE=deep) looks for new ones.
+# `ci` finds the same examples at every run; `deep` (HYPOTHESIS_PROFILE=deep) looks for new ones;
+# `fuzz` is `make fuzz`.
 settings.register_profile("ci", derandomize=True, max_examples=20, deadline=None, database=None)
 settings.register_profile("deep", max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "fuzz", settings.get_profile("deep"), max_examples=int(os.environ.get("EXAMPLES", "5000")), print_blob=True
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

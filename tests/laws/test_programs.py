@@ -1,0 +1,57 @@
+"""Random programs with and without transforms: the same numbers, or an error where the docs say that there is one."""
+
+import io
+from collections import Counter
+from contextlib import redirect_stdout
+
+import pytest
+from hypothesis import given, settings
+
+import memscale as ms
+from tests.support import programs
+
+
+def fails(program):
+    """What is wrong with the transformed run of `program`, or `None`; and how the two runs compare."""
+    found, plain, other = programs.differences(program)
+    if isinstance(other.error, ms.MemscaleError) and plain.error is None:
+        if not program.refused():
+            return f"refused for no reason that the docs give: {other.error}", "refused"
+        return None, "refused"
+    if plain.error is not None and other.error is None and program.spared() and "inplace" in str(plain.error):
+        return None, "spared"
+    if (plain.error is None) != (other.error is None):
+        return f"plain: {plain.error!r}; transformed: {other.error!r}", "raised"
+    if found:
+        return f"different: {', '.join(found)}", "different"
+    return None, "same" if plain.error is None else "both raise"
+
+
+@pytest.mark.parametrize("sort", [programs.EXACT, programs.TILED, programs.CASTED])
+def test_a_random_program_gives_the_same_numbers(sort):
+    ends = Counter()
+
+    @settings(max_examples=max(60, settings().max_examples))
+    @given(programs.programs(sort))
+    def check(program):
+        wrong, end = fails(program)
+        ends[end] += 1
+        assert wrong is None, f"{wrong}\n\n{program}"
+
+    check()
+    # A memscale that refuses everything, or programs that run nowhere, would pass the above.
+    assert ends["same"] >= sum(ends.values()) / 2, ends
+
+
+def test_a_difference_is_found_and_its_program_printed_shows_it():
+    """Rows that see each other are what the docs of `tile` say that nobody can see but in the numbers."""
+    step = programs.Step("nothing", (), "backward", ())
+    blocks = ((("linear", "attention over rows"), "two"),)
+    program = programs.Program(blocks, ((0, "sin"),), False, (step,), (("b0", programs.TILE),))
+    wrong, end = fails(program)
+    assert end == "different", wrong
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(str(program), {"__name__": "printed"})
+    assert "plain\noutput: " in printed.getvalue()
+    assert "transformed\noutput: " in printed.getvalue()
