@@ -272,6 +272,7 @@ class _Joined:
         self._thrifty = thrifty
         self._spec: Any = None
         self._leaves: list[Any] = []
+        self._kinds: dict[int, str] = {}
         self._sinks: dict[int, Sink] = {}
 
     def add(self, output: Any, start: int, length: int) -> None:
@@ -292,6 +293,8 @@ class _Joined:
                 "the region is not the same function for every row"
             )
         for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._refuse_another_kind(index, leaf, dims.get(index))
             if index in dims:
                 self._sinks[index].put(leaf, start)
             elif isinstance(leaf, torch.Tensor):
@@ -303,6 +306,16 @@ class _Joined:
                     f"{self._how!r}: an output of type {type(leaf).__name__} differs between pieces, and only tensors "
                     "can be put together"
                 )
+
+    def _refuse_another_kind(self, index: int, leaf: torch.Tensor, dim: int | None) -> None:
+        # A sum broadcasts, and a copy into its place casts too, where `cat` would not.
+        kind = _kind(leaf, dim)
+        if self._kinds.setdefault(index, kind) != kind:
+            raise TransformError(
+                f"{self._how!r}: output {index} of one piece is {self._kinds[index]} and that of another {kind} (* is "
+                "the joined dimension), so the region is not the same function for every row; cut another dimension, "
+                "or use checkpoint() for this region"
+            )
 
     def result(self) -> Any:
         for index, sink in self._sinks.items():
@@ -330,6 +343,13 @@ class _Joined:
             )
         weighted = leaf * (length / self._total) if self._how.reduce == "mean" else leaf
         self._leaves[index] = weighted if self._leaves[index] is None else self._leaves[index] + weighted
+
+
+def _kind(leaf: torch.Tensor, dim: int | None) -> str:
+    shape = [str(size) for size in leaf.shape]
+    if dim is not None:
+        shape[dim] = "*"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}] on {leaf.device}"
 
 
 def _real(leaf: Any) -> Any:

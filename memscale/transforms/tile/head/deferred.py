@@ -212,7 +212,8 @@ def _pointwise(source: Deferred, func: Any, args: Any, kwargs: Any) -> Any:
             same_for_all = value.numel() == 1 or value.numel() == value.shape[-1] == source.shape[-1]
             if isinstance(value, Deferred) or value.requires_grad or not same_for_all or value.dim() > source.dim():
                 return NotImplemented
-            value = value.detach().reshape(() if value.numel() == 1 else (1, -1)).clone()
+            # A tensor of no dimensions has no say in the type of the result, and one of one element has.
+            value = value.detach().reshape((1, -1) if value.dim() else ()).clone()
         rest.append(value)
     sample = func(torch.empty(0, source.shape[-1], dtype=source.dtype, device=source.device), *rest, **kwargs)
     if not isinstance(sample, torch.Tensor) or sample.device != source.device or not sample.is_floating_point():

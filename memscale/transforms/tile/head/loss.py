@@ -89,7 +89,7 @@ class Loss:
 
 def _of_classes(args: tuple[Any, ...], classes: slice) -> tuple[Any, ...]:
     """The arguments of a step for some classes: a constant has one element, or one row of them (`deferred`)."""
-    return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.dim() == 2 else arg for arg in args)
+    return tuple(arg[:, classes] if isinstance(arg, torch.Tensor) and arg.numel() > 1 else arg for arg in args)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,48 @@
+"""Pieces are joined only if they are of one kind: `copy_` and `+` would cast and broadcast, where `cat` raises."""
+
+import pytest
+import torch
+
+import memscale as ms
+from memscale import tile
+
+ONE_ROW = torch.tensor([[1.0], [2.0], [3.0]])
+
+
+def wider(x):
+    """The second piece in another type."""
+    return x.double() if len(x) == 1 else x
+
+
+CASES = {
+    "size": (tile(size=2), lambda x: x @ x.T, r"output 0 of one piece is float32\[\*, 2\] on cpu and that of another "),
+    "dtype": (tile(size=2), wider, r"float32\[\*, 1\] on cpu and that of another float64\[\*, 1\] on cpu"),
+    "a dimension less": (
+        tile(size=2),
+        lambda x: x if len(x) == 2 else x[:, 0],
+        r"float32\[\*, 1\] on cpu and that of another float32\[\*\] on cpu",
+    ),
+    "reduced size": (
+        tile(size=2, reduce="sum"),
+        lambda x: torch.stack([x.T * x] * 5),
+        r"float32\[5, 2, 2\] .* float32\[5, 1, 1\]",
+    ),
+    "reduced dtype": (tile(size=2, reduce="sum"), lambda x: wider(x).sum(), r"float32\[\] .* float64\[\]"),
+    "out_dims": (tile(size=2, out_dims=-1), lambda x: x @ x.T, r"float32\[2, \*\] .* float32\[1, \*\]"),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "torch.func", "kept"])
+@pytest.mark.parametrize(("how", "fn", "message"), CASES.values(), ids=CASES)
+def test_pieces_of_another_kind_are_refused(how, fn, message, mode):
+    if mode == "kept":
+        how = tile(size=2, out_dims=how.out_dims, reduce=how.reduce, recompute=False)
+    run = torch.func.grad(lambda x: how(fn)(x).sum()) if mode == "torch.func" else how(fn)
+    with pytest.raises(ms.TransformError, match=message):
+        run(ONE_ROW)
+
+
+def test_pieces_of_one_kind_may_be_of_any_length():
+    """Two rows out for each row in: joined along the given dimension, in whatever length they come."""
+    fn = lambda x: x.repeat_interleave(2, 0)  # noqa: E731
+    torch.testing.assert_close(tile(size=2, out_dims=0)(fn)(ONE_ROW), fn(ONE_ROW), rtol=0, atol=0)
