@@ -252,7 +252,7 @@ class Scope:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
-        self._visit_names(home, _code_names(fn.__code__), home)
+        self._visit_names(home, code_names(fn.__code__), home)
         for cell in fn.__closure__ or ():
             for value in self._add(cell):
                 self._visit(value, home)
@@ -264,7 +264,7 @@ class Scope:
             self._visit_module(owner)
         elif isinstance(function, types.FunctionType):
             if hasattr(owner, "__dict__") and not isinstance(owner, type):
-                self._visit_names(owner.__dict__, _code_names(function.__code__), function.__globals__)
+                self._visit_names(owner.__dict__, code_names(function.__code__), function.__globals__)
             self._visit(function, home)
 
     def _visit_names(self, mapping: dict[str, Any], names: tuple[str, ...], home: dict[str, Any]) -> None:
@@ -297,7 +297,7 @@ def _code_places(cls: Hashable) -> tuple[tuple[dict[str, Any], tuple[str, ...]],
         if not isinstance(function, types.FunctionType) or id(function) in found:
             continue
         home = function.__globals__
-        named = {name: home[name] for name in _code_names(function.__code__) if name in home}
+        named = {name: home[name] for name in code_names(function.__code__) if name in home}
         data = tuple(name for name, value in named.items() if type(value) not in _CODE)
         found[id(function)] = (home, data)
         pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
@@ -308,10 +308,10 @@ _CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _code_names(code: types.CodeType) -> tuple[str, ...]:
+def code_names(code: types.CodeType) -> tuple[str, ...]:
     """Every name that `code`, and code nested in it, looks up outside its locals."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_code_names(constant)))
+            names.update(dict.fromkeys(code_names(constant)))
     return tuple(names)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from memscale.algebra.composition import Transform
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
 from memscale.core.errors import ConfigError, TransformError
 from memscale.core.values import factory
-from memscale.regions import functorch_state
+from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.scope import Scope, put_back
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed, everything_saveable, nothing_saveable
 from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Sink, Source
-from memscale.transforms.tile.rowwise import RowwiseWatch, refuse_changed_arguments, refuse_stored_tensors
+from memscale.transforms.tile.rowwise import (
+    RowwiseWatch,
+    is_of_modules,
+    names_batch_norm,
+    refuse_changed_arguments,
+    refuse_compiled,
+    refuse_stored_tensors,
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,7 +49,10 @@ class Tile(Transform):
     recompute: bool = True
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        return Tiled(fn, self)
+        region = Tiled(fn, self)
+        if not torch.compiler.is_compiling():
+            region.look_around()
+        return region
 
     def ranges(self, total: int) -> list[tuple[int, int]]:
         """The (start, length) of each piece of `total` rows."""
@@ -137,7 +150,13 @@ def _dims(name: str, value: Any, *, inside: bool = False) -> Any:
 
 
 class Tiled(Transformed):
-    """A tiled function."""
+    """A tiled function.
+
+    Attributes:
+        captured: the modules that `fn` reaches, where it is neither a module nor made of modules.
+        normalizes: whether code of the user's that `fn` runs names `batch_norm`.
+        watched: in which modes (whether any module trains) a piece of a whole call has been watched.
+    """
 
     how: Tile
 
@@ -146,25 +165,47 @@ class Tiled(Transformed):
         self.body = Checkpointed(fn, Checkpoint(nothing_saveable if how.recompute else everything_saveable))
         self._projects: dict[tuple[bool, ...], bool] = {}  # by the train/eval flags, for dropout is no projection
         self._watched: set[tuple[bool, ...]] = set()  # the train/eval flags in which a piece has been watched
+        self.captured: list[nn.Module] = []
+        self.normalizes = False
+        self.watched: tuple[bool, ...] = ()
+
+    def look_around(self) -> None:
+        """Find out what a compiler's trace of `fn` will not show."""
+        if not is_of_modules(self.fn):
+            self.captured = Scope(self.fn).modules
+        self.normalizes = names_batch_norm([self.fn, *self.captured])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
+        try:
+            if torch.compiler.is_compiling():
+                refuse_compiled([self.fn, *self.captured], self.normalizes, self.watched, repr(self.how))
+                return self.run(args, kwargs)
+        finally:
+            pass
+        eager = _without_dynamo() if "torch._dynamo" in sys.modules else Tiled.run
+        return eager(self, args, kwargs)
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """What a call computes, once the question of a compiler is settled."""
         if self._is_projection(args, kwargs):
             return defer(self.fn, args[0], self.how)
         cut = _Cut(self.how, args, kwargs)
         if len(cut.ranges) <= 1:
             return self.body(*args, **kwargs)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
-        thrifty = not (torch.compiler.is_compiling() or functorch_state.active())
+        compiling = torch.compiler.is_compiling()
+        thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = _Joined(self.how, cut.total, thrifty=thrifty)
-        run = self._guarded() if thrifty else self.body
+        run = self.body if compiling else self._guarded()
         for start, length in cut.ranges:
             leaves = list(cut.leaves)
             for index, source in sources.items():
                 leaves[index] = source.take(start, length)
             piece_args, piece_kwargs = pytrees.unflatten(cut.spec, leaves)
-            watched = start == 0 and not torch.compiler.is_compiling()
-            with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watched else nullcontext():
+            watch = start == 0 and not compiling
+            with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext():
                 result = run(*piece_args, **piece_kwargs)
             joined.add(result, start, length)
         return joined.result()
@@ -173,18 +214,41 @@ class Tiled(Transformed):
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
         scope = Scope(self.fn)
         flags = scope.flags()
+        first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
             put_back(scope)
+            if first:
+                first = False
+                with hidden_changes.refused(
+                    [tensor for _, _, tensor in scope.tensors],
+                    lambda index: scope.describe(*scope.tensors[index][:2]),
+                    self.how,
+                    "every piece would do again; use checkpoint() for this region, or make the change outside of it",
+                    watch=False,  # for changes in place there is a watch of our own
+                ):
+                    return piece(*args, **kwargs)
+            return piece(*args, **kwargs)
+
+        def piece(*args: Any, **kwargs: Any) -> Any:
             if flags in self._watched:
                 return self.body(*args, **kwargs)
             with RowwiseWatch(scope, repr(self.how)):
                 result = self.body(*args, **kwargs)
             refuse_stored_tensors(scope, repr(self.how))
             self._watched.add(flags)
+            if any(flags) not in self.watched:
+                self.watched = (*self.watched, any(flags))
             return result
 
         return run
+
+    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Tiled:
+        region = super().__memscale_remap__(remap)
+        region.captured = [remap(module) for module in self.captured]
+        region.normalizes, region.watched = self.normalizes, self.watched
+        return region
 
     def _is_projection(self, args: Any, kwargs: Any) -> bool:
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not self.how.by_rule:
@@ -198,6 +262,12 @@ class Tiled(Transformed):
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)
         return self._projects[flags]
+
+
+@functools.cache
+def _without_dynamo() -> Callable[..., Any]:
+    # Its pieces would be compiled one by one, and no watch would see them.
+    return torch.compiler.disable(Tiled.run)  # type: ignore[no-any-return]
 
 
 class _Cut:

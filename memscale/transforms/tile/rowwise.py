@@ -7,20 +7,29 @@ mean over the rows) cannot be seen here; `memscale.verify` compares numbers.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memscale.core import pytrees
 from memscale.core.errors import TransformError
 from memscale.regions.arguments import Remembered
-from memscale.regions.scope import Scope, read
+from memscale.regions.scope import Scope, code_names, read
 from memscale.regions.unrecorded import is_unrecorded
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")
+_BATCH_NORM = (
+    "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
+    "would change; use checkpoint() for this region, or put its norms in eval()"
+)
 
 
 class RowwiseWatch(TorchDispatchMode):
@@ -29,7 +38,11 @@ class RowwiseWatch(TorchDispatchMode):
     def __init__(self, scope: Scope, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._what = what
-        self._captured = {tensor.untyped_storage()._cdata: str(key) for _, key, tensor in scope.tensors}
+        self._captured = {
+            tensor.untyped_storage()._cdata: str(key)
+            for _, key, tensor in scope.tensors
+            if not is_functorch_wrapped_tensor(tensor)  # an operand of torch.func, which itself refuses to change it
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,14 +51,12 @@ class RowwiseWatch(TorchDispatchMode):
         arguments = func._schema.arguments
         given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
         if "running_mean" in given and any(given.get(name) is True for name in _BATCH_STATISTICS):
-            raise TransformError(
-                f"{self._what} would cut the rows over which {func} computes its statistics (BatchNorm in training), "
-                "and the numbers would change; use checkpoint() for this region, or put its norms in eval()"
-            )
+            raise TransformError(_BATCH_NORM.format(what=self._what, func=func))
         if func._schema.is_mutable:
             for argument in arguments:
-                if argument.is_write and isinstance(value := given.get(argument.name), torch.Tensor):
-                    self._refuse_captured(value)
+                if argument.is_write:
+                    for tensor in pytrees.tensors(given.get(argument.name)):  # a list, in the `_foreach` operators
+                        self._refuse_captured(tensor)
         return func(*args, **kwargs)
 
     def _refuse_captured(self, tensor: torch.Tensor) -> None:
@@ -55,6 +66,53 @@ class RowwiseWatch(TorchDispatchMode):
                 f"{self._what} would update {name!r} once for every piece, because the region changes it in place "
                 "while it runs; use checkpoint() for this region"
             )
+
+
+def is_of_modules(part: Any) -> bool:
+    """Whether `part` is a module, or made of modules only."""
+    if part is None or isinstance(part, nn.Module):
+        return True
+    return hasattr(part, "__memscale_parts__") and all(map(is_of_modules, part.__memscale_parts__()))
+
+
+def _modules(parts: list[Any]) -> list[nn.Module]:
+    """The modules that `parts` are, or are made of, and those below them."""
+    modules: list[nn.Module] = []
+    for part in parts:
+        if isinstance(part, nn.Module):
+            modules.extend(part.modules())
+        elif part is not None and hasattr(part, "__memscale_parts__"):
+            modules.extend(_modules(part.__memscale_parts__()))
+    return modules
+
+
+def names_batch_norm(parts: list[Any]) -> bool:
+    """Whether code of the user's that `parts` run names `batch_norm`."""
+    forwards = {type(module).forward for module in _modules(parts) if not type(module).__module__.startswith("torch.")}
+    named = [code_names(fn.__code__) for fn in (*forwards, *parts) if isinstance(fn, types.FunctionType)]
+    return any("batch_norm" in names for names in named)
+
+
+def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: str) -> None:
+    """Raise `TransformError` if a region under `torch.compile`, which no watch sees, may do what pieces must not.
+
+    Args:
+        parts: what it is made of.
+        normalizes: whether its code names `batch_norm`.
+        watched: the modes (whether any module trains) in which it was watched outside of `torch.compile`.
+        what: the transform.
+    """
+    modules = _modules(parts)
+    for module in modules:
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise TransformError(_BATCH_NORM.format(what=what, func=type(module).__name__))
+    training = any(module.training for module in modules)
+    if training not in watched and (normalizes or any(len(module._buffers) > 0 for module in modules)):
+        raise TransformError(
+            f"{what} under torch.compile: the region {'names batch_norm' if normalizes else 'has buffers'}, and only a "
+            "call outside of torch.compile can show that pieces may go through it one by one; call it once "
+            f"{'in training mode' if training else 'in eval()'} before"
+        )
 
 
 def refuse_stored_tensors(scope: Scope, what: str) -> None:

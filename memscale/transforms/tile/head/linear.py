@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from memscale.core.errors import TransformError
+from memscale.regions.arguments import Remembered
 from memscale.regions.scope import Scope, put_back
 from memscale.transforms.checkpoint import Checkpointed
 
@@ -58,7 +61,11 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     scope = Scope(fn)
     if plain_linear(fn, scope) is not None:
         return True
-    if not scope.modules:
+    if not scope.modules or any(module.__dict__[hooks] for module in scope.modules[1:] for hooks in _HOOKS):
+        return False  # a hook may keep what it is given
+    try:
+        objects = Remembered(scope.contents, None, hold=True)
+    except TransformError:  # too many to be brought back
         return False
     widths = set()
     known = [tensor for _, _, tensor in scope.tensors]
@@ -67,12 +74,13 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
             # Without the caller's modes: nobody is to see this run, nor count its operators.
             with _quiet(), _disable_current_modes(), _fake_mode([hidden, *known]), torch.no_grad():
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-                with _OnlyLinear(sample):
+                with _OnlyLinear(sample), _NothingTouched():
                     out = fn(sample)
         except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
             return False
         finally:
             put_back(scope)
+            objects.put(objects.tensors)
         if not isinstance(out, torch.Tensor) or out.dim() != 2 or out.shape[0] != rows:
             return False
         widths.add(out.shape[1])
@@ -105,6 +113,29 @@ class _NotLinear(BaseException):
     """Ends the run at the first operator that settles the question, past a region's own ``except Exception``."""
 
 
+class _NothingTouched(TorchFunctionMode):
+    """Raises `_NotLinear` before the memory of a tensor is given away or replaced, which no operator shows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _TOUCHING:
+            raise _NotLinear
+        return func(*args, **(kwargs or {}))
+
+
+# `__set__` is what assigns to an attribute: ``weight.data = ...`` would put a fake tensor into the caller's model.
+_TOUCHING = {
+    "__set__",
+    "__array__",
+    "__dlpack__",
+    "data_ptr",
+    "numpy",
+    "requires_grad_",
+    "share_memory_",
+    "storage",
+    "untyped_storage",
+}
+
+
 class _OnlyLinear(TorchDispatchMode):
     """Raises `_NotLinear` at an operator that is not linear in the rows."""
 
@@ -119,8 +150,11 @@ class _OnlyLinear(TorchDispatchMode):
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
             raise _NotLinear
         # Raised before it runs: fake tensors keep small real ones up to date, so a counter would count.
-        if func._schema.is_mutable and id(args[0]) not in self._dependent:
-            raise _NotLinear
+        if func._schema.is_mutable:
+            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
+            written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
+            if any(id(value) not in self._dependent for value in tree_leaves(written)):
+                raise _NotLinear
         result = func(*args, **(kwargs or {}))
         if dependent:
             self._dependent.update((id(value), value) for value in tree_leaves(result))

@@ -1,0 +1,108 @@
+"""Under `torch.compile`, where no watch sees a piece, what pieces would change is refused by its structure."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memscale as ms
+from memscale import tile
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).relu()
+
+
+class ByFunction(nn.Linear):
+    def forward(self, x):
+        return F.batch_norm(super().forward(x), None, None, training=self.training)
+
+
+class Averaged(nn.Linear):
+    def __init__(self, width, out):
+        super().__init__(width, out)
+        self.register_buffer("average", torch.zeros(1))
+
+    def forward(self, x):
+        self.average.add_(1.0)
+        return super().forward(x).relu()
+
+
+class Rotary(Averaged):
+    def forward(self, x):
+        return super(Averaged, self).forward(x).relu() + self.average
+
+
+CASES = {
+    "BatchNorm": (Normalized, r"BatchNorm"),
+    "F.batch_norm": (lambda: ByFunction(4, 4), r"BatchNorm"),
+    "a buffer": (lambda: Averaged(4, 4), r"would update 'average' once for every piece"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def state(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("make", [make for make, _ in CASES.values()], ids=CASES)
+def test_what_couples_the_rows_is_refused_and_leaves_nothing(make, called_before, recompute):
+    model, x = make(), torch.randn(6, 4)
+    fit = ms.transform(model, {"": tile(chunks=3, recompute=recompute)})
+    before = state(model)
+    if called_before:
+        with pytest.raises(ms.TransformError):
+            fit(x)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tile"):
+        torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    with pytest.raises(ms.TransformError, match=r"would (cut the rows|update)"):
+        torch.compile(fit, backend="aot_eager")(x)
+    assert all(torch.equal(one, other) for one, other in zip(state(model), before, strict=True))
+
+
+def test_a_closure_over_a_batch_norm_is_refused():
+    norm, x = nn.BatchNorm1d(4), torch.randn(6, 4)
+    fit = tile(chunks=3)(lambda x: norm(x).relu())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="BatchNorm"):
+        torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_in_eval_a_batch_norm_is_a_function_of_its_row():
+    model, x = Normalized().eval(), torch.randn(6, 4)
+    fit = ms.transform(model, {"": tile(chunks=3)})
+    torch.testing.assert_close(fit(x), model(x))
+    torch.testing.assert_close(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+def test_a_table_is_no_obstacle_once_a_call_has_shown_it():
+    """Without `fullgraph` the first call is uncompiled, and shows it; then there is one graph."""
+    model, x = Rotary(4, 4), torch.randn(6, 4)
+    fit = ms.transform(model, {"": tile(chunks=3)})
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it once in training mode before"):
+        torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fit, backend="aot_eager")(x), model(x))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+def test_without_buffers_one_graph_at_once():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)), torch.randn(6, 4)
+    fit = ms.transform(model, {"": tile(chunks=3)})
+    torch.testing.assert_close(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), model(x))
