@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.regions.views import lasting
+
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
@@ -33,6 +35,8 @@ _CONTAINERS = (list, dict, set, deque)
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
 _STATEFUL = {*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
+_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_forward_") and name not in _CALLED))
 _NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
 
 
@@ -113,6 +117,13 @@ def holds(place: Place, content: Content) -> bool:
     return all(map(operator.is_, now, content))
 
 
+def is_hooked(own: dict[str, Any]) -> bool:
+    """Whether the module with the dictionary `own` has hooks that run when it is called."""
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
+
+
 def put_back(scope: Scope) -> None:
     """Make every place of `scope` hold what it held when the scope was read."""
     for place, content in zip(scope.places, scope.contents, strict=True):
@@ -144,9 +155,11 @@ class Scope:
         contents: what each place holds now, by position.
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
         generators: the `torch.Generator` s of the user's own.
+        shared: whether there are places that are not a module's own, such as closures, globals, lists.
+        hooks: of modules that have some, all their dictionaries of hooks, by the id of the module's own dictionary.
     """
 
-    __slots__ = ("_seen", "contents", "generators", "modules", "places", "tensors")
+    __slots__ = ("_seen", "contents", "generators", "hooks", "modules", "places", "shared", "tensors")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.modules: list[nn.Module] = []
@@ -154,6 +167,8 @@ class Scope:
         self.contents: list[Content] = []
         self.tensors: list[tuple[int, Any, torch.Tensor]] = []
         self.generators: list[torch.Generator] = []
+        self.shared = False
+        self.hooks: dict[int, dict[str, dict[Any, Any]]] = {}
         self._seen: set[int] = set()
         self._visit(fn, None)
 
@@ -245,14 +260,24 @@ class Scope:
             for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
                 self._visit_names(mapping, names, _NOWHERE)
             if own["_parameters"]:
-                self._add(own["_parameters"])
+                self._add(lasting(own["_parameters"]))
             if own["_buffers"]:
-                self._add(own["_buffers"])
+                self._add(lasting(own["_buffers"]))
+            if is_hooked(own):
+                self._visit_forward_hooks(own)
             stack.extend([child for child in own["_modules"].values() if child is not None])
+
+    def _visit_forward_hooks(self, own: dict[str, Any]) -> None:
+        self.hooks[id(own)] = {table: own[table].copy() for table in HOOKS if table in own}
+        for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
+            # Those of torch (FSDP) have state that goes on from the forward to the recompute.
+            if not str(getattr(hook, "__module__", "torch.")).startswith("torch."):
+                self._visit(hook, _NOWHERE)
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
         self._visit_names(home, code_names(fn.__code__), home)
+        self.shared |= bool(fn.__closure__)
         for cell in fn.__closure__ or ():
             for value in self._add(cell):
                 self._visit(value, home)
@@ -271,6 +296,7 @@ class Scope:
         """Add the entries of `mapping` that code names, except modules and classes of Python."""
         kept = [name for name in names if name in mapping and not isinstance(mapping[name], (types.ModuleType, type))]
         if kept:
+            self.shared = True
             self._add(Names(mapping, tuple(kept)))
         for name in kept:
             self._visit(mapping[name], home)
@@ -279,6 +305,7 @@ class Scope:
         if id(container) in self._seen or len(container) > LARGEST_CONTAINER:
             return
         self._seen.add(id(container))
+        self.shared = True
         content = self._add(container)
         for value in content.values() if isinstance(content, dict) else content:
             self._visit(value, home)

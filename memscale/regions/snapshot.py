@@ -8,8 +8,11 @@ candidate and learns which ones it changes (`Habits`); later runs copy those onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,9 +27,10 @@ from memscale.core.errors import CorrectnessError
 from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, described, version
 from memscale.regions.environment import Environment
-from memscale.regions.scope import Content, Scope, holds, read, write
+from memscale.regions.scope import HOOKS, Attributes, Content, Place, Scope, holds, is_hooked, read, write
 from memscale.regions.stand_ins import Note, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
+from memscale.regions.views import ABSENT, can_see, my_turn, real, see_attributes, see_table
 
 K = TypeVar("K")
 Key = tuple[int, Any]  # (position of a place, key in it)
@@ -38,6 +42,7 @@ class Habits(NamedTuple):
     places: frozenset[Key]
     arguments: frozenset[int]
     host_random: bool
+    assigned: Mapping[int, frozenset[str]]  # by position, the attributes of a module that it assigns
 
 
 class Snapshot:
@@ -51,12 +56,15 @@ class Snapshot:
 
     __slots__ = (
         "_arguments",
+        "_assigned",
         "_clones",
         "_environment",
         "_first",
         "_given_away",
         "_notes",
         "_scope",
+        "_storages",
+        "_trained",
         "_versions",
         "replaced",
     )
@@ -67,6 +75,9 @@ class Snapshot:
         self._scope = scope
         self._arguments = arguments
         self._versions = [version(tensor) for _, _, tensor in scope.tensors]
+        self._trained = [tensor.requires_grad for _, _, tensor in scope.tensors]
+        self._storages: list[weakref.ref[Any] | None] = [None] * len(scope.tensors)
+        self._assigned: Mapping[int, frozenset[str]] = habits.assigned if habits else {}
         self._clones: dict[Key, torch.Tensor] = _copies(
             {
                 (position, key): tensor
@@ -116,7 +127,15 @@ class Snapshot:
         self._let_go_of_stand_ins()
         if not self._first:
             return None
-        return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random)
+        self._assigned = self._assigned_attributes()
+        return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random, self._assigned)
+
+    def _assigned_attributes(self) -> dict[int, frozenset[str]]:
+        found = {}
+        for position, (place, content) in enumerate(zip(self._scope.places, self._scope.contents, strict=True)):
+            if type(place) is Attributes and not holds(place, content):
+                found[position] = frozenset(_differing(content, read(place)))
+        return found
 
     def _let_go_of_stand_ins(self) -> None:
         """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
@@ -128,6 +147,9 @@ class Snapshot:
                 self._notes.append(note)
         scope.tensors = list(compress(scope.tensors, kept))
         self._versions = list(compress(self._versions, kept))
+        self._trained = list(compress(self._trained, kept))
+        # Now and not before the run, in which a transform inside may have moved parameters to another tier.
+        self._storages = [_storage(tensor) for _, _, tensor in scope.tensors]
 
     def _changed_places(self) -> list[Key]:
         changed: list[Key] = []
@@ -184,31 +206,78 @@ class Snapshot:
         """
         scope = self._scope
         changed = {**self._changed_since(), **refused}
-        before: list[Content] = []
+        before: list[tuple[Place, Content]] = []
         undo: list[Callable[[], Any]] = []
         stand_ins: AbstractContextManager[Mapping[Note, torch.Tensor]] = nullcontext({})
         if self._notes:
             stand_ins = self._notes[0].bring_back(self._notes)
-        with stand_ins as arrived:
+        with stand_ins as arrived, my_turn() if scope.shared else nullcontext():
             renewed = self._old_values(last=last)
             fresh.extend(renewed.values())
-            touched = {position for position, _ in renewed}
             try:
-                for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
-                    if position not in touched and holds(place, content):
-                        before.append(content)
-                        continue
-                    before.append(read(place))
-                    write(place, self._content_for_rerun(position, renewed, arrived))
+                self._go_back(self._trained_as_then(renewed), arrived, before, undo)
                 self._environment.enter(undo)
                 with _RefuseChanged(changed) if changed else nullcontext():
                     yield
             finally:
                 for step in reversed(undo):
                     step()
-                for place, content in zip(scope.places, before, strict=False):
+                for place, content in before:
                     if not holds(place, content):
                         write(place, content)
+
+    def _go_back(
+        self,
+        renewed: dict[Key, torch.Tensor],
+        arrived: Mapping[Note, torch.Tensor],
+        before: list[tuple[Place, Content]],
+        undo: list[Callable[[], Any]],
+    ) -> None:
+        """Let every place hold for this thread what it held then; what the rerun may leave is undone by `before`."""
+        scope = self._scope
+        touched = {position for position, _ in renewed}
+        owners: dict[int, tuple[nn.Module, str]] | None = None
+        for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
+            if position not in touched and position not in self._assigned and holds(place, content):
+                before.append((place, content))
+                continue
+            if owners is None:
+                owners = _owners(scope)
+            present = read(place)
+            then = self._content_for_rerun(position, renewed, arrived)
+            module, table = owners.get(id(real(getattr(place, "mapping", place))), (None, ""))
+            if module is None:
+                before.append((place, present))
+                write(place, then)
+            elif table:
+                undo.append(see_table(module, table, then))  # type: ignore[arg-type]
+            else:
+                names = [*_differing(then, present), *self._assigned.get(position, ())]
+                seen = {name: then.get(name, ABSENT) for name in names if can_see(module, name)}  # type: ignore[union-attr]
+                rest = {name: value for name, value in then.items() if name not in seen}  # type: ignore[union-attr]
+                undo.append(partial(_put_back_rest, place, present, seen.keys()))
+                _put_back_rest(place, rest, seen.keys())
+                undo.append(see_attributes(module, seen))
+        for module in scope.modules:
+            own = module.__dict__
+            if (hooks := scope.hooks.get(id(own))) is not None or is_hooked(own):
+                for name in HOOKS:
+                    then = {} if hooks is None else hooks.get(name, {})
+                    if name in own and not holds(own[name], then):
+                        undo.append(see_table(module, name, OrderedDict(then)))
+
+    def _trained_as_then(self, renewed: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+        """`renewed`, and stand-ins for what was frozen or unfrozen since: the region must save again what it saved."""
+        made: dict[int, torch.Tensor] = {}
+        found = dict(renewed)
+        for (position, key, tensor), then in zip(self._scope.tensors, self._trained, strict=True):
+            if (old_value := renewed.get((position, key))) is not None:
+                old_value.requires_grad_(then)
+            elif tensor.requires_grad != then:
+                if id(tensor) not in made:
+                    made[id(tensor)] = _like(tensor, then)
+                found[position, key] = made[id(tensor)]
+        return found
 
     def _old_values(self, *, last: bool) -> dict[Key, torch.Tensor]:
         """What the region changes in place, as it was; for the last rerun not copies, but what is kept here."""
@@ -231,8 +300,8 @@ class Snapshot:
         content = self._scope.contents[position].copy()
         present = read(self._scope.places[position])
         for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
-            if (clone := renewed.get((position, key))) is not None:
-                content[key] = clone.requires_grad_(then.requires_grad)
+            if (other := renewed.get((position, key))) is not None:
+                content[key] = other
             elif isinstance(then, Note):
                 content[key] = arrived[then]
             elif _is_sharded(then) and isinstance(present, dict):
@@ -241,20 +310,31 @@ class Snapshot:
         return content
 
     def _changed_since(self) -> dict[int, str]:
-        """The storages that were changed in place since the run, each with what to say if the rerun uses it."""
-        return {
-            tensor.untyped_storage()._cdata: str(
-                changed_error(
-                    described(self._scope.describe(position, key), tensor.dtype, tensor.shape),
-                    version(tensor),
-                    expected,
-                    "The checkpointed region would be recomputed with other numbers. Call backward before changing it "
-                    "(an optimizer step does)",
+        """The storages that were changed or exchanged since the run, each with what to say if the rerun uses it."""
+        changed = {}
+        kept = zip(self._scope.tensors, self._versions, self._storages, strict=True)
+        for (position, key, tensor), expected, storage in kept:
+            if (position, key) in self._clones:
+                continue
+            if (now := version(tensor)) != expected:
+                what = described(self._scope.describe(position, key), tensor.dtype, tensor.shape)
+                error = changed_error(what, now, expected, _REMEDY)
+            elif storage is not None and storage() is not tensor.untyped_storage():
+                what = described(self._scope.describe(position, key), tensor.dtype, tensor.shape)
+                error = CorrectnessError(
+                    f"{what} has other memory than in the forward: its .data was assigned in between, which no "
+                    f"version counter shows. {_REMEDY}"
                 )
-            )
-            for (position, key, tensor), expected in zip(self._scope.tensors, self._versions, strict=True)
-            if version(tensor) != expected and (position, key) not in self._clones
-        }
+            else:
+                continue
+            changed[tensor.untyped_storage()._cdata] = str(error)
+        return changed
+
+
+_REMEDY = (
+    "The checkpointed region would be recomputed with other numbers. Call backward before changing it (an optimizer "
+    "step does)"
+)
 
 
 class _RefuseChanged(TorchDispatchMode):
@@ -289,3 +369,46 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
+
+
+def _storage(tensor: torch.Tensor) -> weakref.ref[Any] | None:
+    # PyTorch makes one Python object for a storage and keeps it for as long as the storage lives.
+    return weakref.ref(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    other = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad)
+        other.__dict__.update(tensor.__dict__)
+    return other.requires_grad_(requires_grad)
+
+
+def _differing(a: Content, b: Content) -> list[str]:
+    assert isinstance(a, dict)
+    assert isinstance(b, dict)
+    return [name for name in {**a, **b} if a.get(name, ABSENT) is not b.get(name, ABSENT)]
+
+
+def _put_back_rest(place: Place, content: Any, besides: Collection[str]) -> None:
+    """Make the attributes that `place` holds those of `content`, but leave those called as in `besides` alone."""
+    kept = {name: value for name, value in content.items() if name not in besides}
+    kept |= {name: value for name, value in read(place).items() if name in besides}  # type: ignore[union-attr]
+    if not holds(place, kept):
+        write(place, kept)
+
+
+def _owners(scope: Scope) -> dict[int, tuple[nn.Module, str]]:
+    """Whose dictionaries the places of `scope` are: by id, the module and the name of the dictionary in it.
+
+    None if a module was compiled: compiled code looks at the dictionaries themselves.
+    """
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for module in scope.modules:
+        own = module.__dict__
+        if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+            return {}
+        owners[id(own)] = module, ""
+        owners[id(real(own["_parameters"]))] = module, "_parameters"
+        owners[id(real(own["_buffers"]))] = module, "_buffers"
+    return owners

@@ -32,7 +32,7 @@ PARAMS = ms.offload(what="params", tier="disk", min_bytes=0)
 Check = Callable[[], None]
 FINDINGS: dict[str, Check] = {}
 # What is not on main yet: taken out of here with its fix.
-OPEN = (1, 2, 4, 6, 8, 10, 11, 16, 17, 18)
+OPEN = (2, 4, 10, 16, 17, 18)
 OPEN += tuple(
     f"5: p.data{how} inside a {what}" for how in (" = ...", ".mul_()") for what in ("checkpoint", "tile", "cast")
 )
@@ -531,7 +531,7 @@ def _() -> None:
 
 def case(name: str, check: Check) -> Any:
     still_open = name in OPEN or int(name.split(":")[0]) in OPEN
-    return pytest.param(check, id=name, marks=[pytest.mark.xfail(reason="not fixed yet")] * still_open)
+    return pytest.param(check, id=name, marks=[pytest.mark.xfail(reason="not fixed yet", strict=False)] * still_open)
 
 
 @pytest.mark.parametrize("check", [case(name, check) for name, check in FINDINGS.items()])

@@ -25,6 +25,7 @@ from memscale.regions.saved_tensors import recomputing
 from memscale.regions.scope import Scope
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.unrecorded import unrecorded
+from memscale.regions.views import wait_for_recomputes
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 
@@ -117,6 +118,7 @@ class _Frame:
         kwargs: Any,
     ) -> None:
         self._fn: Callable[..., Any] | None = fn
+        wait_for_recomputes()
         scope = Scope(fn)
         self._call = arguments(args, kwargs, scope)
         tensors = self._call.take_tensors()  # `Kept` decides what holds them

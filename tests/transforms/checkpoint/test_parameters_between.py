@@ -1,0 +1,105 @@
+"""Parameters that are frozen, unfrozen or given other memory between forward and backward."""
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from tests.support.checks import bits, seed
+
+
+def step(how, change, *, frozen=()):
+    seed()
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
+    for index in frozen:
+        net[index].requires_grad_(False)
+    x = torch.ones(5, 3, requires_grad=True)
+    y = how(net)(x * 0.5).square().sum()
+    change(net)
+    flags = [p.requires_grad for p in net.parameters()]
+    y.backward()
+    assert [p.requires_grad for p in net.parameters()] == flags, "a recompute leaves no trace"
+    return bits([x.grad, *[p.grad for p in net.parameters()]])
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)])
+@pytest.mark.parametrize(
+    ("frozen", "change"),
+    [
+        ((0, 2, 3), lambda net: net.requires_grad_(True)),
+        ((2,), lambda net: net.requires_grad_(True)),
+        ((), lambda net: net.requires_grad_(False)),
+        ((), lambda net: net[0].requires_grad_(False)),
+        ((0,), lambda net: (net[0].requires_grad_(True), net[2].requires_grad_(False))),
+    ],
+)
+def test_the_recompute_sees_what_was_trained_in_the_forward(how, frozen, change):
+    assert step(how, change, frozen=frozen) == step(ms.identity, change, frozen=frozen)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter that can be off, as PEFT's `disable_adapter()` turns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter, self.off = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3), False
+
+    def turn(self, off):
+        self.off = off
+        self.adapter.requires_grad_(not off)
+
+    def forward(self, x):
+        return self.base(x).tanh() if self.off else (self.base(x) + self.adapter(x)).tanh()
+
+
+@pytest.mark.parametrize("off_in", ["forward", "backward"])
+def test_an_adapter_that_is_off_in_one_of_forward_and_backward(off_in):
+    def run(how):
+        seed()
+        layer, x = Adapted(), torch.ones(5, 3, requires_grad=True)
+        layer.turn(off_in == "forward")
+        y = how(layer)(x * 0.5).square().sum()
+        layer.turn(off_in == "backward")
+        y.backward()
+        return bits([x.grad, *[p.grad for p in layer.parameters()]])
+
+    assert run(ms.checkpoint()) == run(ms.identity)
+
+
+def test_tied_weights_that_are_unfrozen_stay_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.full((3, 3), 0.3), requires_grad=False)
+
+        def forward(self, x):
+            assert self.a is self.b
+            assert isinstance(self.a, nn.Parameter)
+            return torch.tanh(torch.tanh(x @ self.a) @ self.b)
+
+    net, x = Tied(), torch.ones(2, 3, requires_grad=True)
+    y = ms.checkpoint()(net)(x).sum()
+    net.requires_grad_(True)
+    y.backward()
+    assert net.a.grad is None
+    expected = torch.ones(2, 3, requires_grad=True)
+    net(expected).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+@pytest.mark.parametrize("times", [1, 2])  # the second time the allocator may hand out the first memory again
+def test_an_assignment_to_data_before_backward_is_an_error_that_names_the_parameter(times):
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), torch.ones(5, 3, requires_grad=True)
+    y = ms.checkpoint()(net)(x).sum()
+    for _ in range(times):
+        net[0].weight.data = net[0].weight.data * 2
+    with pytest.raises(ms.CorrectnessError, match=r"'0\.weight' of Sequential.*\.data was assigned"):
+        y.backward()
+
+
+def test_an_assignment_to_the_data_of_what_the_region_does_not_use_is_none():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)), torch.ones(5, 3, requires_grad=True)
+    y = ms.checkpoint()(lambda x: net[0](x).tanh())(x).sum()
+    net[1].weight.data = net[1].weight.data * 2
+    y.backward()
+    assert net[0].weight.grad is not None
