@@ -86,7 +86,6 @@ def test_imports_point_one_way(module):
     assert [name for name in names if floor(name) > floor(module)] == []
 
 
-@pytest.mark.xfail(reason="one circle is still there: the runtime")
 def test_no_files_import_each_other():
     assert sorted(map(sorted, circles())) == []
 

@@ -173,7 +173,7 @@ class Snapshot:
 
     def _same(self, clone: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Whether `tensor` still has the values of `clone`; asked on a first run only, for it waits for the device."""
-        if simulating() is not None or isinstance(tensor, FakeTensor) or tensor.is_meta:
+        if simulating() or isinstance(tensor, FakeTensor) or tensor.is_meta:
             # No values to compare: fall back on the one family of kernels that changes buffers unseen.
             return not any(
                 isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.simulating import simulating
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.backends.trace import TraceBackend
@@ -21,7 +20,9 @@ from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
-from memscale.runtime.stats import Stats, Timeline
+from memscale.runtime.parameters.home import AT_HOME, Home
+from memscale.runtime.parameters.homes import Homes
+from memscale.runtime.stats import CopyTimeline, Stats
 from memscale.runtime.storage.budget import HostBudget
 
 
@@ -74,9 +75,10 @@ class Runtime:
         self._backend = backend
         self._lock = new_lock()
         self._engines: dict[torch.device, Engine] = {}
-        # One for each simulation: what it counts is about that one, and ends with it.
-        self._simulated: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
-        self._timeline: Timeline | None = None
+        self._homes: dict[Engine, Homes] = {}
+        # One for each mode of fake tensors: what it counts is about that one, and ends with it.
+        self._fake: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
+        self._timeline: CopyTimeline | None = None
 
     def engine(self, tensor: torch.Tensor) -> Engine:
         """The engine that moves `tensor`.
@@ -87,24 +89,41 @@ class Runtime:
         device = tensor.device
         with self._lock:
             engines = self._engines
-            step = simulating()
-            if step is not None:
-                engines = self._simulated.setdefault(step, {})
-            elif isinstance(tensor, FakeTensor):
-                engines = self._simulated.setdefault(tensor.fake_mode, {})
+            if isinstance(tensor, FakeTensor):
+                engines = self._fake.setdefault(tensor.fake_mode, {})
             engine = engines.get(device)
             if engine is None:
-                backend = self._new_backend(tensor) if step is not None or self._backend is None else self._backend
-                engine = engines[device] = _engine_of(backend, self.config, self._timeline)
-                if step is not None:
-                    step.engines.append(engine)
+                engine = engines[device] = self._new_engine(tensor)
             return engine
 
+    def homes(self, tensor: torch.Tensor) -> Homes:
+        """What moves parameters between the tiers and the device of `tensor`.
+
+        Raises:
+            RuntimeUnavailable: no backend here moves tensors of that device.
+        """
+        engine = self.engine(tensor)
+        with self._lock:
+            homes = self._homes.get(engine)
+            if homes is None:
+                homes = self._homes[engine] = self._new_homes(engine)
+            return homes
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the tensors that it moves have values, and not only sizes."""
+        return True
+
+    @property
+    def at_home(self) -> dict[int, Home]:
+        """The homes that this runtime knows of: all of this process."""
+        return AT_HOME
+
     def stats(self) -> Mapping[str, Stats]:
-        """What was moved and what is held, by device; simulated devices are called ``"fake cuda"`` and the like."""
+        """What was moved and what is held, by device; those of fake tensors are called ``"fake cuda"`` and the like."""
         with self._lock:
             found = {str(device): engine for device, engine in self._engines.items()}
-            for engines in self._simulated.values():
+            for engines in self._fake.values():
                 found.update({f"fake {device}": engine for device, engine in engines.items()})
         return {name: engine.stats() for name, engine in found.items()}
 
@@ -116,26 +135,28 @@ class Runtime:
             engine.settle()
 
     @contextmanager
-    def record(self) -> Iterator[Timeline]:
-        """Note the copies and waits of the body in a `Timeline`, which writes them for a trace viewer."""
-        timeline = Timeline()
+    def record(self) -> Iterator[CopyTimeline]:
+        """Note the copies and waits of the body in a `CopyTimeline`, which writes them for a trace viewer."""
+        timeline = CopyTimeline()
         self._note_in(timeline)
         try:
             yield timeline
         finally:
             self._note_in(None)
 
-    def _note_in(self, timeline: Timeline | None) -> None:
+    def _note_in(self, timeline: CopyTimeline | None) -> None:
         with self._lock:
             self._timeline = timeline
             for engine in self._engines.values():
-                engine.copies.timeline = timeline
+                engine.transfers.timeline = timeline
+
+    def _new_engine(self, tensor: torch.Tensor) -> Engine:
+        return _engine_of(self._backend or self._new_backend(tensor), self.config, self._timeline)
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
-        step = simulating()
-        kind = tensor.device.type if step is None else step.device_type
-        if step is not None or isinstance(tensor, FakeTensor) or kind == "meta":
-            return TraceBackend({"disk": self._disk_bytes} if kind == "cpu" else self._caps())
+        kind = tensor.device.type
+        if isinstance(tensor, FakeTensor) or kind == "meta":
+            return self.counting_backend(kind)
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
         if kind == "cuda":
@@ -152,6 +173,13 @@ class Runtime:
             f"offload() cannot move tensors of device {str(tensor.device)!r}: there is no backend for {kind!r} here; "
             "leave offload() out of the plan on this device"
         )
+
+    def counting_backend(self, device_type: str) -> TraceBackend:
+        """A backend that moves nothing, and counts what would be moved under this runtime's caps."""
+        return TraceBackend({"disk": self._disk_bytes} if device_type == "cpu" else self._caps())
+
+    def _new_homes(self, engine: Engine) -> Homes:
+        return Homes(engine, AT_HOME)
 
     def _caps(self) -> dict[str, int | None]:
         """The most bytes on each tier below an accelerator."""
@@ -175,7 +203,7 @@ class Runtime:
         return self  # a resource: copies of a model share the link
 
 
-def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: Timeline | None) -> Engine:
+def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: CopyTimeline | None) -> Engine:
     if config.debug:
         return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
     return Engine(backend, depth=config.prefetch_depth, timeline=timeline)
@@ -185,6 +213,26 @@ def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: Timeline 
 def default_runtime() -> Runtime:
     """The runtime of this process."""
     return Runtime()
+
+
+# A step that is simulated runs the model as it is, whose regions name runtimes or none.
+_instead: list[Callable[[Runtime], Runtime]] = []
+
+
+def runtime_for(own: Runtime | None) -> Runtime:
+    """The runtime of a region that was given `own`, or none, unless a simulation puts another one in its place."""
+    runtime = own or default_runtime()
+    return _instead[-1](runtime) if _instead else runtime
+
+
+@contextmanager
+def runtimes_replaced(instead: Callable[[Runtime], Runtime]) -> Iterator[None]:
+    """Let regions use ``instead(runtime)`` for the body."""
+    _instead.append(instead)
+    try:
+        yield
+    finally:
+        _instead.pop()
 
 
 os.register_at_fork(after_in_child=default_runtime.cache_clear)

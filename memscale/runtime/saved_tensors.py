@@ -16,7 +16,8 @@ from memscale.core.versions import changed_error, version
 from memscale.regions.saved_tensors import hooks_around, recomputes
 from memscale.regions.unrecorded import unrecorded
 from memscale.runtime.engine.entry import Handle, kept_tensor
-from memscale.runtime.runtime import Runtime, default_runtime
+from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
+from memscale.runtime.runtime import Runtime, runtime_for
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
@@ -28,7 +29,9 @@ def hooks_here(
     outer = hooks_around()
     if outer is not None and recomputes(outer[1]):
         return None
-    return (kind or Hooks)(runtime or default_runtime(), tier, min_bytes, outer)
+    # A region inside one whose parameters are streamed saves these, too.
+    kind = kind or (HooksAmongHomes if any_is_running() else Hooks)
+    return kind(runtime_for(runtime), tier, min_bytes, outer)
 
 
 class Hooks:
@@ -64,6 +67,9 @@ class Hooks:
         if type(packed) is Handle:
             with unrecorded():
                 return packed.entry.engine.fetch(packed)
+        if type(packed) is Saved:
+            with unrecorded():
+                return packed.home.mover.fetch(packed)
         return packed.unpack(self)  # type: ignore[no-any-return]
 
     def leave(self) -> None:
@@ -88,6 +94,17 @@ class Hooks:
             )
         # A subclass that does not say what it is made of, or one that is only a name for a plain tensor.
         return self.keep(tensor)
+
+
+class HooksAmongHomes(Hooks):
+    """Hooks of a region inside another, which has parameters on the device that live elsewhere."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """See `Hooks.pack`."""
+        if is_plain(tensor) and (home := home_on_device(tensor)) is not None:
+            with unrecorded():
+                return home.mover.save(home, tensor)
+        return super().pack(tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

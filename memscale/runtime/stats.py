@@ -71,7 +71,7 @@ def add(counter: dict[str, int], tier: str, nbytes: int) -> None:
     counter[tier] = counter.get(tier, 0) + nbytes
 
 
-class Timeline:
+class CopyTimeline:
     """The copies and waits of some steps, for a trace viewer."""
 
     def __init__(self) -> None:

@@ -173,7 +173,7 @@ class MemoryProfiler:
                 simulation.step(step)
         notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules))
         by_tier: dict[str, int] = {}
-        for engine in simulation.simulated.engines:
+        for engine in simulation.runtimes.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
                 by_tier[tier] = by_tier.get(tier, 0) + nbytes
         return analyse(

@@ -166,5 +166,5 @@ def run_case(seed: int, engine: CheckedEngine | None = None) -> list[Hazard]:
     assert results(program, engine) == results(program, None)
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}
-    assert (engine._moved, engine._by_storage, engine._back) == ({}, {}, {})
+    assert (engine._moved, engine._by_storage, engine.loader.back) == ({}, {}, {})
     return engine.backend.finish()

@@ -17,7 +17,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
-from memscale.runtime import Runtime, home_of
+from memscale.runtime import Homes, Runtime, home_of
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.parameters import home as _home
 from tests.support.adversarial_device import AdversarialDevice
@@ -289,10 +289,11 @@ def untouched(tensor: torch.Tensor, write: bool) -> None:
 class Tiers:
     """Which buffer is under which tensor that lives on a tier, for `Checked.touched`."""
 
-    def __init__(self, engine: CheckedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: CheckedEngine, mover: Homes) -> None:
+        self._engine, self._mover = engine, mover
         self._buffers: dict[int, Any] = {}
-        take = engine.rooms.take
+        memory = mover._memory
+        take = memory.take
 
         def taken(nbytes: int, tier: str) -> Any:
             found = take(nbytes, tier)
@@ -300,7 +301,7 @@ class Tiers:
                 self._buffers[found[1].untyped_storage().data_ptr()] = found[0].buffer
             return found
 
-        engine.rooms.take = taken  # type: ignore[method-assign]
+        memory.take = taken  # type: ignore[method-assign]
 
     def touch(self, tensor: torch.Tensor, write: bool) -> None:
         """Read `tensor`, or spoil its values for a while, if it lives on a tier now."""
@@ -309,7 +310,7 @@ class Tiers:
             return
         # A region that was expected and did not run: a change is noticed by the version, and the load not used.
         home = home_of(tensor)
-        if home is not None and home in self._engine.homes._awaited:
+        if home is not None and home in self._mover._awaited:
             return
         self._engine.backend.touched(buffer, write=write)
         if write:
@@ -345,7 +346,7 @@ def results(seed: int, runtime: Runtime | None, steps: int = 3) -> list[Any]:
         assert isinstance(engine, CheckedEngine)
         model = ms.transform(model, model.plan, runtime=runtime)  # type: ignore[assignment]
         model.pause = lambda: engine.backend.inner.compute(1e-7)
-        touch, settle = Tiers(engine).touch, runtime.settle
+        touch, settle = Tiers(engine, runtime.homes(torch.empty(0))).touch, runtime.settle
     caller = Caller(seed, model, touch, settle)
     caller.train(steps)
     return caller.found
@@ -366,11 +367,11 @@ def run_case(seed: int, runtime: Runtime | None = None) -> tuple[list[Any], int]
     oldest.backward()
     runtime.settle()
     gc.collect()
-    engine = runtime.engine(torch.empty(0))
+    engine, mover = runtime.engine(torch.empty(0)), runtime.homes(torch.empty(0))
     stats = engine.stats()
     assert set(stats.live_bytes.values()) <= {0}, f"case {seed}: {stats.live_bytes}"
-    assert (engine._moved, engine._by_storage, engine._back) == ({}, {}, {})
-    assert (engine.homes._reading, engine.gradients._arriving) == ({}, {})
+    assert (engine._moved, engine._by_storage, engine.loader.back, mover._loader.back) == ({}, {}, {}, {})
+    assert (mover._reading, mover.gradients._arriving) == ({}, {})
     assert _home.running == {}
     assert isinstance(engine.backend, Checked)
     return engine.backend.finish(), sum(stats.in_bytes.values())

@@ -26,7 +26,9 @@ from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.checking.accesses import Access, Accesses, Clock, join
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.entry import Entry, Handle
+from memscale.runtime.engine.entry import Handle
+from memscale.runtime.engine.loader import Loadable, Loader
+from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
 
@@ -359,10 +361,28 @@ class Checked:
         self.hazards.append(Hazard(kind, _site(), there, what))
 
 
+class CheckedLoader(Loader):
+    """A loader that says which loads were not in vain."""
+
+    def __init__(self, backend: Checked, transfers: Transfers) -> None:
+        super().__init__(backend, transfers)
+        self._checked = backend
+
+    def arrived(self, item: Loadable) -> torch.Tensor:
+        """See `Loader.arrived`, which is called with the lock held: another thread may let go of it right after."""
+        tensor = super().arrived(item)
+        self._checked.taken(tensor)
+        return tensor
+
+
 class CheckedEngine(Engine):
     """An engine over `Checked` that also says what its caller makes and uses, and raises what was found."""
 
     backend: Checked
+
+    def new_loader(self) -> Loader:
+        """See `Engine.new_loader`."""
+        return CheckedLoader(self.backend, self.transfers)
 
     def go_on(self) -> None:
         """See `Engine.go_on`."""
@@ -374,15 +394,13 @@ class CheckedEngine(Engine):
         self.backend.produced(tensor)
         return super().stash(tensor, tier=tier)
 
-    def arrived(self, entry: Entry) -> torch.Tensor:
-        """See `Engine.arrived`, which is called with the lock held: another thread may let go of it right after."""
-        tensor = super().arrived(entry)
-        self.backend.taken(tensor)
-        return tensor
-
     def fetch(self, handle: Handle) -> torch.Tensor:
         """See `Engine.fetch`."""
-        tensor = super().fetch(handle)
+        return self.hand_out(super().fetch(handle))
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine.hand_out`."""
+        tensor = super().hand_out(tensor)
         self.backend.used(tensor)
         self.backend.raise_hazards()
         return tensor

@@ -11,32 +11,45 @@ bytes of a storage go when the last handle on one of its views does, on whatever
 **Order is a hint.** In which order backward asks is learned from the backward before, and only decides what is loaded
 ahead. A wrong guess costs time, never correctness.
 
-Parameters that live on another tier are `Homes`' matter, which uses the same entries, loads and links.
+What stands above an engine, as the parameters that live on another tier do, uses its links and loaders and follows its
+passes (`Follower`); the engine knows nothing of it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from typing import Protocol
 
 import torch
 
 from memscale.core.versions import version
 from memscale.runtime.backends.protocol import Backend, Buffer
 from memscale.runtime.engine.ahead import Ahead
-from memscale.runtime.engine.copies import Copies
-from memscale.runtime.engine.entry import ALIGNMENT, Entry, Handle, Record, State, hull, is_unshared
-from memscale.runtime.engine.leftovers import Leftovers
+from memscale.runtime.engine.entry import Entry, Handle, Record, hull, is_unshared
+from memscale.runtime.engine.finalized import Finalized
 from memscale.runtime.engine.link import Copy
+from memscale.runtime.engine.loader import Loader, State
 from memscale.runtime.engine.locks import new_lock
 from memscale.runtime.engine.refusals import warn_of_staying
-from memscale.runtime.parameters.gradients import Gradients
-from memscale.runtime.parameters.home import home_on_device, is_used
-from memscale.runtime.parameters.homes import Homes
-from memscale.runtime.parameters.rooms import Rooms
-from memscale.runtime.stats import Counters, Stats, Timeline, add
+from memscale.runtime.engine.transfers import Transfers
+from memscale.runtime.stats import CopyTimeline, Counters, Stats, add
 
 # How many waiting storages a stash looks at. What the caller holds for long must not make every stash slow.
 _LOOKS = 32
+
+
+class Follower(Protocol):
+    """What is told of the passes of an engine. The engine's lock is held."""
+
+    def begin_backward(self) -> None:
+        """The forward is over."""
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+
+    def settle(self) -> None:
+        """See `Engine.settle`."""
 
 
 class Engine:
@@ -50,28 +63,31 @@ class Engine:
         timeline: where to note copies and waits, or `None`.
     """
 
-    def __init__(self, backend: Backend, *, depth: int = 2, timeline: Timeline | None = None) -> None:
+    def __init__(self, backend: Backend, *, depth: int = 2, timeline: CopyTimeline | None = None) -> None:
         self.backend = backend
         self.depth = depth
         self.lock = new_lock()
         self._counters = Counters()
-        self.copies = Copies(backend, self._counters, timeline)
-        self.leftovers = Leftovers(self.lock)
+        self.transfers = Transfers(backend, self._counters, timeline)
+        self.finalized = Finalized(self.lock)
+        self.loader = self.new_loader()
+        # Weakly: they hold the engine, and what a dropped runtime holds must not wait for the garbage collector.
+        self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._by_storage: dict[int, Entry] = {}  # entries that are on the device, by the address of their storage
         self._waiting: deque[Entry] = deque()  # those of them that may move once nobody else keeps them
         self._tail: deque[Entry] = deque()
         self._leaving: deque[tuple[int, Entry]] = deque()  # each with how many regions had run by then
         self._regions = 0
-        self._back: dict[Entry, None] = {}  # loaded ones that still have their bytes on the device
         self._moved: dict[int, Entry] = {}
         self._count = 0
         self._count_before = 0  # how many moved in the forward before this one
         self._ahead: Ahead[int] = Ahead(depth, guess=lambda ordinal: ordinal - 1)  # by the order of the forward
         self._task = -1
         self._warned = False
-        self.rooms = Rooms(self)
-        self.homes = Homes(self)
-        self.gradients = Gradients(self)
+
+    def new_loader(self) -> Loader:
+        """What brings bytes of this engine's tiers to its device."""
+        return Loader(self.backend, self.transfers)
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
         """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
@@ -82,8 +98,6 @@ class Engine:
         """
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if (home := home_on_device(tensor)) is not None:
-            return home.save(tensor)
         with self.lock:
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
@@ -96,7 +110,7 @@ class Engine:
                 self._by_storage[key] = entry
                 self._waiting.append(entry)
             self._look()
-            self.copies.pump()
+            self.transfers.pump()
         self.go_on()
         return handle
 
@@ -108,7 +122,7 @@ class Engine:
         """
         with self.lock:
             tensor = self._fetch(handle)
-            self.copies.pump()
+            self.transfers.pump()
         self.go_on()
         return tensor
 
@@ -120,27 +134,32 @@ class Engine:
             # At the end of a forward nothing follows that would push these out; its peak is yet to come.
             while self._leaving and self._regions - self._leaving[0][0] > self._ahead.depth():
                 self._retire_first()
-            self.copies.pump()
+            self.transfers.pump()
         self.go_on()
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait until it has arrived. What was loaded ahead goes."""
         with self.lock:
-            self.homes.forget_awaited()
             self._look(len(self._waiting))
             while self._leaving:
                 self._retire_first()
-            self._come_home()
-            self.copies.pump()
+            for follower in self.followers:
+                follower.settle()
+            self.transfers.pump()
         self.go_on()
 
     def go_on(self) -> None:
         """Called by whoever has held the lock: close what ended meanwhile."""
-        self.leftovers.collect()
+        self.finalized.collect()
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, brought back by what stands above, which the caller uses from here on. The lock is not held."""
+        self.go_on()
+        return tensor
 
     def stats(self) -> Stats:
         """What the engine has done, and what it holds now."""
-        self.leftovers.collect()
+        self.finalized.collect()
         with self.lock:
             return self._counters.frozen(self.backend.usage())
 
@@ -189,7 +208,7 @@ class Engine:
         entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
         del self._by_storage[entry.key]
         for record in records:
-            record.leave(start)
+            record.move_out(start)
         self._copy_out(entry)
         while len(self._leaving) > self._ahead.depth():
             self._retire_first()
@@ -204,8 +223,8 @@ class Engine:
         assert entry.base is not None
         assert entry.buffer is not None
         # The sooner it is out, the sooner its memory is free.
-        entry.departure = self.copies.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
-        self.copies.pump()
+        entry.departure = self.transfers.ask_out(entry.base, entry.buffer, seconds=0.0, owners=entry.streams)
+        self.transfers.pump()
         return entry.departure
 
     def _retire_first(self) -> None:
@@ -217,23 +236,17 @@ class Engine:
 
     def _retire(self, entry: Entry) -> None:
         departure = entry.departure or self._copy_out(entry)
-        event = self.copies.release(departure)
+        event = self.transfers.release(departure)
         while (error := event.error()) is not None:
             if not self._try_below(entry):
                 entry.state, entry.departure = State.KEPT, None
                 self._keep(entry, error)
                 return
-            event = self.copies.release(self._copy_out(entry))
+            event = self.transfers.release(self._copy_out(entry))
         base = entry.base
-        self._empty(entry)
+        entry.is_gone()
         if base is not None and is_unshared(base):  # backward may have asked for it on its way out
             self.backend.discard(base)
-
-    def _empty(self, entry: Entry) -> None:
-        entry.base = None
-        entry.state = State.AWAY
-        for record in entry.live():
-            record.fetched = False
 
     def _try_below(self, entry: Entry) -> bool:
         """Room on a tier below the one where the copy failed; the bytes are still on the device."""
@@ -265,49 +278,20 @@ class Engine:
         in_backward = self.follow_backward()  # first of all: a backward that raises is one too
         record.check()
         if record.alias is None and entry.base is None:
-            self.load(entry)
-        if in_backward and entry.home is not None:
-            self.homes.asked_in_backward(entry.home.group)
-        elif in_backward and entry.ordinal is not None:
+            self._load(entry)
+        if in_backward and entry.ordinal is not None:
             self._load_ahead(entry.ordinal)
         if record.alias is not None:
             return record.alias
         assert record.layout is not None
-        tensor = record.layout.of(self.arrived(entry))
+        tensor = record.layout.of(self.loader.arrived(entry))
         record.fetched = in_backward
         if not in_backward or all(record.fetched for record in entry.live()):
-            self.let_go(entry)
+            self.loader.let_go(entry)
         return tensor
 
-    def arrived(self, entry: Entry) -> torch.Tensor:
-        """The bytes of an entry that was loaded; what the caller's stream is given from here on may read them."""
-        assert entry.base is not None
-        if entry.arrival is not None:
-            error = self.copies.arrive(entry.arrival, entry.base).error()
-            if error is not None:
-                self._unload(entry)
-                raise error
-        return entry.base
-
-    def load(self, entry: Entry, *, seconds: float = 0.0) -> None:
-        """Ask for the bytes of an entry that is away; they are expected to be needed in `seconds`."""
-        assert entry.buffer is not None
-        assert entry.like is not None
-        room = entry.nbytes + -entry.nbytes % ALIGNMENT
-        with torch.inference_mode(False):  # what is loaded may be used after the caller's inference mode
-            base = self.backend.empty(room, entry.like)
-        # Memory and order are those of now; when the copy itself starts, the link decides.
-        after = [self.backend.record()]
-        if entry.departure is not None:
-            after.append(entry.departure.need())
-        target, home = base[: entry.nbytes], entry.home
-        started = self._ahead.copied if home is None else self.homes.loading(home, base)
-        group = None if home is None else home.group
-        arrival = self.copies.ask_in(entry.buffer, target, after=after, seconds=seconds, started=started, group=group)
-        # In one go, and before anything starts: memory that nothing was asked to fill would pass for what arrived.
-        entry.base, entry.arrival, entry.state = base, arrival, State.BACK
-        self._back[entry] = None
-        self.copies.pump()
+    def _load(self, entry: Entry, *, seconds: float = 0.0) -> None:
+        self.loader.load(entry, started=self._ahead.copied, seconds=seconds)
 
     def _load_ahead(self, ordinal: int) -> None:
         self._ahead.asked(ordinal, at=self.backend.record())
@@ -315,21 +299,9 @@ class Engine:
             candidate = self._moved.get(ordinal)
             if candidate is not None and candidate.state is State.AWAY and candidate.live():
                 try:
-                    self.load(candidate, seconds=seconds)
+                    self._load(candidate, seconds=seconds)
                 except torch.OutOfMemoryError:  # it may well fit once it is needed
                     return
-
-    def let_go(self, entry: Entry) -> None:
-        """Free the device's memory of a loaded entry; its bytes on the tier stay for another backward."""
-        if entry.state is not State.BACK or is_used(entry.home):
-            return
-        if entry.arrival is not None:
-            self.copies.no_longer(entry.arrival)
-        self._unload(entry)
-
-    def _unload(self, entry: Entry) -> None:
-        self._empty(entry)
-        self._back.pop(entry, None)
 
     def follow_backward(self) -> bool:
         """Whether autograd is running backward here; arranges to hear of its end."""
@@ -339,8 +311,8 @@ class Engine:
         if task != self._task:
             self._task = task
             self._ahead.begin()
-            self._come_home()  # after a backward that an exception ended
-            self.homes.begin_backward()
+            for follower in self.followers:
+                follower.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 
@@ -348,46 +320,38 @@ class Engine:
         """Give back what was loaded and not asked for: with `retain_graph`, or when the guess was wrong."""
         with self.lock:
             self._task = -1
-            for entry in list(self._back):
-                self.let_go(entry)
-            self._come_home()
-            self.copies.pump()
+            for entry in list(self.loader.back):
+                self.loader.let_go(entry)
+            for follower in self.followers:
+                follower.end_backward()
+            self.transfers.pump()
         self.go_on()
-
-    def _come_home(self) -> None:
-        self.gradients.end_backward()
-        self.homes.end_backward()
 
     def drop(self, entry: Entry) -> None:
         """Called when a handle on `entry` goes. May happen at any moment, inside this engine's own code too."""
         if entry.state is State.DEVICE and entry.records.count(None) < len(entry.records):
             return
-        self.leftovers.leave(entry, self._close)
+        self.finalized.add(entry, self._close)
 
     def _close(self, entry: Entry) -> None:
         if entry.live():
             if entry.state is State.BACK and all(record.fetched for record in entry.live()):
-                self.let_go(entry)
-            return
-        if entry.home is not None:  # its bytes are the parameter's, and stay
-            entry.records.clear()
-            self.let_go(entry)
+                self.loader.let_go(entry)
             return
         if entry.state is State.DEVICE and entry.ordinal is None:
             self._counters.held_bytes += entry.nbytes
         if self._by_storage.get(entry.key) is entry:
             del self._by_storage[entry.key]
         try:
-            for copy in (entry.arrival, entry.departure):
-                if entry.base is not None and copy is not None:
-                    self.copies.no_longer(copy)
+            for copy in entry.copies() if entry.base is not None else ():
+                self.transfers.no_longer(copy)
         except Exception:  # the bytes on the tier are given back all the same
             self._forget(entry)
             raise
         self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
-        self._unload(entry)
+        self.loader.forget(entry)
         if entry.buffer is not None:
             self._free_buffer(entry)
         if entry.ordinal is not None and self._moved.pop(entry.ordinal, None) is not None and not self._moved:

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from memscale.core.versions import changed_error, described, version
-from memscale.runtime.backends.protocol import Buffer, Event
+from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.link import Copy
-
-if TYPE_CHECKING:
-    from memscale.runtime.engine.engine import Engine
-    from memscale.runtime.parameters.home import Home
-
-# What moves starts at a multiple of this in its storage, as it does when it comes back: kernels choose their path, and
-# with it the order of sums, by alignment. It is also what makes any dtype's view of the bytes possible.
-ALIGNMENT = 64
-
-
-class State(enum.Enum):
-    """Where the bytes of an entry are."""
-
-    DEVICE = "where they were"
-    LEAVING = "on the device and on their way out"
-    AWAY = "on a tier"
-    BACK = "on a tier and on the device again, or on their way there"
-    KEPT = "on the device, in memory of ours, since they could not be copied to any tier"
+from memscale.runtime.engine.loader import ALIGNMENT, Loadable, State
 
 
 class Layout(NamedTuple):
@@ -41,6 +23,12 @@ class Layout(NamedTuple):
     offset: int
     conjugate: bool
     negative: bool
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, offset: int | None = None) -> Layout:
+        """That of `tensor` in its storage, or with another `offset`."""
+        offset = int(tensor.storage_offset()) if offset is None else offset
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """The view of the uint8 tensor `base`."""
@@ -84,12 +72,12 @@ class Record:
         # Detached, since a view keeps the tensor that it was made from.
         return alias.as_strided((elements,), (1,), 0).view(torch.uint8)[start:stop].detach()
 
-    def leave(self, start: int) -> None:
+    def move_out(self, start: int) -> None:
         """Let go of the tensor; its bytes are those of a base that begins at byte `start` of its storage."""
         alias = self.alias
         assert alias is not None
         offset = int(alias.storage_offset()) - start // alias.element_size() if alias.numel() else 0
-        self.layout = Layout(alias.dtype, alias.size(), alias.stride(), offset, alias.is_conj(), alias.is_neg())
+        self.layout = Layout.from_tensor(alias, offset)
         # Nobody else can reach the storage now, so this is the last moment at which its version can differ.
         now = version(alias)
         self.changed = now if now != self.version else None
@@ -128,57 +116,50 @@ class Handle:
         self.entry.engine.drop(self.entry)
 
 
-class Entry:
+class Owner(Protocol):
+    """What an entry belongs to: the engine, which stands above this."""
+
+    def fetch(self, handle: Handle) -> torch.Tensor:
+        """The tensor behind `handle`."""
+
+    def drop(self, entry: Entry) -> None:
+        """Called when a handle on `entry` goes."""
+
+
+class Entry(Loadable):
     """One storage: the tensors stashed from it, and its bytes."""
 
-    __slots__ = (
-        "arrival",
-        "base",
-        "buffer",
-        "departure",
-        "engine",
-        "home",
-        "key",
-        "like",
-        "nbytes",
-        "ordinal",
-        "records",
-        "state",
-        "streams",
-        "tier",
-    )
+    __slots__ = ("departure", "engine", "key", "ordinal", "records", "streams", "tier")
 
-    def __init__(self, engine: Engine, key: int, tier: str, nbytes: int) -> None:
+    def __init__(self, engine: Owner, key: int, tier: str, nbytes: int) -> None:
+        super().__init__(nbytes, State.DEVICE)  # bytes of the storage; once moved, of what moved
         self.engine = engine
         self.key = key
         self.tier = tier
-        self.nbytes = nbytes  # of the storage; once moved, of what moved
         self.records: list[Record | None] = []
         # The compute streams that it was stashed on: autograd uses it there, so there it was written, and there it may
         # be freed. Whichever stream is current once it moves has seen nothing of that.
         self.streams: tuple[int, ...] = ()
-        self.state = State.DEVICE
         self.ordinal: int | None = None
-        self.buffer: Buffer | None = None
-        self.base: torch.Tensor | None = None  # all its bytes, on the device
-        self.like: torch.Tensor | None = None
         self.departure: Copy | None = None
-        self.arrival: Copy | None = None
-        self.home: Home | None = None  # the parameter whose bytes these are; they are always away
 
     def live(self) -> list[Record]:
         """The records whose handles are alive."""
         return [record for record in self.records if record is not None]
 
-    def events(self) -> list[Event]:
-        """The ends of its copies that have started."""
-        copies = (self.departure, self.arrival)
-        return [copy.event for copy in copies if copy is not None and copy.event is not None]
+    def copies(self) -> tuple[Copy, ...]:
+        """See `Loadable.copies`."""
+        return tuple(copy for copy in (self.departure, self.arrival) if copy is not None)
 
-    def is_moving(self) -> bool:
-        """Whether a copy of its bytes is under way, so that its memory on the device cannot be freed at once."""
-        copies = (self.arrival, self.departure)
-        return self.base is not None and any(copy is not None and copy.is_under_way() for copy in copies)
+    def written(self) -> list[Event]:
+        """See `Loadable.written`."""
+        return [] if self.departure is None else [self.departure.need()]
+
+    def is_gone(self) -> None:
+        """See `Loadable.is_gone`."""
+        super().is_gone()
+        for record in self.live():
+            record.fetched = False
 
     def is_last_keeper(self) -> bool:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""

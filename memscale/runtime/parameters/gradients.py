@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 
+from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import is_unshared
 from memscale.runtime.engine.link import Copy
-from memscale.runtime.parameters.rooms import shaped
-
-if TYPE_CHECKING:
-    from memscale.runtime.engine.engine import Engine
+from memscale.runtime.parameters.mapped import MappedTensors, shaped
 
 _CPU = torch.device("cpu")
 
@@ -34,16 +30,11 @@ class _Gradient:
 class Gradients:
     """The gradients that one engine moves."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._owner = weakref.ref(engine)  # weakly, as `Homes` does
+    def __init__(self, engine: Engine, memory: MappedTensors) -> None:
+        self._engine = engine
+        self._memory = memory
         self._leaving: deque[_Gradient] = deque()
         self._arriving: dict[int, _Gradient] = {}  # by the storage on the tier
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._owner()
-        assert engine is not None, "its engine has them"
-        return engine
 
     def send(self, parameter: torch.Tensor | None, tier: str, gradient: torch.Tensor) -> torch.Tensor:
         """`gradient` as a tensor where `parameter` lives; its values are there after `received`."""
@@ -59,19 +50,19 @@ class Gradients:
             gradient = gradient.clone()  # others may change theirs in place while ours is on its way
         with engine.lock:
             engine.follow_backward()
-            found = engine.rooms.take(gradient.nbytes, tier)
+            found = self._memory.take(gradient.nbytes, tier)
             if found is None:
                 engine.warn_of(gradient.nbytes)
                 return gradient.to(_CPU)
-            room, target = found
+            mapped, target = found
             source = gradient.detach().as_strided((gradient.numel(),), (1,)).view(torch.uint8)
             # Nobody asks for it before the end of backward: whatever else leaves the device goes first.
-            assert room.buffer is not None
-            copy = engine.copies.ask_out(source, room.buffer, seconds=math.inf)
-            room.copies.append(copy)
+            assert mapped.buffer is not None
+            copy = engine.transfers.ask_out(source, mapped.buffer, seconds=math.inf)
+            mapped.copies.append(copy)
             self._leaving.append(_Gradient(source, target, copy))
             self._arriving[target.untyped_storage()._cdata] = self._leaving[-1]
-            engine.copies.pump()
+            engine.transfers.pump()
             while len(self._leaving) > engine.depth:
                 self._retire_first()
         engine.go_on()
@@ -92,9 +83,9 @@ class Gradients:
             if arriving.source is not None:
                 self._retire(arriving)
                 self._leaving.remove(arriving)
-        self._engine.copies.synchronize(arriving.copy.need())
+        self._engine.transfers.synchronize(arriving.copy.need())
 
-    def end_backward(self) -> None:
+    def arrive(self) -> None:
         """Let everything arrive. The engine's lock is held.
 
         After a backward nothing is under way, unless it ended with an exception.
@@ -102,7 +93,7 @@ class Gradients:
         while self._leaving:
             self._retire_first()
         for gradient in self._arriving.values():
-            self._engine.copies.synchronize(gradient.copy.need())
+            self._engine.transfers.synchronize(gradient.copy.need())
         self._arriving.clear()
 
     def _retire_first(self) -> None:
@@ -113,9 +104,9 @@ class Gradients:
         """Free the device's memory of a gradient, which the stream that computed it may use from here on."""
         if gradient.source is None:
             return
-        copies = self._engine.copies
-        if copies.release(gradient.copy).error() is not None:
-            copies.follow_owners(gradient.copy)
+        transfers = self._engine.transfers
+        if transfers.release(gradient.copy).error() is not None:
+            transfers.follow_owners(gradient.copy)
             gradient.target.copy_(gradient.source)
         gradient.source = None
 

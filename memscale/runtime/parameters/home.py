@@ -1,63 +1,108 @@
 """A parameter that lives on another tier, and what autograd saves of it.
 
 A parameter at *home* is an ordinary CPU tensor, the same `nn.Parameter` object as before over memory of another tier.
-An optimizer, a `state_dict` or a printout work on it as on any other. Its bytes on the device are those of an `Entry`
-that is always away and may be loaded any number of times; its gradient goes where it lives.
+An optimizer, a `state_dict` or a printout work on it as on any other. Its bytes are always on the tier, and come to the
+device any number of times; its gradient goes where it lives.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
-from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, described, version
-from memscale.runtime.engine.entry import Entry, Handle, Layout, Record
-
-if TYPE_CHECKING:
-    from memscale.runtime.engine.engine import Engine
+from memscale.runtime.backends.protocol import Buffer, Event
+from memscale.runtime.engine.entry import Layout
+from memscale.runtime.engine.loader import Loadable, State
 
 # What a region asks for at once: the numbers of its homes.
 Group = tuple[int, ...]
 _numbers = itertools.count()
 # By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
-_at_home: dict[int, Home] = {}
+AT_HOME: dict[int, Home] = {}
 
 
-class Home:
+class Mover(Protocol):
+    """What moves parameters between their homes and one device: `Homes`, which stands above this."""
+
+    def enter(self, visit: Visit, homes: Sequence[Home]) -> list[torch.Tensor]:
+        """The parameters on the device, for a region that runs now."""
+
+    def exit(self, visit: Visit, *, failed: bool = False) -> None:
+        """The region has run."""
+
+    def lag(self, sequence: int) -> int:
+        """The place in the order of backward for a node that waits for a gradient."""
+
+    def save(self, home: Home, tensor: torch.Tensor | None = None) -> Saved:
+        """What autograd keeps of the parameter on the device, or of `tensor`, a view of it there."""
+
+    def fetch(self, saved: Saved) -> torch.Tensor:
+        """What `save` was given, on the device."""
+
+    def drop(self, home: Home) -> None:
+        """Called when a `Saved` of `home` goes. May happen at any moment."""
+
+    def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` where the parameter lives; its values are there after `received`."""
+
+    def received(self, gradient: torch.Tensor) -> None:
+        """Wait until the values of what `send` returned are there."""
+
+    def end(self, home: Home) -> list[Event]:
+        """Forget a home that nothing refers to any more; what may still read its bytes."""
+
+
+class Home(Loadable):
     """Where a parameter lives."""
 
     __slots__ = (
         "__weakref__",
         "address",
-        "entry",
+        "alive",
+        "asked",
         "group",
         "layout",
         "loaded",
+        "mover",
         "number",
         "parameter",
+        "tier",
         "title",
     )
 
-    def __init__(self, parameter: torch.Tensor, entry: Entry, layout: Layout, data: torch.Tensor) -> None:
+    def __init__(
+        self,
+        mover: Mover,
+        parameter: torch.Tensor,
+        tier: str,
+        buffer: Buffer | None,
+        like: torch.Tensor,
+        data: torch.Tensor,
+    ) -> None:
+        super().__init__(parameter.nbytes, State.AWAY)
+        self.mover = mover
+        self.tier = tier
+        self.buffer, self.like = buffer, like
         self.number = next(_numbers)
         self.parameter = weakref.ref(parameter)
-        self.entry = entry
-        self.layout = layout
+        self.layout = Layout(parameter.dtype, parameter.size(), parameter.stride(), 0, False, False)
         self.title = ""  # what its region calls it, once that has looked
         self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
         self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
+        self.alive: set[int] = set()  # each `Saved`, by id
+        self.asked: set[int] = set()  # those that backward has asked for since the bytes last came
 
     @property
     def device(self) -> torch.device:
         """The device that it comes to."""
-        assert self.entry.like is not None
-        return self.entry.like.device
+        assert self.like is not None
+        return self.like.device
 
     def version(self) -> int:
         """The version counter of the parameter."""
@@ -68,74 +113,59 @@ class Home:
         """What an error calls the parameter."""
         return described(self.title or "a parameter", self.layout.dtype, self.layout.size)
 
-    @property
-    def engine(self) -> Engine:
-        """What moves it."""
-        return self.entry.engine
+    def loads_into(self, base: torch.Tensor) -> None:
+        """See `Loadable.loads_into`."""
+        self.loaded = (self.version(), version(base))
 
-    def save(self, tensor: torch.Tensor) -> Handle:
-        """A handle on `tensor`, which is the parameter on the device, or a view of that."""
-        layout = Layout(
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        with self.engine.lock:
-            self.engine.copies.pump()
-            return self._new_handle(layout)
+    def is_gone(self) -> None:
+        """See `Loadable.is_gone`."""
+        super().is_gone()
+        self.asked.clear()
 
-    def save_whole(self) -> Handle:
-        """A handle on the parameter, which is on the device."""
-        with self.engine.lock:
-            return self._new_handle(self.layout)
+    def is_asked(self) -> bool:
+        """Whether backward has asked for all that autograd keeps of it."""
+        return self.alive <= self.asked  # in one go: whatever is alive may end at any moment
 
-    def _new_handle(self, layout: Layout) -> Handle:
-        entry, parameter = self.entry, self.parameter()
-        assert entry.base is not None
-        assert parameter is not None
-        changes = version(entry.base) - self.loaded[1]  # which come home when the region leaves
-        return Handle(entry, HomeRecord(self, parameter.detach(), layout, version(parameter) + changes))
-
-    def send(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See `Gradients.send`."""
-        return self.engine.gradients.send(self.parameter(), self.entry.tier, gradient)
-
-    def received(self, gradient: torch.Tensor) -> None:
-        """See `Gradients.received`."""
-        self.engine.gradients.received(gradient)
+    def changes(self) -> int:
+        """How often it was changed on the device since it was loaded."""
+        assert self.base is not None
+        return version(self.base) - self.loaded[1]
 
     def forget_changes(self) -> None:
         """Leave the parameter as it was before a region changed it on the device."""
-        assert self.entry.base is not None
-        self.loaded = (self.loaded[0], version(self.entry.base))
+        assert self.base is not None
+        self.loaded = (self.loaded[0], version(self.base))
 
 
-class HomeRecord(Record):
+class Saved:
     """A parameter, or a view of one, that autograd saved while it was on the device."""
 
-    __slots__ = ("_contents", "_home")
+    __slots__ = ("_contents", "_version", "home", "layout")
 
-    def __init__(self, home: Home, contents: torch.Tensor, layout: Layout, version: int) -> None:
-        super().__init__(contents, version)
-        self.alias = None
-        self.layout = layout
-        self._home = home
-        self._contents = contents  # autograd would keep the parameter's memory too, should it get another one
+    def __init__(self, home: Home, layout: Layout) -> None:
+        parameter = home.parameter()
+        assert parameter is not None
+        self.home, self.layout = home, layout
+        self._contents = parameter.detach()  # autograd would keep the parameter's memory too, should it get another one
+        self._version = version(parameter) + home.changes()  # which come home when the region ends
+        home.asked.discard(id(self))  # of one that had this address before
+        home.alive.add(id(self))
 
     def check(self) -> None:
-        """See `Record.check`."""
-        assert self.layout is not None
-        if self._home.parameter() is not None and (now := self._home.version()) != self.version:
-            raise changed_error(str(self._home), now, self.version)
+        """Raise `CorrectnessError` if the parameter was changed in place after it was saved."""
+        if self.home.parameter() is not None and (now := self.home.version()) != self._version:
+            raise changed_error(str(self.home), now, self._version)
+
+    def __del__(self) -> None:
+        if hasattr(self, "home"):
+            self.home.alive.discard(id(self))
+            self.home.mover.drop(self.home)
 
 
-def home_of(parameter: torch.Tensor) -> Home | None:
-    """Where `parameter` lives, if it is not where it was made."""
+def home_of(parameter: torch.Tensor, at_home: Mapping[int, Home] = AT_HOME) -> Home | None:
+    """Where `parameter` lives, if it is not where it was made, as far as `at_home` knows: all homes, by storage."""
     storage = parameter.untyped_storage()
-    home = registry().get(storage._cdata)
+    home = at_home.get(storage._cdata)
     if home is None or home.parameter() is not parameter:
         return None
     # `share_memory_()` gives a storage other memory, and leaves it the same object.
@@ -173,6 +203,11 @@ def _visits() -> list[Visit]:
     return [visit for reference in tuple(running) if (visit := reference()) is not None]
 
 
+def any_is_running() -> bool:
+    """Whether some region, of any thread, has parameters on a device."""
+    return bool(running)
+
+
 def home_on_device(tensor: torch.Tensor) -> Home | None:
     """Where the parameter lives that a running region has on the device as `tensor`, or as what that is a view of."""
     if not running:
@@ -182,12 +217,6 @@ def home_on_device(tensor: torch.Tensor) -> Home | None:
     return None if home is None or home.parameter() is None else home
 
 
-def is_used(home: Home | None) -> bool:
+def is_used(home: Home) -> bool:
     """Whether a running region has it on the device."""
-    return home is not None and any(home in visit.homes for visit in _visits())
-
-
-def registry() -> dict[int, Home]:
-    """All homes, by the storage of the parameter; a simulation has its own."""
-    step = simulating()
-    return _at_home if step is None else step.homes
+    return any(home in visit.homes for visit in _visits())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.core.simulating import simulating
 from memscale.runtime.engine.entry import is_unshared
 
 
-def is_movable(parameter: torch.Tensor) -> bool:
-    """Whether moving `parameter` frees its memory, and disturbs nobody."""
+def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStorage], int] = lambda storage: 0) -> bool:
+    """Whether moving `parameter` frees its memory, and disturbs nobody.
+
+    `besides` is how many references to a storage do not count.
+    """
     if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
         return False
     if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
@@ -20,8 +24,7 @@ def is_movable(parameter: torch.Tensor) -> bool:
         return False
     if parameter.is_cpu and storage.is_shared():  # with other processes
         return False
-    step = simulating()
-    return is_unshared(parameter, besides=0 if step is None else step.references(storage))
+    return is_unshared(parameter, besides=besides(storage))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

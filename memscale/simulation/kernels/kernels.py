@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from memscale.core.errors import RuntimeUnavailable
 from memscale.hardware.device import Hardware
-from memscale.runtime import home_of
+from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import CudaAttention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cuda_scratch import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
@@ -58,7 +58,7 @@ class Kernels:
         ]
 
     @contextmanager
-    def chosen(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    def chosen(self, optimizers: list[torch.optim.Optimizer], at_home: Mapping[int, Home]) -> Iterator[None]:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
         with ExitStack() as stack:
             if self.is_cuda:
@@ -69,7 +69,7 @@ class Kernels:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         # A loop over single tensors where some live on the CPU, as those that are streamed do.
-                        one_device = all(home_of(parameter) is None for parameter in group["params"])
+                        one_device = all(home_of(parameter, at_home) is None for parameter in group["params"])
                         if "foreach" in group and group["foreach"] is None and not group.get("fused") and one_device:
                             group["foreach"] = True  # put back with everything else that the simulation reached
             yield

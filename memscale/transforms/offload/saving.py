@@ -10,7 +10,7 @@ import torch
 
 from memscale.core.errors import TransformError
 from memscale.regions.unrecorded import unrecorded
-from memscale.runtime import Handle, Home, Hooks, home_on_device, is_plain
+from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 
 _autograd = torch._C._autograd
 
@@ -48,9 +48,9 @@ class StreamedHooks(Hooks):
         if is_plain(tensor):
             if (home := home_on_device(tensor)) is not None:
                 with unrecorded():
-                    return home.save(tensor)
+                    return home.mover.save(home, tensor)
             if (home := _cast_of(tensor)) is not None:
-                return _Cast(home.save_whole(), tensor)
+                return _Cast(home.mover.save(home), tensor)
         return self.keep(tensor)
 
 
@@ -69,14 +69,14 @@ def _cast_of(tensor: torch.Tensor) -> Home | None:
 class _Cast:
     """A cast of a parameter that lives on another tier: its bytes would stay, so it is made again."""
 
-    __slots__ = ("_dtype", "_handle", "_offset", "_size", "_stride")
+    __slots__ = ("_dtype", "_offset", "_saved", "_size", "_stride")
 
-    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
-        self._handle = handle
+    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
+        self._saved = saved
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
 
     def unpack(self, hooks: Hooks) -> torch.Tensor:
         with torch.no_grad():
-            whole = hooks.unpack(self._handle).to(self._dtype)
+            whole = hooks.unpack(self._saved).to(self._dtype)
             return whole.as_strided(self._size, self._stride, self._offset).detach()

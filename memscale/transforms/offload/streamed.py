@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
-from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, version
 from memscale.regions import functorch_state
 from memscale.regions.hidden_changes import moved, refused
@@ -28,7 +27,7 @@ from memscale.regions.scope import Attributes, Scope, read, write
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.uncompiled import uncompiled
 from memscale.regions.unrecorded import unrecorded
-from memscale.runtime import Home, Visit, default_runtime, home_of, hooks_here, is_movable
+from memscale.runtime import Home, Visit, home_of, hooks_here, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 
@@ -51,16 +50,16 @@ class Streamed(Transformed):
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> list[Home]:
         """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
-        runtime = self.runtime or default_runtime()
+        runtime = runtime_for(self.runtime)
         like = torch.empty(0, dtype=torch.uint8, device=device)
         least = runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
         staying = set(map(id, self.resident))
         homes = []
         for parameter in parameters:
-            home = home_of(parameter)
-            movable = parameter.nbytes >= least and id(parameter) not in staying and is_movable(parameter)
-            if home is None and movable:
-                home = runtime.engine(like).homes.place(parameter, self.how.tier, like)
+            home = home_of(parameter, runtime.at_home)
+            may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
+            if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
+                home = mover.place(parameter, self.how.tier, like)
                 moved(parameter)
             if home is not None:
                 homes.append(home)
@@ -106,8 +105,8 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
             stack.enter_context(saving_by(hooks, self.how))
         on_device = list(stand_ins.values())
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
-        stack.enter_context(_replaced(scope, stand_ins))
-        watch = bool(homes) and scope.flags() not in self.watched and simulating() is None
+        stack.enter_context(_standing_in(scope, stand_ins))
+        watch = bool(homes) and scope.flags() not in self.watched and runtime_for(self.runtime).has_values
         why = "is lost; make the change in place under torch.no_grad()"
         with refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch):
             result = self.fn(*args, **kwargs)
@@ -179,11 +178,12 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
             if torch.is_grad_enabled() and parameter.requires_grad:
                 received = _Receive.apply(parameter, home)  # type: ignore[no-untyped-call]
                 if sequence is None:
-                    sequence = home.engine.homes.lag(received.grad_fn._sequence_nr())
+                    sequence = home.mover.lag(received.grad_fn._sequence_nr())
                 received.grad_fn._set_sequence_nr(sequence)
                 tensor = _Stream.apply(received, home, [tensor])  # type: ignore[no-untyped-call]
                 trained.append((home, tensor, tensor.grad_fn))
             else:
+                parameter.detach()  # an operator, for a checkpoint around that refuses to run with a changed parameter
                 tensor.requires_grad_(parameter.requires_grad)
             stand_for(_OnDevice(home, version(parameter)), tensor)
             stand_ins[id(parameter)] = tensor
@@ -204,18 +204,18 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
 
 def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torch.Tensor]]:
     """The homes with their tensors on the device, which leave it when `stack` ends."""
-    for engine in {id(home.engine): home.engine for home in homes}.values():
-        mine = [home for home in homes if home.engine is engine]
+    for mover in {id(home.mover): home.mover for home in homes}.values():
+        mine = [home for home in homes if home.mover is mover]
         visit = Visit()
-        stack.push(functools.partial(_leave, engine, visit))  # before it begins: that may fail halfway
+        stack.push(functools.partial(_exit, mover, visit))  # before it begins: that may fail halfway
         with unrecorded():
-            tensors = engine.homes.enter(visit, mine)
+            tensors = mover.enter(visit, mine)
         yield from zip(mine, tensors, strict=True)
 
 
-def _leave(engine: Any, visit: Visit, kind: Any, *_: Any) -> None:
+def _exit(mover: Any, visit: Visit, kind: Any, *_: Any) -> None:
     with unrecorded():
-        engine.homes.leave(visit, failed=kind is not None)
+        mover.exit(visit, failed=kind is not None)
 
 
 class _Receive(torch.autograd.Function):
@@ -230,7 +230,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            ctx.home.received(gradient)
+            ctx.home.mover.received(gradient)
         return gradient, None
 
 
@@ -246,12 +246,13 @@ class _Stream(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            gradient = ctx.home_on_device.send(gradient)
+            home = ctx.home_on_device
+            gradient = home.mover.send(home, gradient)
         return gradient, None, None
 
 
 @contextmanager
-def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
+def _standing_in(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None]:
     """Run the body with `stand_ins` wherever `scope` has the tensors of these ids."""
     before: list[tuple[Any, Any]] = []
     try:
@@ -263,19 +264,11 @@ def _replaced(scope: Scope, stand_ins: dict[int, torch.Tensor]) -> Iterator[None
                 _put(place, found)
         yield
     finally:
-        try:
-            _put_back(scope, before)
-        except BaseException:  # a Ctrl-C: what only stood for a parameter must not stay in the model
-            _put_back(scope, before)
-            raise
-
-
-def _put_back(scope: Scope, before: Sequence[tuple[Any, Any]]) -> None:
-    for place, entries in before:
-        _put(place, entries)
-    for place, content in zip(scope.places, scope.contents, strict=True):
-        if isinstance(place, Attributes):
-            _put_back_new(place, content)
+        for place, entries in before:
+            _put(place, entries)
+        for place, content in zip(scope.places, scope.contents, strict=True):
+            if isinstance(place, Attributes):
+                _put_back_new(place, content)
 
 
 def _put_back_new(place: Attributes, before: Any) -> None:

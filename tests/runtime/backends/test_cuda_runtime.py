@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memscale.core.errors import RuntimeUnavailable, TransformError
-from memscale.runtime import Visit
+from memscale.runtime import Homes, Visit
 from memscale.runtime.backends import cuda, host_tiers
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
@@ -242,16 +242,17 @@ def test_the_time_for_which_the_thread_waits_is_exposed(cupy, tmp_path):
     engine = Engine(Slow(pinned_bytes=MIB, budget=budget(), disk_bytes=0), depth=2)
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
     like = torch.empty(0, dtype=torch.uint8)
-    homes = [engine.homes.place(parameter, "auto", like) for parameter in parameters]
+    mover = Homes(engine, {})
+    homes = [mover.place(parameter, "auto", like) for parameter in parameters]
     visit = Visit()
-    engine.homes.enter(visit, homes)
+    mover.enter(visit, homes)
     assert engine.stats().exposed_seconds == 0.0
-    engine.homes.leave(visit)
+    mover.exit(visit)
     assert engine.stats().exposed_seconds == 3.0
     with torch.no_grad():
-        sent = [engine.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
+        sent = [mover.gradients.send(parameter, "auto", torch.ones(100)) for parameter in parameters]
     assert engine.stats().exposed_seconds == 3.0
-    engine.gradients.received(sent[0])
+    mover.gradients.received(sent[0])
     assert engine.stats().exposed_seconds == 4.0
     engine._end_backward()
     assert engine.stats().exposed_seconds == 6.0

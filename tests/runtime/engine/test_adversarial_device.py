@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from memscale.core.errors import CorrectnessError
 from memscale.runtime.checking import hazards
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
-from memscale.runtime.engine import copies, entry
 from memscale.runtime.engine import engine as _engine
+from memscale.runtime.engine import entry, loader, transfers
 from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
 from tests.support.schedules import NBYTES, Program, results, run_case
 
@@ -61,13 +61,15 @@ def mutate(monkeypatch, edits):
 
 
 NO_LIVE_CHECK = ("_load_ahead", " and candidate.live():", ":")
-OUT_WAITED = "event = self.copies.release(departure)\n    while"
-IN_WAITED = "self.copies.arrive(entry.arrival, entry.base)"
+OUT_WAITED = "event = self.transfers.release(departure)\n    while"
+IN_WAITED = "self._transfers.arrive(item.arrival, item.base)"
+LOADER = loader.Loader
+FREED = "self._backend.free(item.buffer, after=())"
 NOT_WAITED = "event = departure.need()\n    while"
 MUTANTS = {
     "a load is not waited for": (
         hazards.USED_EARLY,
-        [("arrived", IN_WAITED, "entry.arrival.need()")],
+        [(LOADER, "arrived", IN_WAITED, "item.arrival.need()")],
     ),
     "memory is freed without waiting": (
         hazards.SOURCE_FREED,
@@ -75,25 +77,35 @@ MUTANTS = {
     ),
     "a copy out does not wait for the operators before": (
         hazards.READ_EARLY,
-        [(copies.Copies, "ask_out", "after=after", "after=()")],
+        [(transfers.Transfers, "ask_out", "after=after", "after=()")],
     ),
     "a slot is given back when its load starts": (
         hazards.SLOT_REUSED,
-        [("load", "self.copies.pump()", "self.copies.pump(); self.backend.free(entry.buffer, after=())")],
+        [
+            (
+                LOADER,
+                "load",
+                "self._transfers.pump()",
+                "self._transfers.pump(); " + FREED,
+            )
+        ],
     ),
     "a load does not wait for the operators before": (
         hazards.RELOAD_OVERWRITTEN,
-        [("load", "after = [self.backend.record()]", "after = []")],
+        [(LOADER, "load", "after = [self._backend.record()]", "after = []")],
     ),
     "a dropped load is not waited for": (
         hazards.RELOAD_FREED,
-        [("let_go", "self.copies.no_longer(entry.arrival)", "pass"), ("_close", "self.copies.no_longer(copy)", "pass")],
+        [
+            (LOADER, "let_go", "self._transfers.no_longer(item.arrival)", "pass"),
+            ("_close", "self.transfers.no_longer(copy)", "pass"),
+        ],
     ),
     "a load does not wait for its copy out": (
         hazards.READ_BEFORE_WRITE,
         [
             ("_retire", OUT_WAITED, NOT_WAITED),
-            ("load", "after.append(entry.departure.need())", "pass"),
+            (LOADER, "load", "after += item.written()", "pass"),
         ],
     ),
     "a load is started again": (
@@ -160,7 +172,7 @@ def test_the_checker_catches_moving_what_the_caller_still_holds(monkeypatch):
 
 
 def test_a_hazard_names_both_call_sites(monkeypatch):
-    not_let_go = ("let_go", "self.copies.no_longer(entry.arrival)", "pass")  # which waits, too
+    not_let_go = (LOADER, "let_go", "self._transfers.no_longer(item.arrival)", "pass")  # which waits, too
     mutate(monkeypatch, [*MUTANTS["a load is not waited for"][1], not_let_go])
     engine = engine_on({"pinned": 4096}, depth=0)
     handle = engine.stash(torch.ones(8, 8))
@@ -168,7 +180,7 @@ def test_a_hazard_names_both_call_sites(monkeypatch):
     with pytest.raises(CorrectnessError) as raised:
         engine.fetch(handle)
     message = str(raised.value)
-    here, there = r"at \S+test_adversarial_device\.py:\d+ in test_a_hazard_\w+", r"is \S+copies\.py:\d+ in start"
+    here, there = r"at \S+test_adversarial_device\.py:\d+ in test_a_hazard_\w+", r"is \S+transfers\.py:\d+ in start"
     assert re.search(rf"{hazards.USED_EARLY}: torch\.float32\[8, 8\], {here}; the other side {there}$", message)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.runtime import Runtime
+from memscale.runtime import Homes, Runtime
 from memscale.runtime.backends.cuda import CudaBackend
-from memscale.runtime.engine import copies, entry
+from memscale.runtime.engine import entry, loader, transfers
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
 from tests.runtime.engine.test_adversarial_device import mutate
@@ -204,7 +204,7 @@ def test_random_programs_whose_streams_change_at_every_step(tmp_path, monkeypatc
         assert races_of(seed, tmp_path, monkeypatch) == [], f"case {seed}"
 
 
-COPIES = copies.Copies
+COPIES = transfers.Transfers
 MUTANTS = {
     "what leaves is ordered by whichever stream is current": [("_copy_out", "owners=entry.streams", "owners=None")],
     "whichever stream is current waits before memory is freed": [
@@ -214,10 +214,10 @@ MUTANTS = {
     "only the first stream that fetches waits": [(COPIES, "_follow", "stream not in copy.behind", "not copy.behind")],
     "memory is used on another stream unsaid": [(COPIES, "arrive", "self._backend.lend(memory)", "pass")],
     "a load does not wait for what its memory was used for": [
-        ("load", "after = [self.backend.record()]", "after = []")
+        (loader.Loader, "load", "after = [self._backend.record()]", "after = []")
     ],
     "a slot is reused while a load that one stream has waited for still reads it": [
-        (entry.Entry, "events", "(self.departure, self.arrival)", "(self.departure,)")
+        (entry.Entry, "copies", "(self.departure, self.arrival)", "(self.departure,)")
     ],
 }
 
@@ -242,9 +242,10 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
     """What goes wrong between streams in some steps of a model whose parameters are streamed."""
     draw = random.Random(seed)
     engine = wandering(draw, tmp_path, monkeypatch)
-    fake, enter, ask_out = engine.fake, engine.homes.enter, engine.copies.ask_out
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), backend=engine.backend)
     runtime._engines[torch.device("cpu")] = engine
+    mover = runtime.homes(torch.empty(0))
+    fake, enter, fetch, ask_out = engine.fake, mover.enter, mover.fetch, engine.transfers.ask_out
 
     def enter_and_use(visit, homes):
         engine.wander()  # a region's stream is its own; in the graph, also its backward's
@@ -253,14 +254,22 @@ def streamed_races_of(seed, tmp_path, monkeypatch):
             fake.access(fake.compute_stream, tensor.untyped_storage().data_ptr(), tensor.nbytes, "read")
         return tensors
 
+    def fetch_and_use(saved):
+        engine.wander()
+        tensor = fetch(saved)
+        fake.access(fake.compute_stream, tensor.untyped_storage().data_ptr(), tensor.nbytes, "read")
+        engine.wander()
+        return tensor
+
     def compute_and_ask(source, buffer, **options):
         fake.allocated(source)  # the gradient, made on the stream on which it is sent
         copy = ask_out(source, buffer, **options)
         engine.wander()
         return copy
 
-    monkeypatch.setattr(engine.homes, "enter", enter_and_use)
-    monkeypatch.setattr(engine.copies, "ask_out", compute_and_ask)
+    monkeypatch.setattr(mover, "enter", enter_and_use)
+    monkeypatch.setattr(mover, "fetch", fetch_and_use)
+    monkeypatch.setattr(engine.transfers, "ask_out", compute_and_ask)
     torch.manual_seed(seed)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(draw.randrange(1, 5))])
     plain = copy.deepcopy(model)
@@ -296,13 +305,14 @@ def test_a_gradient_that_was_not_written_is_copied_after_the_stream_that_compute
     fake = FakeCupy()
     fake.install(monkeypatch)
     engine = Engine(CudaBackend(pinned_bytes=0, disk_bytes=MIB, disk_directory=tmp_path), depth=2)
+    gradients = Homes(engine, {}).gradients
     parameter, gradient = nn.Parameter(torch.zeros(100)), torch.arange(100.0)
     monkeypatch.setattr(engine.backend, "_carry", None)  # calling which fails
     fake.compute_stream = 7
     with torch.no_grad():
-        sent = engine.gradients.send(parameter, "disk", gradient)
+        sent = gradients.send(parameter, "disk", gradient)
     fake.compute_stream = 8
     fake.log.clear()
-    engine.gradients.received(sent)
+    gradients.received(sent)
     assert fake.log == [("record", 7), ("wait", 8)]
     assert torch.equal(sent, torch.arange(100.0))

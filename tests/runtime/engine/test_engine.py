@@ -9,12 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memscale as ms
-from memscale.runtime import Runtime
+from memscale.runtime import Homes, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.entry import State
+from memscale.runtime.engine.loader import State
 from memscale.runtime.storage.courier import Errand
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
 from tests.support.checks import bits
@@ -277,7 +277,7 @@ def test_a_forked_process_is_refused(engine):
     with pytest.raises(ms.TransformError, match="of which it is a fork"):
         stashed(engine, lambda: torch.arange(1024.0))
     with pytest.raises(ms.TransformError, match="of which it is a fork"):
-        engine.homes.place(torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8))
+        Homes(engine, {}).place(torch.nn.Parameter(torch.ones(1024)), "auto", torch.empty(0, dtype=torch.uint8))
     engine.backend.inner._process += 1
     assert torch.equal(engine.fetch(handle), torch.arange(1024.0)), "what was refused has left nothing half done"
 

@@ -89,12 +89,11 @@ def test_with_loads_ahead_the_last_region_stays_for_the_backward_that_begins_wit
 def test_what_is_loaded_ahead_is_noted_before_the_wait_for_it():
     fit, runtime = streamed(depth=1)
     trained(fit)
-    asked, enter = [], runtime.engine(torch.empty(0)).homes.enter
-    engine = runtime.engine(torch.empty(0))
-    load = engine.load
-    names = {id(home_of(p).entry): name for name, p in fit.named_parameters()}
-    engine.load = lambda entry, **options: (asked.append(names[id(entry)]), load(entry, **options))[1]
-    engine.homes.enter = lambda *given: (asked.append("enter"), enter(*given))[1]
+    mover = runtime.homes(torch.empty(0))
+    asked, enter, load = [], mover.enter, mover._loader.load
+    names = {home_of(p): name for name, p in fit.named_parameters()}
+    mover._loader.load = lambda home, **options: (asked.append(names[home]), load(home, **options))[1]
+    mover.enter = lambda *given: (asked.append("enter"), enter(*given))[1]
     with torch.no_grad():
         fit(rows())
     order = [(f"{layer}.weight", f"{layer}.bias") for layer in range(LAYERS)]
@@ -240,16 +239,16 @@ def loads(seconds):
     targets = [torch.empty(64, dtype=torch.uint8) for _ in seconds]
     buffers = [backend.allocate(64, "auto") for _ in seconds]
     copies = [
-        engine.copies.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
+        engine.transfers.ask_in(buffer, target, after=(), seconds=when, started=lambda event: None)
         for buffer, target, when in zip(buffers, targets, seconds, strict=True)
     ]
-    engine.copies.pump()
+    engine.transfers.pump()
     return backend, engine, copies, targets
 
 
 def check_what_is_needed_at_once_overtakes_what_is_loaded_ahead():
     _, engine, copies, targets = loads([60.0] * 7)
-    engine.copies.arrive(copies[-1], targets[-1])
+    engine.transfers.arrive(copies[-1], targets[-1])
     assert engine.stats().exposed_seconds == pytest.approx(3.0), "behind the two that the stream was given"
 
 
@@ -261,8 +260,8 @@ def check_the_earliest_deadline_goes_first():
     backend, engine, copies, targets = loads([60.0] * 6 + [3.0])
     for _ in range(3):
         backend.compute(1.0)
-        engine.copies.pump()
-    engine.copies.arrive(copies[-1], targets[-1])
+        engine.transfers.pump()
+    engine.transfers.arrive(copies[-1], targets[-1])
     assert engine.stats().exposed_seconds == pytest.approx(0.0)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 import memscale as ms
 from memscale.regions import snapshot
-from memscale.runtime.engine import ahead, link
-from memscale.runtime.parameters import gradients, homes, rooms
+from memscale.runtime.engine import ahead, link, loader
+from memscale.runtime.parameters import gradients, homes, mapped
 from tests.runtime.engine.test_adversarial_device import mutate
 from tests.support.layers import PARAMS
 from tests.support.streaming import device, run_case
@@ -40,11 +40,15 @@ MUTANTS = {
         (gradients.Gradients, "_retire", "gradient.target.copy_(gradient.source)", "pass")
     ],
     "a gradient's memory is freed before it is out": [
-        (gradients.Gradients, "_retire", "copies.release(gradient.copy)", "gradient.copy.need()")
+        (gradients.Gradients, "_retire", "transfers.release(gradient.copy)", "gradient.copy.need()")
     ],
-    "a load is not waited for": [("arrived", "self.copies.arrive(entry.arrival, entry.base)", "entry.arrival.need()")],
-    "a change by the region is lost": [(homes.Homes, "leave", "self._bring_changes(home)", "pass")],
-    "rooms are not given back": [(rooms.Room, "give_back", "backend.free(buffer, after=[*after, *copied])", "pass")],
+    "a load is not waited for": [
+        (loader.Loader, "arrived", "self._transfers.arrive(item.arrival, item.base)", "item.arrival.need()")
+    ],
+    "a change by the region is lost": [(homes.Homes, "exit", "self._bring_changes(home)", "pass")],
+    "mapped memory is not given back": [
+        (mapped.Mapped, "give_back", "backend.free(buffer, after=[*after, *copied])", "pass")
+    ],
 }
 
 
@@ -67,11 +71,11 @@ def test_random_cases_notice_the_mutant(edits, monkeypatch):
 EFFECTS = {
     "a parameter may be written while it is read, after forward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(homes.Homes, "leave", "self._finish_reading(homes)", "pass")],
+        [(homes.Homes, "exit", "self._finish_reading(homes)", "pass")],
     ),
     "a parameter may be written while it is read, after backward": (
         test_streamed.check_parameters_may_be_written_after_each_pass,
-        [(homes.Homes, "end_backward", "self._finish_reading(list(self._reading))", "pass")],
+        [(homes.Homes, "_come_home", "self._finish_reading(list(self._reading))", "pass")],
     ),
     "an old copy is used after a change that no counter sees": (
         functools.partial(
@@ -88,7 +92,7 @@ EFFECTS = {
     ),
     "a gradient is not waited for": (
         test_streamed.check_the_cpu_waits_for_each_gradient,
-        [(gradients.Gradients, "received", "self._engine.copies.synchronize(arriving.copy.need())", "pass")],
+        [(gradients.Gradients, "received", "self._engine.transfers.synchronize(arriving.copy.need())", "pass")],
     ),
     "a gradient is waited for at once": (
         functools.partial(test_streamed.check_gradients_leave_while_the_next_region_computes, 2, 1.0),
@@ -112,7 +116,7 @@ EFFECTS = {
     ),
     "regions never leave the device": (
         functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),
-        [(homes.Homes, "leave", "[] if stay and not failed else over", "[]")],
+        [(homes.Homes, "exit", "[] if stay and not failed else over", "[]")],
     ),
     "a checkpoint in a region keeps what stood for its parameters": (
         functools.partial(
@@ -122,7 +126,7 @@ EFFECTS = {
     ),
     "the memory of a home is given back at once": (
         test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
-        [(rooms.Room, "give_back", "after=[*after, *copied]", "after=copied")],
+        [(mapped.Mapped, "give_back", "after=[*after, *copied]", "after=copied")],
     ),
 }
 

@@ -1,4 +1,4 @@
-"""What finalizers leave behind for an engine."""
+"""What finalizers hand to an engine to be closed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Moving(Protocol):
-    """What holds bytes, perhaps while they are copied."""
+class Ended(Protocol):
+    """What is over and holds bytes, perhaps while they are copied."""
 
     def is_moving(self) -> bool:
         """Whether a copy of the bytes is under way. Never blocks."""
 
 
-class Leftovers:
+class Finalized:
     """Things that are over, each with what has to be done about it, perhaps twice, while `lock` is held.
 
     Finalizers run at any moment: in any thread, where the garbage collector happens to start, and inside whatever that
@@ -26,13 +26,13 @@ class Leftovers:
     >>> class Bytes:
     ...     moving = True
     ...     def is_moving(self): return self.moving
-    >>> leftovers, closed, some, more = Leftovers(threading.Lock()), [], Bytes(), Bytes()
+    >>> finalized, closed, some, more = Finalized(threading.Lock()), [], Bytes(), Bytes()
     >>> more.moving = False
-    >>> leftovers.leave(some, closed.append)
-    >>> leftovers.leave(more, closed.append)
+    >>> finalized.add(some, closed.append)
+    >>> finalized.add(more, closed.append)
     >>> closed == [more]
     True
-    >>> leftovers.collect()
+    >>> finalized.collect()
     >>> closed == [more, some]
     True
     """
@@ -40,9 +40,9 @@ class Leftovers:
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._process = os.getpid()
-        self._items: deque[tuple[Moving, Callable[[Any], None]]] = deque()
+        self._items: deque[tuple[Ended, Callable[[Any], None]]] = deque()
 
-    def leave(self, item: Moving, close: Callable[[Any], None]) -> None:
+    def add(self, item: Ended, close: Callable[[Any], None]) -> None:
         """To be called by a finalizer: `close(item)` now if that is possible at once, or later."""
         self._items.append((item, close))
         self.collect(wait=False)
@@ -53,17 +53,15 @@ class Leftovers:
             return
         while self._items:
             # Whoever holds the lock comes here after releasing it: nobody needs to wait, least of all a finalizer
-            # that interrupted the holder. Not a plain call, after which Python looks for a Ctrl-C: one that came there
-            # would leave the lock held for good.
-            for acquired in map(self._lock.acquire, [False]):
-                if not acquired:
-                    return
-                try:
-                    some_are_left = self._close_items(wait)
-                finally:
-                    self._lock.release()
-                if some_are_left:
-                    return
+            # that interrupted the holder.
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                some_are_left = self._close_items(wait)
+            finally:
+                self._lock.release()
+            if some_are_left:
+                return
 
     def _close_items(self, wait: bool) -> bool:
         some_are_left = False

@@ -8,10 +8,10 @@ import torch
 
 from memscale.runtime.backends.protocol import Backend, Buffer, Event
 from memscale.runtime.engine.link import Copy, Link
-from memscale.runtime.stats import Counters, Timeline, add
+from memscale.runtime.stats import CopyTimeline, Counters, add
 
 
-class Copies:
+class Transfers:
     """The two directions of a backend's link.
 
     Args:
@@ -20,7 +20,7 @@ class Copies:
         timeline: where they are noted, or `None`.
     """
 
-    def __init__(self, backend: Backend, counters: Counters, timeline: Timeline | None) -> None:
+    def __init__(self, backend: Backend, counters: Counters, timeline: CopyTimeline | None) -> None:
         self.timeline = timeline
         self._backend = backend
         self._counters = counters

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from memscale.core.errors import RuntimeUnavailable
-from memscale.core.simulating import simulating
 from memscale.runtime.backends.protocol import Backend, Buffer, Event
+from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.link import Copy
-
-if TYPE_CHECKING:
-    from memscale.runtime.engine.engine import Engine
-    from memscale.runtime.parameters.home import Home
+from memscale.runtime.parameters.home import Home
 
 
-class Room:
+class Mapped:
     """Bytes of a tier with tensors over them, given back once nothing refers to the tensors' storage."""
 
     __slots__ = ("_backend", "buffer", "copies", "home")
@@ -30,8 +26,8 @@ class Room:
         self.home: Home | None = None  # of the parameter whose bytes these are
 
     def is_moving(self) -> bool:
-        """See `Moving`. Copies of a gradient are no matter: its memory is reused only after them."""
-        return self.home is not None and self.home.entry.is_moving()
+        """See `Ended`. Copies of a gradient are no matter: its memory is reused only after them."""
+        return self.home is not None and self.home.is_moving()
 
     def give_back(self, after: Sequence[Event]) -> None:
         """Free the buffer, once its copies and the events in `after` are done."""
@@ -41,52 +37,54 @@ class Room:
             backend.free(buffer, after=[*after, *copied])
 
 
-class Rooms:
-    """The rooms of one engine."""
+class MappedTensors:
+    """The CPU tensors over the tiers of one engine."""
 
     def __init__(self, engine: Engine) -> None:
-        self._owner = weakref.ref(engine)  # weakly, as `Homes` does
+        # Weakly: the tensors may outlive a runtime, and what that holds, a file among it, must not wait for them.
+        self._owner = weakref.ref(engine)
 
-    @property
-    def _engine(self) -> Engine:
-        engine = self._owner()
-        assert engine is not None, "its engine has them"
-        return engine
-
-    def take(self, nbytes: int, tier: str) -> tuple[Room, torch.Tensor] | None:
+    def take(self, nbytes: int, tier: str) -> tuple[Mapped, torch.Tensor] | None:
         """Bytes on `tier` or the next below, and a uint8 CPU tensor over them; `None` where no tier has room."""
-        backend, step = self._engine.backend, simulating()
+        engine = self._owner()
+        assert engine is not None, "whoever asks has it"
+        backend = engine.backend
         buffer = backend.allocate(nbytes, tier)
         if buffer is None:
             return None
         try:
-            contents = torch.from_numpy(backend.map(buffer)) if step is None else step.away(nbytes)
+            contents = self.tensor_over(buffer, backend)
         except RuntimeUnavailable:  # a filesystem that cannot promise room would kill the process later
             backend.free(buffer, after=())
             return None
         except BaseException:
             backend.free(buffer, after=())
             raise
-        self._engine.count_live(buffer.tier, nbytes)
-        room = Room(buffer, backend)
-        weakref.finalize(contents.untyped_storage(), self._end, room).atexit = False
-        return room, contents
+        engine.count_live(buffer.tier, nbytes)
+        mapped = Mapped(buffer, backend)
+        weakref.finalize(contents.untyped_storage(), self._end, mapped).atexit = False
+        return mapped, contents
 
-    def _end(self, room: Room) -> None:
+    def tensor_over(self, buffer: Buffer, backend: Backend) -> torch.Tensor:
+        """A uint8 CPU tensor whose memory is that of `buffer`."""
+        return torch.from_numpy(backend.map(buffer))
+
+    def _end(self, mapped: Mapped) -> None:
         if (engine := self._owner()) is not None:
-            engine.leftovers.leave(room, self.close)
+            engine.finalized.add(mapped, self.close)
         else:  # a runtime that is gone, whose backend others may use
-            room.give_back(())
+            mapped.give_back(())
 
-    def close(self, room: Room) -> None:
-        """Give back a room that is over. The engine's lock is held."""
+    def close(self, mapped: Mapped) -> None:
+        """Give back memory whose tensors are gone. The engine's lock is held."""
+        home = mapped.home
         if (engine := self._owner()) is None:  # it is being collected
-            room.give_back(() if room.home is None else room.home.entry.events())
+            mapped.give_back(() if home is None else home.events())
             return
-        reading = [] if room.home is None else engine.homes.end(room.home)
-        if room.buffer is not None:
-            engine.count_live(room.buffer.tier, -room.buffer.nbytes)
-        room.give_back(reading)
+        reading = [] if home is None else home.mover.end(home)
+        if mapped.buffer is not None:
+            engine.count_live(mapped.buffer.tier, -mapped.buffer.nbytes)
+        mapped.give_back(reading)
 
 
 def shaped(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
