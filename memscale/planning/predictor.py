@@ -112,7 +112,7 @@ class OOMPredictor:
         """
         capacity_bytes = self._capacity_bytes(budget)
         self._say("the step as it is", 0, None if recommend is not False else 1)
-        profile = self._profiler.profile(batch, accumulate=self.accumulate)
+        profile = self._profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
         return self._recommending(prediction, batch) if wanted else prediction
@@ -147,7 +147,7 @@ class OOMPredictor:
         if at_most < at_least:
             raise ConfigError(f"largest(at_least={at_least}, at_most={at_most}) leaves no size; swap the two")
         capacity_bytes = self._capacity_bytes(budget)
-        sizes = _Sizes(self, batch_fn, at_least)
+        sizes = _Sizes(self, batch_fn, at_least, capacity_bytes)
         n, peaks = largest_fitting(sizes.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most)
         if n is None:
             raise BudgetError(
@@ -186,7 +186,7 @@ class OOMPredictor:
         if remedy.in_parts:
             return self._in_parts(profiler, batch, prediction)
         with optimizer_options(self.optimizer, remedy.options):
-            profile = profiler.profile(batch, accumulate=self.accumulate)
+            profile = profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=prediction.capacity_bytes)
         peak_bytes = taken_bytes(profile)
         return Recommendation(
             remedy.action,
@@ -204,7 +204,8 @@ class OOMPredictor:
         while (part := split(batch, parts)) is not None:
             try:
                 # From the second pass on all are alike: two show the peak of any number, though not the time.
-                peak_bytes = taken_bytes(profiler.profile(part, accumulate=2))
+                profile = profiler.profile(part, accumulate=2, capacity_bytes=prediction.capacity_bytes)
+                peak_bytes = taken_bytes(profile)
             except MemscaleError:
                 if best is None:
                     raise
@@ -242,10 +243,13 @@ class OOMPredictor:
 class _Sizes:
     """The peaks of a batch factory's batches."""
 
-    def __init__(self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int) -> None:
+    def __init__(
+        self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int, capacity_bytes: int
+    ) -> None:
         self.predictor = predictor
         self.batch_fn = batch_fn
         self.at_least = at_least
+        self.capacity_bytes = capacity_bytes
         self.parts: dict[int, list[Any]] = {}  # by size, what the batch holds: shapes of tensors, other values
 
     def peak_bytes(self, n: int) -> int:
@@ -267,7 +271,9 @@ class _Sizes:
                 f"shapes {_shapes(self.parts[n])}; return a batch that grows with n"
             )
         try:
-            profile = self.predictor._profiler.profile(batch, accumulate=self.predictor.accumulate)
+            profile = self.predictor._profiler.profile(
+                batch, accumulate=self.predictor.accumulate, capacity_bytes=self.capacity_bytes
+            )
         except MemscaleError as error:
             if n == self.at_least:
                 raise

@@ -20,6 +20,7 @@ COLOURS = {
     "temporary": "#F0B44A",
     "workspace": "#CC79A7",
     "other": "#BBBBBB",
+    "rounding": "#DDDDDD",
     "unknown": "#BBBBBB",  # what the allocator's trace calls "other"
 }
 

@@ -13,6 +13,7 @@ from memscale.simulation.results import Holding, Profile, ProfileDiff, differenc
 _COLUMNS = 120
 _LINES = 35
 _MODULES = 10
+_TABLES = 19  # rows of categories and modules together, so that there is room for a note
 _TENSORS = 7
 _LONGEST_PATH = 48
 _LONGEST_OP = 34
@@ -25,7 +26,7 @@ def profile_text(profile: Profile) -> str:
         f"peak {format_bytes(profile.peak_bytes)} {profile.moment}",
         *(f"  {fact}" for fact in facts(profile)),
         *_category_table(profile),
-        *_module_table(profile),
+        *_module_table(profile, min(_MODULES, _TABLES - len(profile.by_category))),
         *_tensor_table(profile),
     ]
     return "\n".join([*lines, *_notes(profile.notes, _LINES - len(lines))])
@@ -112,7 +113,7 @@ def alike(profile: Profile) -> list[tuple[Holding, str, int]]:
 
 def is_cut(profile: Profile, holding: Holding) -> bool:
     """Whether there may be more storages like this one than ``profile.holdings`` lists, which has the largest only."""
-    listed_bytes = sum(other.nbytes for other in profile.holdings)
+    listed_bytes = sum(other.nbytes for other in profile.holdings) + profile.by_category.get("rounding", 0)
     return listed_bytes < profile.peak_bytes and holding.nbytes == profile.holdings[-1].nbytes
 
 
@@ -122,7 +123,7 @@ def _category_table(profile: Profile) -> list[str]:
     return _table(("at the peak", "bytes", "%"), rows)
 
 
-def _module_table(profile: Profile) -> list[str]:
+def _module_table(profile: Profile, most: int) -> list[str]:
     paths = patterns(profile)
     root = module_tree(
         ((paths[path], Held.of(parts)) for path, parts in profile.categories_by_module.items()),
@@ -130,7 +131,7 @@ def _module_table(profile: Profile) -> list[str]:
     )
     timed = bool(profile.seconds_by_module)
     rows = []
-    for part in summary(root, _MODULES) if root.weight else ():
+    for part in summary(root, most) if root.weight else ():
         numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))
         time = [format_seconds(part.seconds) if part.seconds else "-"] if timed else []
         rows.append((shortened(part.path or ROOT, _LONGEST_PATH), *numbers, *time))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memscale.core.errors import ConfigError
+from memscale.core.units import format_bytes
 from memscale.hardware.device import Hardware
 from memscale.hardware.roofline import Work, has_rate, seconds
 from memscale.simulation.allocator.caching import replay
@@ -18,7 +19,7 @@ from memscale.simulation.results import Holding, Moment, Profile
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
-_GRANULE = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+_ROUNDING = "rounding"
 _NAMED_FOR_TENSORS = ("parameter", "buffer", "gradient", "optimizer state")
 
 
@@ -30,39 +31,44 @@ class _Peak:
 
 
 def analyse(
-    ledger: Ledger, hardware: Hardware, notes: tuple[str, ...], by_tier: Mapping[str, int] | None = None
+    ledger: Ledger,
+    hardware: Hardware,
+    notes: tuple[str, ...],
+    by_tier: Mapping[str, int] | None = None,
+    capacity_bytes: int | None = None,
 ) -> Profile:
     """The profile of the last step in `ledger` on `hardware`.
 
     Args:
         ledger: of at least two steps, the first from a fresh optimizer.
-        hardware: the device; on a CUDA device sizes are rounded as its allocator rounds them.
+        hardware: the device; on a CUDA device what counts is the blocks that its allocator would hand out.
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
+        capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
     """
     ledger.settle()
-    caching = hardware.device_type == "cuda"
-    sizes = [_rounded(record.nbytes) if caching else record.nbytes for record in ledger.records]
+    sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes)
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
-    reserved = replay(_stream(ledger, sizes), settings=_settings()).reserved_peak_bytes if caching else None
     times = _op_seconds(ledger, hardware)
     first_event, first_op = ledger.steps[-1]
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for number in steady.alive:
         record = ledger.records[number]
-        by_category[record.category] += sizes[number]
-        by_module[_module(record)][record.category] += sizes[number]
+        by_category[record.category] += record.nbytes
+        by_module[_module(record)][record.category] += record.nbytes
+    if rounding := steady.nbytes - sum(by_category.values()):
+        by_category[_ROUNDING] = by_module["allocator"][_ROUNDING] = rounding
     changes, positions, phases = _timeline(ledger, sizes, times)
     seconds_by_module: dict[str, float] = defaultdict(float)
     for op, time in zip(ledger.ops[first_op:], times or (), strict=False):
         seconds_by_module[op.path] += time
-    largest = sorted(steady.alive, key=lambda number: -sizes[number])[:_HOLDINGS]
+    largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
-        notes=(*notes, *_untimed(ledger, hardware)),
+        notes=(*notes, *warnings, *_untimed(ledger, hardware)),
         hardware=hardware,
         peak_bytes=steady.nbytes,
         first_step_peak_bytes=peaks[0].nbytes,
@@ -71,7 +77,7 @@ def analyse(
         by_category=dict(sorted(by_category.items(), key=lambda item: CATEGORIES.index(item[0]))),
         categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
         by_tier=dict(by_tier or {}),
-        holdings=tuple(_holding(ledger, number, sizes[number]) for number in largest),
+        holdings=tuple(_holding(ledger, number) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
         step_seconds=None if times is None else sum(times),
         seconds_by_module=dict(sorted(seconds_by_module.items())),
@@ -87,8 +93,39 @@ def _settings() -> AllocatorSettings:
     return AllocatorSettings.from_env(next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), ""))
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _GRANULE) * _GRANULE
+def _allocated(
+    ledger: Ledger, hardware: Hardware, capacity_bytes: int | None
+) -> tuple[list[int], int | None, list[str]]:
+    """What each storage takes of the device, what the allocator reserves at its most, and what is to be said about it.
+
+    On CUDA a storage takes a whole block. Where the device is too small for all that the allocator would like to keep,
+    it gives back what it only caches before an allocation fails, and the blocks are those that it hands out then.
+    """
+    exact = [record.nbytes for record in ledger.records]
+    if hardware.device_type != "cuda":
+        return exact, None, []
+    # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
+    events = [(abs(event) - 1, exact[abs(event) - 1] * (1 if event > 0 else -1)) for event in ledger.events]
+    settings = _settings()
+    capacity_bytes = max(1, hardware.usable_bytes if capacity_bytes is None else capacity_bytes)
+    found, notes = replay(events, settings=settings), []
+    # The fraction that a process allows itself, and the collection that goes with it, only count against a capacity.
+    if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:
+        bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes)
+        if bounded.out_of_memory_at is None:
+            if bounded.retries:
+                notes.append(
+                    "it fits because PyTorch gives back cached memory when the device is full, here "
+                    f"{bounded.retries} times, each of which waits for the device; with more memory it would reserve "
+                    f"{format_bytes(found.reserved_peak_bytes)}"
+                )
+            found = bounded
+        elif found.reserved_peak_bytes <= capacity_bytes:
+            notes.append(
+                f"it does not fit: the allocator's per_process_memory_fraction:{settings.memory_fraction} leaves it "
+                f"{format_bytes(settings.memory_fraction * capacity_bytes)}"
+            )
+    return [found.block_bytes.get(number, 0) for number in range(len(exact))], found.reserved_peak_bytes, notes
 
 
 def _peaks(ledger: Ledger, sizes: list[int]) -> list[_Peak]:
@@ -146,11 +183,6 @@ def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
     return op >= 0 and ledger.ops[op].phase is phase
 
 
-def _stream(ledger: Ledger, sizes: list[int]) -> list[tuple[int, int]]:
-    # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
-    return [(event - 1, sizes[event - 1]) if event > 0 else (-event - 1, -sizes[-event - 1]) for event in ledger.events]
-
-
 def _module(record: StorageRecord) -> str:
     return record.path.rpartition(".")[0] if record.category in _NAMED_FOR_TENSORS else record.path
 
@@ -186,11 +218,11 @@ def _moment(ledger: Ledger, peak: _Peak, begin: int) -> Moment:
     return Moment(op.name, op.path, op.phase.value)
 
 
-def _holding(ledger: Ledger, number: int, nbytes: int) -> Holding:
+def _holding(ledger: Ledger, number: int) -> Holding:
     record = ledger.records[number]
     op: OpCall | None = ledger.ops[record.op] if record.op >= 0 else None
     return Holding(
-        nbytes,
+        record.nbytes,
         record.category,
         record.path,
         op.name if op else "",
@@ -211,18 +243,25 @@ def _timeline(
     alive: dict[int, None] = {}
     for event in ledger.events[:begin]:
         _apply(event, alive, sizes)
+    rounding = CATEGORIES.index(_ROUNDING)
+
+    def parts(number: int) -> list[tuple[int, int]]:
+        record = ledger.records[number]
+        rest = sizes[number] - record.nbytes
+        return [(CATEGORIES.index(record.category), record.nbytes), *([(rounding, rest)] if rest else [])]
+
     before: dict[int, int] = defaultdict(int)
     for number in alive:
-        before[CATEGORIES.index(ledger.records[number].category)] += sizes[number]
+        for category, nbytes in parts(number):
+            before[category] += nbytes
     changes = sorted(before.items())
     positions = [0.0] * len(changes)
     for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
-        number = abs(event) - 1
-        category = CATEGORIES.index(ledger.records[number].category)
-        changes.append((category, sizes[number] if event > 0 else -sizes[number]))
         # An operator's results are there while it runs, and what it was the last to need until it is done.
         at = ends[max(0, op - first_op + (event < 0))]
-        positions.append(max(at, positions[-1]) if positions else at)
+        for category, nbytes in parts(abs(event) - 1):
+            changes.append((category, nbytes if event > 0 else -nbytes))
+            positions.append(max(at, positions[-1]) if positions else at)
     phases: list[tuple[str, float]] = []
     for index, op_call in enumerate(ledger.ops[first_op:]):
         if not phases or phases[-1][0] != op_call.phase.value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,10 @@ class _Answer:
     layout: ResultLayout
     scratch_bytes: int
     work: Work
+    workspaces: Mapping[str, int]
+
+
+_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), {})
 
 
 class NeedsValues(MemscaleError):
@@ -105,7 +110,8 @@ class HollowMode(TorchDispatchMode):
         self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
-        self._threads: set[bool] = set()  # with a cuBLAS workspace: the caller's, and autograd's for the device
+        # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
+        self._workspaces: set[tuple[str, bool]] = set()
         self._fake = FakeKernels()
         self._answers: dict[Any, _Answer] = {}
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
@@ -127,7 +133,7 @@ class HollowMode(TorchDispatchMode):
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
             self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
-            return self._note(op, op(*args, **kwargs), Work(0, 0, ""), 0, known=True)
+            return self._note(op, op(*args, **kwargs), _NOTHING, known=True)
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
@@ -144,7 +150,7 @@ class HollowMode(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._from_values(op, args, kwargs, tensors, records)
         if answer.layout.is_view:
-            return self._note(op, op(*args, **kwargs), answer.work, 0)
+            return self._note(op, op(*args, **kwargs), answer)
         if kind is Kind.IN_PLACE:
             return self._in_place(op, args, kwargs, records, known, answer)
         if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
@@ -152,7 +158,7 @@ class HollowMode(TorchDispatchMode):
         if records and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(op, args, kwargs, tensors, answer)
         result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
-        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._note(op, result, answer)
         self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
         if op in _IN_PLACE_WITHOUT_MODE:
             self._maybe_in_place(tensors, result)
@@ -201,7 +207,8 @@ class HollowMode(TorchDispatchMode):
             layout = self._layout_on_zeros(op, args, kwargs, tensors)
         shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
         work = work_of(op, args, kwargs, shown)
-        answer = _Answer(layout, self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops), work)
+        scratch_bytes = 0 if layout.is_view else self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops)
+        answer = _Answer(layout, scratch_bytes, work, self._kernels.workspaces(op, args))
         if key is not None:
             self._answers[key] = answer
         return answer
@@ -213,13 +220,14 @@ class HollowMode(TorchDispatchMode):
         result = op(*exchanged(args, hollow), **exchanged(kwargs, hollow))  # the caller's tensors stay out of it
         return result_layout(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
 
-    def _note(self, op: OpOverload, result: Any, work: Work, scratch_bytes: int, known: bool = False) -> Any:
+    def _note(self, op: OpOverload, result: Any, answer: _Answer, known: bool = False) -> Any:
         """Record the operator, its scratch memory and the storages of its results that are new."""
         new = [
             (storage, tensor)
             for tensor in _results(result)
             if (storage := tensor.untyped_storage())._cdata not in self.storages and tensor.device.type != "meta"
         ]
+        work, scratch_bytes = answer.work, answer.scratch_bytes
         if not new and not work.flops and not work.nbytes and not scratch_bytes:
             return result
         ledger, path, records = self.ledger, self._path(), torch.is_grad_enabled()
@@ -229,9 +237,10 @@ class HollowMode(TorchDispatchMode):
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
         at = len(ledger.ops) - 1
-        if in_backward not in self._threads and (workspace_bytes := self._kernels.workspace_bytes(op)):
-            self._threads.add(in_backward)
-            ledger.birth(StorageRecord(workspace_bytes, at, "workspace", path="cuBLAS"))
+        for library, nbytes in answer.workspaces.items():
+            if (library, in_backward) not in self._workspaces:
+                self._workspaces.add((library, in_backward))
+                ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
         scratch = ledger.birth(StorageRecord(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
         for storage, tensor in new:
             if storage._cdata not in self.storages:
@@ -258,7 +267,7 @@ class HollowMode(TorchDispatchMode):
                 record = self.storages.record(tensor)
                 # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
                 record.known, record.guess = record.known and _stands_in(tensor), SCALAR
-        self._note(op, None, answer.work, answer.scratch_bytes)
+        self._note(op, None, answer)
         returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
@@ -274,7 +283,7 @@ class HollowMode(TorchDispatchMode):
         return tensor
 
     def _compute(self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], answer: _Answer) -> Any:
-        result = self._note(op, op(*args, **kwargs), answer.work, answer.scratch_bytes)
+        result = self._note(op, op(*args, **kwargs), answer)
         drawn = torch.Tag.nondeterministic_seeded in op.tags
         self._trust(result, DRAW if drawn else "" if op._opname in _CONSTANTS else _guess(records))
         return result
@@ -291,7 +300,7 @@ class HollowMode(TorchDispatchMode):
         random = torch.empty_like(source) if not source.is_floating_point() else torch.randn_like(source)
         chosen = op(*(random if arg is source else arg for arg in args), **kwargs)
         result = _integers_of(chosen, answer.layout.build(self.hollow, tensors))
-        self._note(op, result, answer.work, answer.scratch_bytes)
+        self._note(op, result, answer)
         self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
         return result
 
@@ -321,7 +330,7 @@ class HollowMode(TorchDispatchMode):
         if not all(record.known for record in records):
             hollow = result_layout(result, tensors).build(self.hollow, tensors)
             result = _integers_of(result, hollow) if op in _BY_LENGTHS else hollow
-        self._note(op, result, Work(0, 0, ""), 0)
+        self._note(op, result, _NOTHING)
         trusted = {id(tensor) for tensor in _results(whole)}
         self._trust([tensor for tensor in _results(result) if id(tensor) in trusted], _guess(deciding))
         return result

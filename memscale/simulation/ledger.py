@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
-#: What a storage is for, in the order in which tables and pictures stack it.
+#: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
+#: have above the storages in them.
 CATEGORIES = (
     "parameter",
     "buffer",
@@ -16,6 +17,7 @@ CATEGORIES = (
     "temporary",
     "workspace",
     "other",
+    "rounding",
 )
 
 

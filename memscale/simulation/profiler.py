@@ -129,13 +129,17 @@ class MemoryProfiler:
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
 
-    def profile(self, batch: Any = None, *, accumulate: int = 1) -> Profile:
-        """The memory of a step with this batch; arguments and errors as in `memscale.profile`."""
+    def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
+        """The memory of a step with this batch; arguments and errors as in `memscale.profile`.
+
+        `capacity_bytes` is what a simulated CUDA device gives to the step, where that is less than all it can
+        (``hardware.usable_bytes``): PyTorch gives back cached memory before it goes beyond.
+        """
         step = self._step(batch, accumulate)
         if not self.config.use_static_profiling:
             return self._measure(step, batch, "Config(use_static_profiling=False)")
         try:
-            return self._simulate(step, batch)
+            return self._simulate(step, batch, capacity_bytes)
         except ConfigError:
             raise
         except NeedsValues as error:
@@ -166,7 +170,7 @@ class MemoryProfiler:
             )
         return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
 
-    def _simulate(self, step: Callable[[], object], batch: Any) -> Profile:
+    def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         model = self.model if isinstance(self.model, nn.Module) else None
         with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
             for _ in range(_STEPS):
@@ -181,6 +185,7 @@ class MemoryProfiler:
             self.hardware,
             notes,
             {tier: nbytes for tier, nbytes in by_tier.items() if nbytes},
+            capacity_bytes,
         )
 
     def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:

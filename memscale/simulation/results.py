@@ -91,8 +91,10 @@ class Profile:
             states exist). What the CUDA context takes beside that is not in it; see ``Hardware.usable_bytes``.
         first_step_peak_bytes: the same for the first step.
         reserved_peak_bytes: what the caching allocator holds of the device at its most; None where there is none (CPU).
+            Above ``hardware.usable_bytes`` only if the step does not fit: what is only cached is given back before.
         moment: when the peak is.
-        by_category: bytes at the peak by what they are for.
+        by_category: bytes at the peak by what they are for; ``"rounding"`` is what the allocator's blocks have above
+            the tensors in them.
         categories_by_module: bytes at the peak by module path and category; empty if not known.
         by_tier: the most bytes that each tier below the device held, by its name; empty without offloading.
         holdings: the largest storages at the peak, the largest first.

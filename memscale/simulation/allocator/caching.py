@@ -8,8 +8,8 @@ both read side by side.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from memscale.core.errors import ConfigError
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
@@ -43,6 +43,10 @@ class Replay:
         segments: separate pieces of device memory held at that moment: live ``cudaMalloc`` calls, or address
             ranges with expandable segments.
         out_of_memory_at: the index of the event that did not fit; the replay ends there. None if all fit.
+        retries: how often all that was only cached was given back to make room, what
+            ``torch.cuda.memory_stats()["num_alloc_retries"]`` counts.
+        block_bytes: what each allocation was handed out, by its id (by the last allocation of an id): the
+            request rounded up, with the rest of the free block that was not worth a split.
     """
 
     allocated_peak_bytes: int
@@ -52,6 +56,8 @@ class Replay:
     fragmentation_bytes: int
     segments: int
     out_of_memory_at: int | None
+    retries: int = 0
+    block_bytes: Mapping[int, int] = field(default_factory=dict, repr=False, compare=False)
 
 
 def replay(
@@ -89,6 +95,7 @@ def replay(
         raise ConfigError(f"replay(capacity_bytes={capacity_bytes}) must be at least 1, or None for no limit")
     allocator = _Allocator(settings, capacity_bytes)
     live: dict[int, Block] = {}
+    block_bytes: dict[int, int] = {}
     reserved_peak = fragmentation = segments = 0
     failed = None
     for index, (name, nbytes) in enumerate(events):
@@ -98,6 +105,7 @@ def replay(
             block = allocator.malloc(nbytes)
             if block is not None:
                 live[name] = block
+                block_bytes[name] = block.size
             if allocator.reserved_peak > reserved_peak:
                 reserved_peak = allocator.reserved_peak
                 fragmentation = reserved_peak - allocator.allocated
@@ -119,6 +127,8 @@ def replay(
         fragmentation_bytes=fragmentation,
         segments=segments,
         out_of_memory_at=failed,
+        retries=allocator.retries,
+        block_bytes=block_bytes,
     )
 
 
@@ -138,6 +148,7 @@ class _Allocator:
         self.allocated = self.allocated_peak = 0
         self.reserved = self.reserved_peak = 0
         self.segments = 0
+        self.retries = 0
         self.next_address = 0
 
     def malloc(self, nbytes: int) -> Block | None:
@@ -152,6 +163,7 @@ class _Allocator:
             if block is None:
                 self._release_blocks(self.large)
                 self._release_blocks(self.small)
+                self.retries += 1
                 block = self._alloc_block(pool, size)
             if block is None:
                 return None

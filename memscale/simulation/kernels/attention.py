@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from memscale.core.errors import ConfigError
 
@@ -30,6 +30,7 @@ _DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
 _NAMES: Mapping[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # aten/src/ATen/SDPBackend.h
 # What the wheels of PyPI bring along, in cuDNN's own numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
 # of torch 2.10.0 to 2.13.0. A newer PyTorch is taken to bring at least the last of these.
+_TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 _BUNDLED_CUDNN = {"2.10": 91002, "2.11": 91900, "2.12": 92000, "2.13": 92000}
 
 
@@ -212,6 +213,10 @@ def _takes_cudnn(call: _Call, capability: Capability, flags: AttentionFlags) -> 
         return False
     if not call.has_shapes(shared_heads=True, unequal_heads=True) or not call.has_unit_strides(ignore_singleton=True):
         return False
+    # check_cudnn_dropout: its kernels round the probability to sixteenths (pytorch/pytorch#174245, merged after the
+    # branch of 2.11 was cut; seen in the selector of 2.13).
+    if _TORCH >= (2, 12) and call.dropout_p * 16 % 1:
+        return False
     queries, keys = call.query.size(2), call.key.size(2)
     head, value_head = call.query.size(3), call.value.size(3)
     largest = 128
@@ -252,29 +257,29 @@ _RULES: Mapping[Kernel, Callable[[_Call, Capability, AttentionFlags], bool]] = {
 
 
 @contextmanager
-def patched(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """``torch.nn.functional.name`` is ``function``.
+def patched(owner: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """``owner.name`` is ``function``, for those who look it up when they call it.
 
-    A mode is off inside its own handler. ``F.multi_head_attention_forward`` goes to the handlers too, so what it
-    calls would go past them.
+    Not by a mode: those are off while ``Tensor.backward`` runs, and so while a checkpoint recomputes.
     """
-    original = getattr(F, name)
-    setattr(F, name, function)
+    original = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(F, name, original)
+        setattr(owner, name, original)
 
 
-class CudaAttention(TorchFunctionMode):
-    """Runs ``F.scaled_dot_product_attention`` on fake CPU tensors as a CUDA device would.
+@contextmanager
+def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) -> Iterator[None]:
+    """Run ``F.scaled_dot_product_attention`` on CPU tensors as a CUDA device would.
 
     The kernel's own op is called, so that the step keeps what it keeps on the device (padded inputs, the
     log-sum-exp, the mask as the kernel wants it) and has the gradients of its backward op.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> kept = []
-    >>> with FakeTensorMode(), CudaAttention((8, 0)):
+    >>> with FakeTensorMode(), cuda_attention((8, 0)):
     ...     q = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
     ...     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)), lambda t: t):
     ...         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -288,29 +293,7 @@ class CudaAttention(TorchFunctionMode):
     The seed and offset of a kernel's dropout, 16 and 8 bytes a call, stay out: their fakes have no device.
     """
 
-    def __init__(self, capability: Capability, flags: AttentionFlags | None = None) -> None:
-        super().__init__()
-        self.capability = capability
-        self.flags = flags
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Take over the attention; everything else passes."""
-        kwargs = kwargs or {}
-        if func is _SDPA:
-            return self.attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with patched("scaled_dot_product_attention", self.attend):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
     def attend(
-        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -320,21 +303,30 @@ class CudaAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attention as ``F.scaled_dot_product_attention`` gives it, by the kernel of the device."""
         if not (query.numel() and key.numel() and value.numel()):
             # No kernel runs for nothing.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        flags = self.flags or AttentionFlags.current()
-        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         kernel = attention_kernel(
-            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, self.capability, flags
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            enable_gqa,
+            capability,
+            flags or AttentionFlags.current(),
         )
+        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
             additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
             attn_mask = torch.where(attn_mask, torch.zeros_like(additive), additive)
         run = {"flash": _run_flash, "efficient": _run_efficient, "cudnn": _run_cudnn, "math": _run_math}[kernel]
         return run(call, attn_mask, scale)
+
+    with patched(F, "scaled_dot_product_attention", attend):
+        yield
 
 
 def _run_flash(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:

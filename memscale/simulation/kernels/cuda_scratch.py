@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
@@ -63,9 +63,8 @@ def cublaslt_workspace_bytes(
 ) -> int:
     """Return what cuBLASLt takes in addition, for one handle and stream, at its first product.
 
-    Products with an epilogue go to cuBLASLt: a linear layer with a bias, `addmm` with a bias vector, scaled
-    and grouped ones. From PyTorch 2.12 on it shares the workspace of cuBLAS, so that there is nothing to add;
-    whichever comes first allocates :func:`cublas_workspace_bytes`.
+    Products with an epilogue go to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on it shares the
+    workspace of cuBLAS, so that there is nothing to add.
 
     >>> cublaslt_workspace_bytes((8, 0), environ={}, torch_version=(2, 13))
     0
@@ -89,6 +88,34 @@ def cublaslt_workspace_bytes(
         # The size was capped as if it were shared before it was.
         nbytes = min(nbytes, cublas_workspace_bytes(capability, environ=environ, torch_version=torch_version))
     return nbytes
+
+
+def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a product goes to cuBLASLt, which adds a bias vector in the same kernel; scaled products always do.
+
+    >>> x, bias = torch.empty(8, 8, device="meta"), torch.empty(8, device="meta")
+    >>> [uses_cublaslt("aten.addmm.default", (first, x, x)) for first in (bias, x)], uses_cublaslt("aten.mm", (x, x))
+    ([True, False], False)
+
+    Args:
+        op: the overload as ``str(func)`` prints it, with its namespace.
+        args: its positional arguments; ``beta`` and ``alpha`` are keywords, and rare.
+        environ: where ``DISABLE_ADDMM_CUDA_LT`` is looked up.
+
+    Source: ``isInputCompliesAddmmCudaLt`` in aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    if op == "aten._scaled_mm.default":
+        return True
+    if op != "aten.addmm.default" or environ.get("DISABLE_ADDMM_CUDA_LT") == "1":
+        return False
+    bias, left, right = args[:3]
+    return (
+        bias.dim() == 1
+        and bias.size(0) == right.size(1)
+        and bias.is_contiguous()
+        and left.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        and min(*left.shape, *right.shape) > 1
+    )
 
 
 def cuda_scratch_bytes(
@@ -187,6 +214,25 @@ def _layer_norm_backward(args: Sequence[Any], capability: Capability, multiproce
     )
 
 
+def _softmax(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
+    """Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu."""
+    return _blocks(_copied(args[0]))
+
+
+def _log_softmax_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
+    """Source: ``host_softmax_backward`` in aten/src/ATen/native/cuda/SoftMax.cu."""
+    return _blocks(_copied(args[0]), _copied(args[1]))
+
+
+def _softmax_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
+    """The product of gradient and output, which the kernel takes in place of the gradient.
+
+    Source: ``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu.
+    """
+    product = torch.mul(*(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in args[:2]))
+    return _blocks(product.nbytes, _copied(product), _copied(args[1]))
+
+
 def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> int:
     """A float32 accumulator for the query's gradient, and per-head gradients of shared keys and values.
 
@@ -279,56 +325,44 @@ SCRATCH: Mapping[str, Callable[[Sequence[Any], Capability, int], int]] = {
     "aten._index_put_impl_.default": _index_put,
     "aten._unsafe_index_put.default": _index_put,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten._softmax.default": _softmax,
+    "aten._log_softmax.default": _softmax,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten._log_softmax_backward_data.default": _log_softmax_backward,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
 }
 
 
-class CudaDropout(TorchFunctionMode):
-    """Makes dropout on CPU tensors keep what it keeps on CUDA: one byte an element instead of the scaled noise.
+@contextmanager
+def cuda_dropout() -> Iterator[None]:
+    """Make dropout on CPU tensors keep what it keeps on CUDA: one byte an element instead of the scaled noise.
 
     On CUDA ``at::dropout`` becomes ``native_dropout``, whose backward pass needs a bool mask; on CPU it is a
     product with noise of the input's dtype.
 
     >>> kept = []
-    >>> with CudaDropout(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+    >>> with cuda_dropout(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
     ...     y = F.dropout(torch.ones(1000, requires_grad=True))
     >>> kept
     [1000]
 
     Source: ``is_fused_kernel_acceptable`` in aten/src/ATen/native/Dropout.cpp.
     """
+    of_module, of_torch = F.dropout, torch.dropout
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Take over plain dropout; everything else passes."""
-        kwargs = kwargs or {}
-        if func is _F_DROPOUT:
-            return self.drop(*args, **kwargs)
-        if func is torch.dropout:
-            input, p, train = _torch_dropout_arguments(*args, **kwargs)
-            return self.drop(input, p, train)
-        if func is F.multi_head_attention_forward:
-            with patched("dropout", self.drop):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def drop(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        """Dropout as ``F.dropout`` does it on the device."""
+    def takes(input: torch.Tensor, p: float, training: bool) -> bool:
         # Without training, and for 0 and 1, the general kernel runs on CUDA too, as it does in place.
-        if training and 0 < p < 1 and not inplace and input.numel():
-            return cast(torch.Tensor, torch.ops.aten.native_dropout.default(input, p, True)[0])
-        return _F_DROPOUT(input, p, training, inplace)
+        return training and 0 < p < 1 and input.numel() > 0
 
+    def drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if inplace or not takes(input, p, training):
+            return of_module(input, p, training, inplace)
+        return cast(torch.Tensor, torch.ops.aten.native_dropout.default(input, p, True)[0])
 
-_F_DROPOUT = F.dropout
+    def drop_by_torch(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return drop(input, p) if takes(input, p, train) else of_torch(input, p, train)
 
-
-def _torch_dropout_arguments(input: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, float, bool]:
-    return input, p, train
+    with patched(F, "dropout", drop), patched(torch, "dropout", drop_by_torch):
+        yield

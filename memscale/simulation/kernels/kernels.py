@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,9 +15,15 @@ from torch._ops import OpOverload
 from memscale.core.errors import RuntimeUnavailable
 from memscale.hardware.device import Hardware
 from memscale.runtime import Home, home_of
-from memscale.simulation.kernels.attention import CudaAttention, patched
+from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
-from memscale.simulation.kernels.cuda_scratch import CudaDropout, cublas_workspace_bytes, cuda_scratch_bytes
+from memscale.simulation.kernels.cuda_scratch import (
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    cuda_dropout,
+    cuda_scratch_bytes,
+    uses_cublaslt,
+)
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
 _DEFAULT_CAPABILITY = (8, 0)
@@ -43,9 +50,15 @@ class Kernels:
             return cuda_scratch_bytes(str(op), args, result, self.capability)
         return self._cpu.nbytes(op, args, kwargs, flops)
 
-    def workspace_bytes(self, op: OpOverload) -> int:
-        """The workspace that the first operator of this kind leaves allocated for good."""
-        return cublas_workspace_bytes(self.capability) if self.is_cuda and op._opname in _PRODUCTS else 0
+    def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
+        """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
+        if not self.is_cuda or op._opname not in _PRODUCTS:
+            return {}
+        # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
+        found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
+        if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes(self.capability)):
+            found["cuBLASLt"] = nbytes
+        return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
         """What these modules do on the device that is not known."""
@@ -62,17 +75,24 @@ class Kernels:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
         with ExitStack() as stack:
             if self.is_cuda:
-                # In place of the functions and not as modes, which are off while `Tensor.backward` runs, and so while a
-                # checkpoint recomputes.
-                stack.enter_context(patched("scaled_dot_product_attention", CudaAttention(self.capability).attend))
-                stack.enter_context(patched("dropout", CudaDropout().drop))
+                stack.enter_context(cuda_attention(self.capability))
+                stack.enter_context(cuda_dropout())
+                # What an optimizer asks that was not told which loop to take (Adafactor does not ask), and an average
+                # of the weights. The tensors say that they are on a CPU.
+                for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
+                    module = importlib.import_module(name)  # torch.optim deletes the name of the first
+                    stack.enter_context(patched(module, "_get_foreach_kernels_supported_devices", _with_loops))
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         # A loop over single tensors where some live on the CPU, as those that are streamed do.
-                        one_device = all(home_of(parameter, at_home) is None for parameter in group["params"])
-                        if "foreach" in group and group["foreach"] is None and not group.get("fused") and one_device:
-                            group["foreach"] = True  # put back with everything else that the simulation reached
+                        away = any(home_of(parameter, at_home) is not None for parameter in group["params"])
+                        if "foreach" in group and group["foreach"] is None and not group.get("fused") and away:
+                            group["foreach"] = False  # put back with everything else that the simulation reached
             yield
+
+
+def _with_loops() -> list[str]:
+    return ["cpu", "cuda"]
 
 
 class CudaProbe:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import ConfigError
 from memscale.simulation.kernels import attention
-from memscale.simulation.kernels.attention import AttentionFlags, CudaAttention, attention_kernel
-from memscale.simulation.kernels.cuda_scratch import CudaDropout
+from memscale.simulation.kernels.attention import AttentionFlags, attention_kernel, cuda_attention
+from memscale.simulation.kernels.cuda_scratch import cuda_dropout
 
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 FLAGS = AttentionFlags()
@@ -146,6 +146,7 @@ def test_the_kernel_that_a_device_takes(name):
 
 
 FIRST = ("cudnn", "math")
+OLD = torch.__version__ < "2.12"
 MORE_CHOICES = [
     # The architectures at the ends, and the ones beyond.
     *[({"capability": cc}, "flash") for cc in ((8, 0), (8, 9), (12, 1))],
@@ -192,11 +193,11 @@ MORE_CHOICES = [
         for version, dropout, kernel in (
             (89700, 0.0, "math"),
             (90000, 0.0, "cudnn"),
-            (91100, 0.1, "cudnn"),
-            (91101, 0.1, "math"),
+            (91100, 0.125, "cudnn"),
+            (91101, 0.125, "math"),
             (91101, 0.0, "cudnn"),
-            (91399, 0.1, "math"),
-            (91400, 0.1, "cudnn"),
+            (91399, 0.125, "math"),
+            (91400, 0.125, "cudnn"),
         )
     ],
     *[
@@ -222,7 +223,12 @@ MORE_CHOICES = [
     ({"flags": flags(order=FIRST), "key": (2, 2, 256, 64)}, "math"),
     ({"flags": flags(order=FIRST), "key": (2, 8, 2, 64)}, "cudnn"),
     ({"flags": flags(order=FIRST), "shape": (2, 8, 1, 64), "key": (2, 8, 256, 64)}, "cudnn"),
-    ({"flags": flags(order=FIRST), "shape": (2, 8, 2, 64), "key": (2, 8, 256, 64), "dropout_p": 0.1}, "cudnn"),
+    ({"flags": flags(order=FIRST), "shape": (2, 8, 2, 64), "key": (2, 8, 256, 64), "dropout_p": 0.125}, "cudnn"),
+    # Its kernels round the probability to sixteenths, from PyTorch 2.12 on only where that changes nothing.
+    *(
+        ({"flags": flags(order=FIRST), "dropout_p": p}, "cudnn" if p * 16 == int(p * 16) or OLD else "math")
+        for p in (0.0625, 0.1, 0.2, 0.25, 0.3, 0.5)
+    ),
     *[
         ({"flags": flags(order=FIRST), "attn_mask": mask(*shape)}, kernel)
         for shape, kernel in (
@@ -346,7 +352,7 @@ def run(capability, shape, dtype=BF16, *, key=None, value=None, flags=FLAGS, **o
     """One attention on fake tensors: (inputs, output, what else is kept)."""
     inputs = [torch.empty(s, dtype=dtype, requires_grad=True) for s in (shape, key or shape, value or key or shape)]
     saved = Saved()
-    with CudaAttention(capability, flags), saved.context:
+    with cuda_attention(capability, flags), saved.context:
         out = F.scaled_dot_product_attention(*inputs, **options)
     kept = saved.sizes(*inputs)
     out.sum().backward()
@@ -381,7 +387,7 @@ def test_flash_scales_by_the_head_before_padding(fakes, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     q = torch.empty(B, H, L, 60, dtype=BF16)
-    with CudaAttention(A100, FLAGS), Record():
+    with cuda_attention(A100, FLAGS), Record():
         F.scaled_dot_product_attention(q, q, q)
         F.scaled_dot_product_attention(q, q, q, scale=0.5)
     assert seen == [(64, 1 / math.sqrt(60)), (64, 0.5)]
@@ -412,7 +418,7 @@ def test_efficient_keeps_no_row_sums_without_a_gradient(fakes):
             return result
 
     q = torch.empty(B, H, L, D, requires_grad=True)
-    with CudaAttention(A100, FLAGS), Record():
+    with cuda_attention(A100, FLAGS), Record():
         with torch.no_grad():
             F.scaled_dot_product_attention(q, q, q)
         F.scaled_dot_product_attention(q, q, q)
@@ -437,7 +443,7 @@ def test_efficient_keeps_an_aligned_additive_mask_itself(fakes):
     bias = torch.empty(1, 1, 104, 104, dtype=BF16)
     saved = Saved()
     q = torch.empty(B, H, 104, D, dtype=BF16, requires_grad=True)
-    with CudaAttention(A100, FLAGS), saved.context:
+    with cuda_attention(A100, FLAGS), saved.context:
         F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     assert saved.sizes(q, bias) == sorted([B * H * 104 * D * 2, B * H * 128 * 4])
 
@@ -485,7 +491,7 @@ def test_the_flags_are_read_at_each_call(fakes):
     q = torch.empty(B, H, L, D, dtype=BF16, requires_grad=True)
     for kernel, matrix in ((SDPBackend.FLASH_ATTENTION, False), (SDPBackend.MATH, True)):
         saved = Saved()
-        with CudaAttention(A100), saved.context, sdpa_kernel(kernel):
+        with cuda_attention(A100), saved.context, sdpa_kernel(kernel):
             F.scaled_dot_product_attention(q, q, q)
         assert (B * H * L * L * 4 in saved.sizes(q)) == matrix
 
@@ -495,7 +501,7 @@ def test_multi_head_attention_goes_through_the_same_kernels(fakes):
     x = torch.empty(B, L, H * D, dtype=BF16, requires_grad=True)
     before = F.scaled_dot_product_attention
     saved = Saved()
-    with CudaAttention(A100, FLAGS), saved.context:
+    with cuda_attention(A100, FLAGS), saved.context:
         layer(x, x, x, need_weights=False)[0].sum().backward()
     assert B * H * L * 4 in saved.sizes()
     assert F.scaled_dot_product_attention is before
@@ -504,7 +510,7 @@ def test_multi_head_attention_goes_through_the_same_kernels(fakes):
 def test_an_error_inside_multi_head_attention_leaves_nothing_behind(fakes):
     before = F.scaled_dot_product_attention
     layer = nn.MultiheadAttention(H * D, H, batch_first=True)
-    with CudaAttention(A100, FLAGS), pytest.raises(AssertionError):
+    with cuda_attention(A100, FLAGS), pytest.raises(AssertionError):
         layer(*[torch.empty(B, L, 7)] * 3)
     assert F.scaled_dot_product_attention is before
 
@@ -512,7 +518,7 @@ def test_an_error_inside_multi_head_attention_leaves_nothing_behind(fakes):
 def test_empty_inputs_take_no_kernel(fakes):
     q = torch.empty(B, H, 0, D, dtype=BF16, requires_grad=True)
     saved, full = Saved(), torch.empty(B, H, L, D, dtype=BF16)
-    with CudaAttention(A100, FLAGS), saved.context:
+    with cuda_attention(A100, FLAGS), saved.context:
         assert F.scaled_dot_product_attention(q, q, q).shape == (B, H, 0, D)
         assert F.scaled_dot_product_attention(full, q, q).shape == (B, H, L, D)
         assert F.scaled_dot_product_attention(q, full, full).shape == (B, H, 0, D)
@@ -530,7 +536,7 @@ def test_arguments_reach_the_kernel(fakes):
 
     for capability, dtype in ((A100, BF16), (A100, F32), (H100, BF16)):
         q = torch.empty(B, H, L, D, dtype=dtype)
-        with CudaAttention(capability, FLAGS), Record():
+        with cuda_attention(capability, FLAGS), Record():
             F.scaled_dot_product_attention(q, q, q)
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.25, is_causal=True)
     # The dispatcher leaves out trailing arguments that have their default: no dropout, not causal, no debug mask.
@@ -543,7 +549,7 @@ def test_arguments_reach_the_kernel(fakes):
 
 def test_heads_are_shared_only_when_asked(fakes):
     q, k = torch.empty(B, H, L, D, dtype=BF16), torch.empty(B, 2, L, D, dtype=BF16)
-    with CudaAttention(A100, FLAGS), pytest.raises(RuntimeError, match="size of tensor a"):
+    with cuda_attention(A100, FLAGS), pytest.raises(RuntimeError, match="size of tensor a"):
         F.scaled_dot_product_attention(q, k, k)
 
 
@@ -556,7 +562,7 @@ def test_gradients_of_torch_func_take_the_kernel_too(fakes):
             called.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    with CudaAttention(A100, FLAGS), Record():
+    with cuda_attention(A100, FLAGS), Record():
         grad = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, q, q).sum())(q)
     assert grad.shape == q.shape
     assert "aten._scaled_dot_product_flash_attention_backward.default" in called
@@ -570,7 +576,7 @@ def test_dropout_keeps_one_byte_an_element(fakes):
     x = torch.empty(100, 64, requires_grad=True)
     for call in (lambda: F.dropout(x, 0.1), lambda: nn.Dropout(0.1)(x), lambda: torch.dropout(x, 0.1, train=True)):
         saved = Saved()
-        with CudaDropout(), saved.context:
+        with cuda_dropout(), saved.context:
             out = call()
         assert saved.sizes() == [6400]
         assert out.shape == x.shape
@@ -597,7 +603,7 @@ def test_dropout_on_cpu_keeps_the_noise_in_its_dtype(fakes):
 def test_dropout_that_drops_nothing_keeps_nothing(fakes, call):
     x = torch.empty(100, 64, requires_grad=True)
     saved = Saved()
-    with CudaDropout(), saved.context:
+    with cuda_dropout(), saved.context:
         call(x)
     assert saved.sizes() == []
 
@@ -605,13 +611,13 @@ def test_dropout_that_drops_nothing_keeps_nothing(fakes, call):
 def test_dropout_in_place_keeps_the_noise_as_on_cuda(fakes):
     x = torch.empty(100, 64, requires_grad=True)
     saved = Saved()
-    with CudaDropout(), saved.context:
+    with cuda_dropout(), saved.context:
         F.dropout(x * 2, 0.1, inplace=True)
     assert saved.sizes() == [25600]
 
 
 def test_dropout_checks_its_arguments_as_ever():
-    with CudaDropout(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+    with cuda_dropout(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
         F.dropout(torch.ones(4), 1.5)
 
 
@@ -619,7 +625,7 @@ def test_dropout_inside_multi_head_attention(fakes):
     layer = nn.MultiheadAttention(H * D, H, dropout=0.1, batch_first=True)
     x = torch.empty(B, L, H * D, requires_grad=True)
     before, saved = F.dropout, Saved()
-    with CudaDropout(), saved.context:
+    with cuda_dropout(), saved.context:
         layer(x, x, x, need_weights=True)
     assert B * H * L * L in saved.sizes()
     assert F.dropout is before
