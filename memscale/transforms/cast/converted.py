@@ -33,6 +33,10 @@ class Converted:
             self._versions.append(version(copy))
         return copy
 
+    def made(self) -> list[torch.Tensor]:
+        """Every copy so far."""
+        return list(self._made.values())
+
     def original(self, value: Any) -> Any:
         """What `value` stands in for; `value` itself if it is not a copy."""
         return self._originals.get(id(value), value)

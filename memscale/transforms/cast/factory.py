@@ -22,7 +22,9 @@ from memscale.core import pytrees
 from memscale.core.errors import ConfigError, TransformError
 from memscale.core.paths import matches, misfit
 from memscale.core.values import factory
+from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.scope import Scope
+from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles
 from memscale.transforms.cast.precision import (
@@ -64,6 +66,7 @@ class Casted(Transformed):
         traceable: whether these are all that `fn` was found to depend on.
         rebindable: whether `fn` is a module's forward, of which there can be a copy that calls another module.
         watched_in_training: whether a call in training mode has shown that the region changes no buffer that is cast.
+        watched: the train/eval flags in which a call has been watched for changes behind autograd's back.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
@@ -72,6 +75,7 @@ class Casted(Transformed):
         self.traceable = False
         self.rebindable = False
         self.watched_in_training = False
+        self.watched: set[tuple[bool, ...]] = set()
 
     def look_around(self) -> None:
         """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
@@ -265,26 +269,48 @@ class _CastScope(Scope):
 
 def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     how, copies, scope = self.how, Converted(), _CastScope(self)
-    leaves, spec = pytrees.flatten((args, kwargs))
+    leaves, _ = pytrees.flatten((args, kwargs))
     natural = promoted(leaves) or promoted(tensor for _, _, tensor in scope.tensors)
     inside = how.compute
     for root in scope.roots:
         if _is_own(self, root) and is_kept(root, "", how.keep):
             inside = own_dtype(root) or natural or inside
-    args, kwargs = pytrees.unflatten(spec, [copies.of(leaf, inside) if is_castable(leaf) else leaf for leaf in leaves])
+    containers = Containers(lambda tensor: copies.of(tensor, inside))
     lost: list[torch.Tensor] = []
     lies_between = adapted(scope.survey, how.compute, natural)
-    with own_kernels(scope.survey), lies_between, substituted(scope, how.params or how.compute, copies, lost):
-        result = self.fn(*args, **kwargs)
+    flags = scope.flags()
+    try:
+        args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
+        with own_kernels(scope.survey), lies_between, substituted(scope, how.params or how.compute, copies, lost):
+            made = copies.made()
+            with hidden_changes.refused(
+                made,
+                lambda index: _describe(copies.original(made[index]), copies, scope, leaves),
+                how,
+                f"goes to a copy in another dtype. {_remedy(how)}",
+                watch=flags not in self.watched and not functorch_state.active(),
+            ):
+                result = self.fn(*args, **kwargs)
+    finally:
+        containers.take_back(copies.original, how.output or natural)
+    containers.refuse_changed_copies()
     if lost := [*lost, *copies.changed()]:
-        kept = ", ".join(map(repr, how.keep))
         raise TransformError(
-            f"{how!r}: the region changed {_describe(lost[0], scope, leaves)}, and the change went to a copy in "
-            f"another dtype. Add the path of its module to keep=({kept}{',' * (len(how.keep) == 1)}) so that it stays "
-            "in its own precision, or do not change it inside the region"
+            f"{how!r}: the region changed {_describe(lost[0], copies, scope, leaves)}, and the change went to a copy "
+            f"in another dtype. {_remedy(how)}"
         )
+    if not functorch_state.active():
+        self.watched.add(flags)
     self.watched_in_training = self.watched_in_training or any(module.training for module in scope.modules)
     return _returned(how, natural, result)
+
+
+def _remedy(how: Cast) -> str:
+    kept = ", ".join(map(repr, how.keep))
+    return (
+        f"Add the path of its module to keep=({kept}{',' * (len(how.keep) == 1)}) so that it stays in its own "
+        "precision, or do not change it inside the region"
+    )
 
 
 def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
@@ -292,12 +318,12 @@ def _returned(how: Cast, natural: torch.dtype | None, result: Any) -> Any:
     return result if outside is None else cast_floating(result, lambda tensor: tensor.to(outside))
 
 
-def _describe(tensor: torch.Tensor, scope: _CastScope, leaves: list[Any]) -> str:
+def _describe(tensor: torch.Tensor, copies: Converted, scope: _CastScope, leaves: list[Any]) -> str:
     what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     for root in scope.roots:
         for path, candidate in [*root.named_parameters(), *root.named_buffers()]:
-            if candidate is tensor:
-                kind = "parameter" if isinstance(candidate, nn.Parameter) else "buffer"
+            if copies.original(candidate) is tensor:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 return f"{kind} {path!r} of {type(root).__name__} ({what})"
     kind = "argument" if any(leaf is tensor for leaf in leaves) else "captured tensor"
     return f"its {kind} {what}"
@@ -333,9 +359,9 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
             f"{how!r} under torch.compile: the region has floating buffers, and only a call outside of torch.compile "
             "can show that it does not change them; call it once in training mode before, or name them in keep"
         )
-    leaves, spec = pytrees.flatten((args, kwargs))
-    natural = promoted(leaves) or promoted(state)
-    args, kwargs = pytrees.unflatten(spec, [leaf.to(inside) if is_castable(leaf) else leaf for leaf in leaves])
+    natural = promoted(pytrees.flatten((args, kwargs))[0]) or promoted(state)
+    containers = Containers(lambda tensor: tensor.to(inside))
+    args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
     doubles = Doubles(found, how.params or how.compute, how.compute, natural)
     if self.rebindable:
         result = doubles.rebind(self.fn)(*args, **kwargs)
@@ -343,6 +369,8 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     else:
         with doubles.swapped():
             result = self.fn(*args, **kwargs)
+    containers.take_back(lambda value: value, how.output or natural)
+    containers.refuse_changed_copies()
     return _returned(how, natural, result)
 
 
