@@ -45,7 +45,7 @@ class Mixture(nn.Module):
 
 
 def gradients(model, x, call=None):
-    y, auxiliary = (call or model)(x)
+    y, auxiliary = (model if call is None else call)(x)
     assert y.dtype == auxiliary.dtype == torch.float32
     (y.sum() + auxiliary).backward()
     found = [x.grad, *(p.grad for p in model.parameters())]
