@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,20 +27,19 @@ from memscale.core.errors import CorrectnessError
 from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, described, version
 from memscale.regions.environment import Environment
+from memscale.regions.hidden_changes import Writes, assigned, storages
+from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.scope import HOOKS, Attributes, Content, Place, Scope, holds, is_hooked, read, write
 from memscale.regions.stand_ins import Note, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
 from memscale.regions.views import ABSENT, can_see, my_turn, real, see_attributes, see_table
 
-K = TypeVar("K")
-Key = tuple[int, Any]  # (position of a place, key in it)
-
 
 class Habits(NamedTuple):
-    """What a region was seen to do on its first run: which tensors it changes in place, and Python randomness."""
+    """What a region was seen to do on its first run: which tensors it changes, and Python randomness."""
 
-    places: frozenset[Key]
-    arguments: frozenset[int]
+    changed: frozenset[Name]
+    reassigned: frozenset[Name]  # through `.data`: the old memory is still there, if somebody holds it
     host_random: bool
     assigned: Mapping[int, frozenset[str]]  # by position, the attributes of a module that it assigns
 
@@ -57,16 +56,19 @@ class Snapshot:
     __slots__ = (
         "_arguments",
         "_assigned",
-        "_clones",
         "_environment",
         "_first",
         "_given_away",
+        "_held",
+        "_kept",
+        "_layouts",
         "_notes",
+        "_pieces",
+        "_reassigned",
         "_scope",
         "_storages",
         "_trained",
         "_versions",
-        "replaced",
     )
 
     def __init__(self, scope: Scope, arguments: list[torch.Tensor], habits: Habits | None) -> None:
@@ -74,61 +76,112 @@ class Snapshot:
         self._notes: list[Note] = []
         self._scope = scope
         self._arguments = arguments
-        self._versions = [version(tensor) for _, _, tensor in scope.tensors]
-        self._trained = [tensor.requires_grad for _, _, tensor in scope.tensors]
-        self._storages: list[weakref.ref[Any] | None] = [None] * len(scope.tensors)
+        tensors = [tensor for _, _, tensor in scope.tensors]
+        self._versions = [version(tensor) for tensor in tensors]
+        # Held until the region has run, so that what it makes cannot get the address of what it replaces.
+        self._held = storages(tensors), storages(arguments)
+        self._trained = [tensor.requires_grad for tensor in tensors]
+        self._storages: list[weakref.ref[Any] | None] = [None] * len(tensors)
         self._assigned: Mapping[int, frozenset[str]] = habits.assigned if habits else {}
-        self._clones: dict[Key, torch.Tensor] = _copies(
-            {
-                (position, key): tensor
-                for position, key, tensor in scope.tensors
-                if ((position, key) in habits.places if habits else not _is_parameter(tensor))
-            }
-        )
-        self.replaced: dict[int, torch.Tensor] = _copies(
-            {
-                index: tensor
-                for index, tensor in enumerate(arguments)
-                if (index in habits.arguments if habits else not tensor.is_leaf or not tensor.requires_grad)
-            }
-        )
+        self._pieces: Pieces | None = None
+        self._layouts: dict[Name, Any] = {}
+        self._reassigned: list[Piece] = []
+        self._kept: list[Piece] | None = None
+        if habits is None:
+            self._take_all()
+        elif habits.changed or habits.reassigned:
+            self._take(habits)
         devices = {tensor.device for tensor in arguments if not tensor.is_cpu}
-        devices.update([tensor.device for _, _, tensor in scope.tensors if not tensor.is_cpu])
+        devices.update([tensor.device for tensor in tensors if not tensor.is_cpu])
         self._environment = Environment(
             devices, host_random=habits is None or habits.host_random, generators=scope.generators
         )
         self._given_away = False  # the old values themselves, to a rerun that may have changed them
 
+    def _named(self) -> Iterator[tuple[Name, torch.Tensor, Any]]:
+        """Every tensor that a copy can be taken of, with its name and storage."""
+        for (position, key, tensor), storage in zip(self._scope.tensors, self._held[0], strict=True):
+            if not (is_stand_in(tensor) or _is_sharded(tensor)):
+                yield (position, key), tensor, storage
+        for index, (tensor, storage) in enumerate(zip(self._arguments, self._held[1], strict=True)):
+            yield index, tensor, storage
+
+    def _take_all(self) -> None:
+        """Before a first run, of which everything is to be learned."""
+        named = list(self._named())
+        self._pieces = Pieces(named)
+        for name, tensor, storage in named:
+            if isinstance(name, int):
+                is_candidate = not tensor.is_leaf or not tensor.requires_grad
+            else:
+                is_candidate = not isinstance(tensor, nn.Parameter)
+            if is_candidate:
+                self._pieces.of(storage, tensor).take()
+        self._layouts = {name: _layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
+
+    def _take(self, habits: Habits) -> None:
+        """Before a later run: what the first one changed, by whatever other names it has by now."""
+        named = list(self._named())
+        wanted = {id(storage) for name, _, storage in named if name in habits.changed}
+        self._pieces = Pieces([found for found in named if id(found[2]) in wanted])
+        for name, tensor, storage in named:
+            if name in habits.changed:
+                self._pieces.of(storage, tensor).take()
+            elif name in habits.reassigned:
+                self._layouts[name] = _layout(tensor)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """What a first run is to be run in: it sees the changes that version counters do not show."""
+        return Writes(self._before_write) if self.is_watched else nullcontext()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the run is watched. Operators may save other tensors then, so a rerun has to be, too."""
+        return self._first and not simulating()
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        if self._pieces is not None:
+            for piece in self._pieces.within(tensor):
+                piece.written = True
+                piece.take()
+
+    def pieces(self) -> list[Piece]:
+        """What there are old values of: after the run only what it changed."""
+        if self._kept is not None:
+            return self._kept
+        return [*(self._pieces.copied() if self._pieces is not None else ()), *self._reassigned]
+
+    def replaced(self) -> dict[int, torch.Tensor]:
+        """The old values of arguments that are known by no other name."""
+        return {index: piece.old() for piece in self.pieces() if (index := piece.argument) is not None}
+
+    def take_replaced(self) -> dict[int, torch.Tensor]:
+        """The same, which are let go of here."""
+        replaced = self.replaced()
+        self._kept = [piece for piece in self.pieces() if piece.argument is None]
+        return replaced
+
     def settle(self, argument_versions: list[int]) -> Habits | None:
         """After the run: keep copies of what changed only, and say what was learned on a first run.
-
-        After this, `replaced` maps the positions of arguments that the region changed to their old values.
 
         Raises:
             CorrectnessError: something changed in place of which no copy was taken, so that a recompute would
                 start from the wrong value.
         """
         self._environment.settle()
-        changed = self._changed_places()
-        mutated = {
-            index
-            for index, (tensor, before) in enumerate(zip(self._arguments, argument_versions, strict=True))
-            if version(tensor) != before
-        }
-        if lost := mutated - self.replaced.keys():
-            raise CorrectnessError(
-                f"the region changed its tensor argument {min(lost)} in place, which it had not done on an earlier "
-                "call, so its old value is gone and a recompute would be wrong; clone that argument inside the region"
-            )
-        self._check_aliases(mutated)
-        self.replaced = {index: self.replaced[index] for index in mutated}
-        self._clones = {key: self._clones[key] for key in changed}
-        self._arguments = []
+        self._find_reassigned()
+        kept = self._changed_pieces(argument_versions)
+        self._kept = [*kept, *self._reassigned]
+        for piece in self._kept:
+            piece.let_go()
+        given = frozenset(name for piece in self._reassigned for name in piece.names)
+        self._pieces, self._held, self._arguments, self._layouts = None, ([], []), [], {}
         self._let_go_of_stand_ins()
         if not self._first:
             return None
         self._assigned = self._assigned_attributes()
-        return Habits(frozenset(changed), frozenset(mutated), self._environment.uses_host_random, self._assigned)
+        changed = frozenset(name for piece in kept for name in piece.names)
+        return Habits(changed, given, self._environment.uses_host_random, self._assigned)
 
     def _assigned_attributes(self) -> dict[int, frozenset[str]]:
         found = {}
@@ -151,50 +204,94 @@ class Snapshot:
         # Now and not before the run, in which a transform inside may have moved parameters to another tier.
         self._storages = [_storage(tensor) for _, _, tensor in scope.tensors]
 
-    def _changed_places(self) -> list[Key]:
-        changed: list[Key] = []
-        lost: list[Key] = []
-        for index, (position, key, tensor) in enumerate(self._scope.tensors):
-            now = version(tensor)
-            clone = self._clones.get((position, key))
-            if now == self._versions[index] and (clone is None or not self._first or self._same(clone, tensor)):
-                if clone is not None and not self._first:
-                    changed.append((position, key))  # a habit: kernels such as batch_norm do not bump the version
+    def _find_reassigned(self) -> None:
+        """Keep what was there before the region assigned `tensor.data`."""
+        tensors = [tensor for _, _, tensor in self._scope.tensors]
+        found: dict[int, tuple[torch.Tensor, Any, list[Name]]] = {}
+        for index in assigned(tensors, self._held[0]):
+            position, key, tensor = self._scope.tensors[index]
+            if not (is_stand_in(tensor) or _is_sharded(tensor)):
+                found.setdefault(id(tensor), (tensor, self._held[0][index], []))[2].append((position, key))
+        for index in assigned(self._arguments, self._held[1]):
+            tensor = self._arguments[index]
+            found.setdefault(id(tensor), (tensor, self._held[1][index], []))[2].append(index)
+        copied = {name: piece for piece in self.pieces() for name in piece.names} if found else {}
+        for tensor, storage, names in found.values():
+            if (piece := copied.get(names[0])) is not None:
+                piece.written = True
+            elif (layout := self._layouts.get(names[0])) is not None:
+                with unrecorded(), torch.no_grad():
+                    then = tensor.new_empty(0, dtype=layout[0], device=storage.device).set_(storage, *layout[1:])
+                    then.requires_grad_(tensor.requires_grad)
+                self._reassigned.append(Piece([(then, names)]).take())
+            else:
+                raise self._lost(names[0], "through .data")
+
+    def _changed_pieces(self, argument_versions: list[int]) -> list[Piece]:
+        """The pieces that the run has changed, as far as that can be seen."""
+        now = [version(tensor) for _, _, tensor in self._scope.tensors]
+        now_of_arguments = [version(tensor) for tensor in self._arguments]
+        names: list[Name] = []
+        if now != self._versions:
+            names += [
+                (position, key)
+                for (position, key, _), old, new in zip(self._scope.tensors, self._versions, now, strict=True)
+                if old != new
+            ]
+            self._versions = now
+        if now_of_arguments != argument_versions:
+            names += [i for i, new in enumerate(now_of_arguments) if new != argument_versions[i]]
+        copied = [piece for piece in self.pieces() if piece not in self._reassigned]
+        of_name = {name: piece for piece in copied for name in piece.names}
+        if lost := [name for name in names if name not in of_name]:
+            raise self._lost(lost[0], "in place")
+        if not self._first:
+            return copied  # habits: kernels such as batch_norm do not bump the version
+        seen = {id(of_name[name]) for name in names}
+        return [piece for piece in copied if id(piece) in seen or piece.written or not self._same(piece)]
+
+    def _lost(self, name: Name, how: str) -> CorrectnessError:
+        """The error about a change of what was not copied."""
+        problem = self._pieces and self._pieces.problem_of(name)
+        if problem:
+            return CorrectnessError(
+                f"the region changed {self._title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
+                "that. Clone one of them before the region"
+            )
+        return CorrectnessError(
+            f"the region changed {self._title(name)} {how} while it ran, which it had not done on an earlier call, so "
+            "its old value is gone and a recompute would start from the changed one; make the change outside the "
+            "region, or replace the tensor instead of changing it"
+        )
+
+    def _title(self, name: Name) -> str:
+        return f"its tensor argument {name}" if isinstance(name, int) else self._scope.describe(*name)
+
+    def _same(self, piece: Piece) -> bool:
+        """Whether `piece` still has its old values; asked on a first run only, for it waits for the device."""
+        if all(isinstance(name, int) for name in piece.names):
+            return True
+        for tensor, old in piece.pairs():
+            if simulating() or isinstance(tensor, FakeTensor) or tensor.is_meta:
+                # No values to compare: fall back on the one family of kernels that changes buffers unseen.
+                if any(
+                    isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())
+                    for module in self._scope.modules
+                ):
+                    return False
                 continue
-            self._versions[index] = now
-            (lost if clone is None else changed).append((position, key))
-        if lost:
-            raise CorrectnessError(
-                f"the region changed {self._scope.describe(*lost[0])} in place while it ran, so a recompute would "
-                "start from the changed value; make the change outside the region, or replace the tensor "
-                "instead of changing it"
-            )
-        return changed
-
-    def _same(self, clone: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` still has the values of `clone`; asked on a first run only, for it waits for the device."""
-        if simulating() or isinstance(tensor, FakeTensor) or tensor.is_meta:
-            # No values to compare: fall back on the one family of kernels that changes buffers unseen.
-            return not any(
-                isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())
-                for module in self._scope.modules
-            )
-        with unrecorded(), torch.no_grad():
-            return torch.equal(clone, tensor) or bool(((clone == tensor) | (clone.isnan() & tensor.isnan())).all())
-
-    def _check_aliases(self, mutated: set[int]) -> None:
-        for index in mutated:
-            storage = self._arguments[index].untyped_storage()._cdata
-            for other, tensor in enumerate(self._arguments):
-                if tensor is not self._arguments[index] and tensor.untyped_storage()._cdata == storage:
-                    raise CorrectnessError(
-                        f"the region changed its tensor argument {index} in place, and argument {other} shares its "
-                        "memory; a recompute cannot repeat that. Clone one of them before the region"
-                    )
+            with unrecorded(), torch.no_grad():
+                if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):
+                    return False
+        return True
 
     @contextmanager
-    def reinstate(self, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor]) -> Iterator[None]:
+    def reinstate(
+        self, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor]
+    ) -> Iterator[dict[int, torch.Tensor]]:
         """Run the body as if no time had passed since the snapshot; afterwards everything is as it was before.
+
+        Yields the arguments that the region changes and also has by other names, made again with these.
 
         `last` says that no other rerun will follow this one if it succeeds, so that it may change the old values
         themselves. `refused` are the storages of changed arguments, each with what to say if the rerun uses it.
@@ -217,8 +314,8 @@ class Snapshot:
             try:
                 self._go_back(self._trained_as_then(renewed), arrived, before, undo)
                 self._environment.enter(undo)
-                with _RefuseChanged(changed) if changed else nullcontext():
-                    yield
+                with _RefuseChanged(changed) if changed else nullcontext(), self.watching():
+                    yield {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
             finally:
                 for step in reversed(undo):
                     step()
@@ -228,14 +325,14 @@ class Snapshot:
 
     def _go_back(
         self,
-        renewed: dict[Key, torch.Tensor],
+        renewed: dict[Name, torch.Tensor],
         arrived: Mapping[Note, torch.Tensor],
         before: list[tuple[Place, Content]],
         undo: list[Callable[[], Any]],
     ) -> None:
         """Let every place hold for this thread what it held then; what the rerun may leave is undone by `before`."""
         scope = self._scope
-        touched = {position for position, _ in renewed}
+        touched = {name[0] for name in renewed if not isinstance(name, int)}
         owners: dict[int, tuple[nn.Module, str]] | None = None
         for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
             if position not in touched and position not in self._assigned and holds(place, content):
@@ -266,7 +363,7 @@ class Snapshot:
                     if name in own and not holds(own[name], then):
                         undo.append(see_table(module, name, OrderedDict(then)))
 
-    def _trained_as_then(self, renewed: dict[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
+    def _trained_as_then(self, renewed: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """`renewed`, and stand-ins for what was frozen or unfrozen since: the region must save again what it saved."""
         made: dict[int, torch.Tensor] = {}
         found = dict(renewed)
@@ -279,23 +376,24 @@ class Snapshot:
                 found[position, key] = made[id(tensor)]
         return found
 
-    def _old_values(self, *, last: bool) -> dict[Key, torch.Tensor]:
+    def _old_values(self, *, last: bool) -> dict[Name, torch.Tensor]:
         """What the region changes in place, as it was; for the last rerun not copies, but what is kept here."""
+        if self._kept is None:  # in the middle of the run
+            self._find_reassigned()
+        pieces = [piece for piece in self.pieces() if piece.argument is None]
         if self._given_away:
             raise CorrectnessError(
                 "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and it "
-                f"may have changed the only copy of {self._scope.describe(*next(iter(self._clones)))}, which the "
+                f"may have changed the only copy of {self._title(next(iter(pieces[0].names)))}, which the "
                 "region changes in place. Run the forward again; if a backward may fail and be repeated, give it "
                 "retain_graph=True, which spares that copy"
             )
-        if not last:
-            return _copies(self._clones)
         # Said before, not when it fails: an interrupt can come at any moment.
-        self._given_away = bool(self._clones)
-        return self._clones
+        self._given_away = last and bool(pieces)
+        return {name: tensor for piece in pieces for name, tensor in piece.again(last=last).items()}
 
     def _content_for_rerun(
-        self, position: int, renewed: dict[Key, torch.Tensor], arrived: Mapping[Note, torch.Tensor]
+        self, position: int, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]
     ) -> Content:
         content = self._scope.contents[position].copy()
         present = read(self._scope.places[position])
@@ -312,9 +410,10 @@ class Snapshot:
     def _changed_since(self) -> dict[int, str]:
         """The storages that were changed or exchanged since the run, each with what to say if the rerun uses it."""
         changed = {}
+        known = {name for piece in self.pieces() for name in piece.names}
         kept = zip(self._scope.tensors, self._versions, self._storages, strict=True)
         for (position, key, tensor), expected, storage in kept:
-            if (position, key) in self._clones:
+            if (position, key) in known:
                 continue
             if (now := version(tensor)) != expected:
                 what = described(self._scope.describe(position, key), tensor.dtype, tensor.shape)
@@ -356,15 +455,9 @@ class _RefuseChanged(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copies(originals: dict[K, torch.Tensor]) -> dict[K, torch.Tensor]:
-    if not originals:
-        return {}
-    with unrecorded(), torch.no_grad():
-        return {key: tensor.clone() for key, tensor in originals.items()}
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or is_stand_in(tensor)
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    # No alias: where memory may move, another reference to it would keep it.
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _is_sharded(tensor: Any) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any
     frame = _Frame(fn, record, memory, args, kwargs)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
-        with frame.recorder or nullcontext():
+        with frame.watching(), frame.recorder or nullcontext():
             result = fn(*args, **kwargs)
     finally:
         _autograd._pop_saved_tensors_default_hooks()
@@ -102,6 +102,7 @@ class _Frame:
         "_memory",
         "_mode",
         "_placeholders",
+        "_replaced",
         "_requires_grad",
         "_seen",
         "_settled",
@@ -128,10 +129,16 @@ class _Frame:
         self._argument_versions = [version(tensor) for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._inputs: Kept | None = Kept(tensors)
+        self._replaced: set[int] = set()  # those that the region changes in place
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
         self._settled = False
         self.recorder = record and record(tensors)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """See `Snapshot.watching`."""
+        assert self._snapshot is not None
+        return self._snapshot.watching()
 
     @property
     def can_run_again(self) -> bool:
@@ -161,8 +168,9 @@ class _Frame:
         if self.recorder is not None:
             self.recorder.settle()
         self._inputs.seal(self._argument_versions)
-        for index, old_value in self._snapshot.replaced.items():
+        for index, old_value in self._snapshot.take_replaced().items():
             self._inputs.replace(index, old_value)
+            self._replaced.add(index)
         self._settled = True
 
     def recompute(self, wanted: _Placeholder) -> _Found:
@@ -182,12 +190,12 @@ class _Frame:
             live = [placeholder if placeholder is wanted else None for placeholder in live]
         refused: dict[int, str] = {}
         fresh: list[torch.Tensor] = []
-        values = self._values(refused, fresh)
+        found = self._values(refused, fresh)
         rerun = _Rerun(self._seen, live, fresh)
         last = in_backward and self._settled and not _keeps_graph()
         with (
-            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh),
-            self._call.again(values) as (args, kwargs),
+            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh) as shared,
+            self._call.again(values := [value for _, value in sorted((found | shared).items())]) as (args, kwargs),
             torch.enable_grad(),
         ):
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
@@ -217,7 +225,7 @@ class _Frame:
             return None
         return Replayer(self.recorder, values)
 
-    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the region received, cut off from the graph they came from.
 
         One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
@@ -226,11 +234,15 @@ class _Frame:
         assert self._snapshot is not None
         assert self._inputs is not None
         leaves: dict[int, torch.Tensor] = {}
-        values = []
+        values: dict[int, torch.Tensor] = {}
+        by_snapshot = {name for piece in self._snapshot.pieces() for name in piece.names if piece.argument is None}
+        replaced = self._snapshot.replaced()
         for index, requires_grad in enumerate(self._requires_grad):
-            if index in self._snapshot.replaced:
+            if index in by_snapshot:
+                continue
+            if index in replaced or index in self._replaced:
                 # The region changes it in place: that needs a tensor of its own, and no leaf.
-                held = self._snapshot.replaced[index] if not self._settled else self._inputs.tensor(index, "")
+                held = replaced[index] if index in replaced else self._inputs.tensor(index, "")
                 if id(held) not in leaves:
                     with unrecorded(), torch.enable_grad():
                         leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
@@ -247,7 +259,7 @@ class _Frame:
                     fresh.append(held)
                 if id(held) not in leaves:
                     leaves[id(held)] = held.detach().requires_grad_(requires_grad)
-            values.append(leaves[id(held)])
+            values[index] = leaves[id(held)]
         return values
 
     def _forget(self) -> None:
