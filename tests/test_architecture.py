@@ -29,11 +29,6 @@ FLOORS = (
     ("",),  # memscale/__init__: the public names
 )
 
-# What still points the other way: (file, what it imports).
-KNOWN = {
-    ("memscale.algebra.apply", "memscale.transforms.offload.streamed"),
-}
-
 # The one step up that stays: a profile that is asked to print or to draw itself loads the reports, when it is asked.
 # It is no part of a circle at run time, since nothing above the simulation has to be loaded to load the simulation.
 LOADED_WHEN_ASKED = {("memscale.simulation.results", "memscale.reports")}
@@ -80,7 +75,7 @@ def circles():
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_point_one_way(module):
-    names = [name for name in ours(module) if (module, name) not in KNOWN | LOADED_WHEN_ASKED]
+    names = [name for name in ours(module) if (module, name) not in LOADED_WHEN_ASKED]
     # The command line is a user of the package like any other.
     names = [name for name in names if not (module.startswith("memscale.cli") and name == "memscale")]
     assert [name for name in names if floor(name) > floor(module)] == []

@@ -7,7 +7,6 @@ about the module changes: not its class, its hooks, its parameters or its place 
 from __future__ import annotations
 
 import difflib
-import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,11 +17,10 @@ from torch import nn
 from memscale.algebra.composition import Transform, compose
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.plan import Plan, as_plan
+from memscale.algebra.region import Former, Relocation, attach, placing_in
+from memscale.core.assembled import Assembled
 from memscale.core.errors import PlanError, TransformError
 from memscale.runtime import Runtime
-from memscale.transforms.offload.streamed import Streamed, streamed_in
-
-_OF_A_REGION = ("forward", "_apply")  # the attributes that a region sets on its module
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
@@ -71,37 +69,29 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     regions = find_regions(model, as_plan(plan))
     copy, memo = copy_tree(model)
     for module, how in regions:
-        _set_forward(memo[id(module)], how.on(runtime))
+        attach(memo[id(module)], how.on(runtime))
     _keep_shared_parameters(copy)
     if regions:
-        copy.__dict__["forward"] = SharedRoot(copy, copy.__dict__.get("forward"), _links(model))
+        links = _links(model)
+        attach(copy, lambda fn: Shared(fn, links))
     return copy
 
 
-# A region's module, and what it had of its own where the region now is. Data, which copies and pickles with the module.
-Before = list[tuple[nn.Module, dict[str, Any]]]
-
-
-def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> Before:
+def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> list[Former]:
     """Apply `plan` to `model` itself, and return what `uninstall` takes it off with."""
     _check_model("install", model)
     regions = find_regions(model, as_plan(plan))
-    before = [
-        (module, {name: module.__dict__[name] for name in _OF_A_REGION if name in module.__dict__})
-        for module, _ in regions
-    ]
+    before = [Former(module) for module, _ in regions]
     for module, how in regions:
-        _set_forward(module, how.on(runtime))
+        attach(module, how.on(runtime))
     _keep_shared_parameters(model)
     return before
 
 
-def uninstall(before: Before) -> None:
+def uninstall(before: list[Former]) -> None:
     """Take off what `install` put on: every attribute is the object that it was."""
-    for module, attributes in before:
-        for name in _OF_A_REGION:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(attributes)
+    for former in before:
+        former.put_back()
 
 
 def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:
@@ -161,17 +151,9 @@ def _misfit(module: nn.Module, path: str) -> str | None:
     return None
 
 
-def _set_forward(module: nn.Module, how: Transform) -> None:
-    module.__dict__["forward"] = how(Forward(module, module.__dict__.get("forward")))
-
-
 def _keep_shared_parameters(model: nn.Module) -> None:
-    """Make regions that stream their parameters leave those alone which modules outside of all of them use too."""
-    regions = [
-        (module, streamed)
-        for module in model.modules()
-        if (streamed := list(streamed_in(module.__dict__.get("forward"))))
-    ]
+    """Make regions that place their parameters leave those alone which modules outside of all of them use too."""
+    regions = [(module, placing) for module in model.modules() if (placing := placing_in(module))]
     inside = {id(part) for module, _ in regions for part in module.modules()}
     outside = {
         id(parameter)
@@ -180,76 +162,33 @@ def _keep_shared_parameters(model: nn.Module) -> None:
         for parameter in module._parameters.values()
         if parameter is not None
     }
-    for module, streamed in regions:
+    for module, placing in regions:
         resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
-        for region in streamed:
+        for region in placing:
             region.resident = resident
-        module.__dict__["_apply"] = Moving(module, streamed[0])  # where several do, the outermost has the word
-
-
-class Moving:
-    """What ``.to()`` and its like call: moves all of a region but the parameters that live elsewhere.
-
-    Region by region, so that a model larger than the device can be moved there too.
-    """
-
-    def __init__(self, module: nn.Module, streamed: Streamed) -> None:
-        self.module = module
-        self.streamed = streamed
-
-    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        type(self.module)._apply(self.module, convert, recurse)
-        for parameter in self.module.parameters():
-            if not parameter.is_cpu and not parameter.is_meta:
-                self.streamed.place([parameter], parameter.device)
-        return self.module
-
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Moving:
-        return Moving(remap(self.module), remap(self.streamed))
-
-
-class Forward:
-    """A module's own forward as a function that copies and pickles with the module.
-
-    A bound method would not do: it pickles as "the attribute `forward` of the module", which is the region itself.
-    """
-
-    def __init__(self, module: nn.Module, instance_forward: Callable[..., Any] | None) -> None:
-        self.module = module
-        self.instance_forward = instance_forward  # somebody patched this object before us
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.instance_forward is not None:
-            return self.instance_forward(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.instance_forward or types.MethodType(type(self.module).forward, self.module)
-
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        return (self.module, self.instance_forward)
-
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Forward:
-        return Forward(remap(self.module), remap(self.instance_forward))
+        module.__dict__["_apply"] = Relocation(module, placing[0])  # where several do, the outermost has the word
 
 
 _Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]
 
 
-class SharedRoot(Forward):
-    """The root's forward: makes sure that the model still holds the parameters it shared, then runs."""
+class Shared(Assembled):
+    """`fn`, the root's forward, after a look whether the model still holds the parameters that it shared."""
 
-    def __init__(self, module: nn.Module, instance_forward: Callable[..., Any] | None, links: list[_Link]) -> None:
-        super().__init__(module, instance_forward)
+    def __init__(self, fn: Callable[..., Any], links: list[_Link]) -> None:
+        self.fn = fn
         self.links = links
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self._check_shared()
-        return super().__call__(*args, **kwargs)
+            self._check()
+        return self.fn(*args, **kwargs)
 
-    def _check_shared(self) -> None:
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
+
+    def _check(self) -> None:
         # Only the original is looked at: in this tree, functional_call replaces entries for the time of a call.
         for reference, path, shared in self.links:
             original = reference()
@@ -263,12 +202,19 @@ class SharedRoot(Forward):
                         "call transform(model, plan) again"
                     )
 
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Forward:
-        return SharedRoot(remap(self.module), remap(self.instance_forward), self.links)
+    def parts(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Shared:
+        return Shared(remap(self.fn), self.links)
 
     def __reduce__(self) -> Any:
         # A deep copy or a pickle is independent of the model it was made from: nothing is shared any more.
-        return (Forward, (self.module, self.instance_forward))
+        return (_alone, (self.fn,))
+
+
+def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
 
 
 def _links(model: nn.Module) -> list[_Link]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.core.assembled import Assembled
 from memscale.core.errors import TransformError
 
 
@@ -82,10 +83,10 @@ def _copy_dict(source: dict[str, Any], target: dict[str, Any], memo: dict[int, n
             # Shared: `.to()` and plain assignment replace buffers in the dictionary, and both trees must see it.
             target[key] = value
         else:
-            target[key] = _remap(value, memo)
+            target[key] = remapped(value, memo)
 
 
-def _remap(value: Any, memo: dict[int, nn.Module]) -> Any:
+def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
     """`value` with every reference to a module of the tree replaced by its copy."""
     kind = type(value)
     if kind in (bool, int, float, str, type(None), torch.Tensor):
@@ -96,16 +97,16 @@ def _remap(value: Any, memo: dict[int, nn.Module]) -> Any:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
     if kind is functools.partial:
         return functools.partial(
-            _remap(value.func, memo),
-            *(_remap(arg, memo) for arg in value.args),
-            **{key: _remap(arg, memo) for key, arg in value.keywords.items()},
+            remapped(value.func, memo),
+            *(remapped(arg, memo) for arg in value.args),
+            **{key: remapped(arg, memo) for key, arg in value.keywords.items()},
         )
     if kind in (dict, OrderedDict):
-        return kind((key, _remap(item, memo)) for key, item in value.items()) if value else kind()
+        return kind((key, remapped(item, memo)) for key, item in value.items()) if value else kind()
     if kind in (list, set, deque):
-        return kind(_remap(item, memo) for item in value)
+        return kind(remapped(item, memo) for item in value)
     if kind is tuple:
-        return tuple(_remap(item, memo) for item in value)
-    if (rebuild := getattr(kind, "__memscale_remap__", None)) is not None:
-        return rebuild(value, functools.partial(_remap, memo=memo))
+        return tuple(remapped(item, memo) for item in value)
+    if issubclass(kind, Assembled):
+        return value.reassembled(functools.partial(remapped, memo=memo))
     return value

@@ -1,17 +1,33 @@
-"""What every transform makes of a function: another function, which knows what it is made of."""
+"""What a transform makes of a function, and how that becomes the forward of a module.
+
+``module.forward`` of a region is a `Method` of a `Transformed` function of the module's `OwnForward`. Each says what
+it is made of, and copies and pickles with its parts. None keeps the module alive: it is in the module's attributes,
+and a reference back would be a cycle, which holds the weights until Python's garbage collector runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from memscale.algebra.composition import Transform
+from memscale.algebra.functions import remapped
+from memscale.core.assembled import Assembled, assembled_in
+from memscale.core.errors import TransformError
 from memscale.runtime import Runtime
 
 Same = TypeVar("Same", bound="Transformed")
+_ATTACHED = ("forward", "_apply")  # the attributes of a module that make it a region
 
 
-class Transformed:
+class Transformed(Assembled):
     """A function under a transform. Copies and pickles with the function it holds.
 
     Attributes:
@@ -35,15 +51,208 @@ class Transformed:
     def __wrapped__(self) -> Callable[..., Any]:
         return self.fn  # `inspect.signature` and friends see the function underneath
 
-    def __memscale_parts__(self) -> tuple[Any, ...]:
-        """What is called in the end: whoever looks for what a region depends on goes on there."""
+    def parts(self) -> tuple[Any, ...]:
         return (self.fn,)
 
-    def __memscale_remap__(self: Same, remap: Callable[[Any], Any]) -> Same:
-        """The same over other parts, as a copy of a module needs it."""
+    def reassembled(self: Same, remap: Callable[[Any], Any]) -> Same:
         other = type(self)(remap(self.fn), self.how)
         other.runtime = self.runtime
         return other
 
     def __repr__(self) -> str:
         return f"{self.how!r}({self.fn!r})"
+
+
+class Placing(Transformed):
+    """A transformed function that decides where the parameters which it uses live.
+
+    Attributes:
+        resident: those that stay where they are, since others outside of every such region use them too.
+    """
+
+    def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
+        super().__init__(fn, how)
+        self.resident: tuple[nn.Parameter, ...] = ()
+
+    def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> Any:
+        """Let `parameters`, which are those of a module on `device`, live where they are to live."""
+        raise NotImplementedError
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Any:
+        other = super().reassembled(remap)
+        other.resident = self.resident
+        return other
+
+
+class OfModule:
+    """Something in the attributes of a module, which it does not keep alive. Copies and pickles with the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises:
+            TransformError: it is gone.
+        """
+        module = self._module()
+        if module is None:
+            raise TransformError(
+                "the module of this forward is gone: a region does not keep its module alive; keep the module itself, "
+                "not only its forward"
+            )
+        return module
+
+    def __reduce__(self) -> Any:
+        return (_new, (type(self),), {**self.__dict__, "_module": self._module()})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        module = state["_module"]
+        self._module = _nowhere if module is None else weakref.ref(module)
+
+
+def _new(kind: type[OfModule]) -> OfModule:
+    return object.__new__(kind)
+
+
+def _nowhere() -> None:
+    """Where a module is that is gone."""
+
+
+class OwnForward(OfModule, Assembled):
+    """A module's own forward as a function: that of its class, or one that somebody put into this object.
+
+    A bound method would not do: it pickles as "the attribute `forward` of the module", which is the region itself.
+    """
+
+    def __init__(self, module: nn.Module, patched: Callable[..., Any] | None) -> None:
+        super().__init__(module)
+        self.patched = patched
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.patched is not None:
+            return self.patched(*args, **kwargs)
+        module = self.module
+        return type(module).forward(module, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.patched or types.MethodType(type(self.module).forward, self.module)
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.module, self.patched)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> OwnForward:
+        return OwnForward(remap(self.module), remap(self.patched))
+
+
+class Method(OfModule, Assembled):
+    """`fn` as a method of `module`: to whoever asks it is a bound one, as `module.forward` is of any other module.
+
+    Libraries ask. They take its `__func__`, to bind it to a copy of the module or to wrap it, and its signature. It is
+    none of Python's own, since that would keep the module alive, and would be lost when the module is pickled.
+    """
+
+    def __init__(self, module: nn.Module, fn: Callable[..., Any]) -> None:
+        OfModule.__init__(self, module)
+        self.fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    @property  # type: ignore[misc]  # as `unittest.mock` does, for the same `isinstance`
+    def __class__(self) -> Any:
+        return types.MethodType
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The function of the module and the arguments of `fn`. Given another module, it runs as that one's forward."""
+        own, fn = self._module, self.fn
+        others: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if (mine := own()) is module:
+                return fn(*args, **kwargs)
+            if module not in others:
+                others[module] = remapped(fn, {id(mine): module})
+            return others[module](*args, **kwargs)
+
+        original = inspect.unwrap(fn)
+        functools.update_wrapper(forward, original)
+        # Who follows this would arrive at the module's own forward.
+        del forward.__wrapped__  # type: ignore[attr-defined]
+        module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(fn)
+        forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return forward
+
+    def __getattr__(self, name: str) -> Any:
+        # A method has the attributes of its function. One that is being unpickled is still empty.
+        if "fn" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Method:
+        return Method(remap(self.module), remap(self.fn))
+
+
+class Relocation(OfModule, Assembled):
+    """What ``.to()`` and its like call: moves all of a region but the parameters that live elsewhere.
+
+    Region by region, so that a model larger than the device can be moved there too.
+    """
+
+    def __init__(self, module: nn.Module, region: Placing) -> None:
+        super().__init__(module)
+        self.region = region
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self.module
+        type(module)._apply(module, convert, recurse)
+        for parameter in module.parameters():
+            if not parameter.is_cpu and not parameter.is_meta:
+                self.region.place([parameter], parameter.device)
+        return module
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.module,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Relocation:
+        return Relocation(remap(self.module), remap(self.region))
+
+
+class Former(OfModule):
+    """What a module has of its own where a region is going to be."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.attributes = {name: module.__dict__[name] for name in _ATTACHED if name in module.__dict__}
+
+    def put_back(self) -> None:
+        """Let every attribute be the object that it was, unless the module is gone."""
+        if (module := self._module()) is not None:
+            for name in _ATTACHED:
+                module.__dict__.pop(name, None)
+            module.__dict__.update(self.attributes)
+
+
+def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Make `module` a region: let its forward run under `how`."""
+    now = module.__dict__.get("forward")
+    inside = now.fn if isinstance(now, Method) and now.module is module else OwnForward(module, now)
+    module.__dict__["forward"] = Method(module, how(inside))
+
+
+def placing_in(module: nn.Module) -> list[Placing]:
+    """The functions that `module`'s forward is made of which decide where its parameters live, outermost first."""
+    return [part for part in assembled_in(module.__dict__.get("forward")) if isinstance(part, Placing)]

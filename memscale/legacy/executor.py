@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from datetime import datetime
 from typing import Any
 
 from torch import nn
 
-from memscale.algebra.apply import Before, install, uninstall
+from memscale.algebra.apply import install, uninstall
 from memscale.algebra.plan import Plan
+from memscale.algebra.region import Former
 from memscale.config import Config
+from memscale.core.errors import TransformError
 from memscale.core.units import format_bytes
 from memscale.hardware.device import Hardware
 from memscale.runtime import Runtime
@@ -29,6 +32,7 @@ class Executor:
     moves tensors with, and is None where nothing is offloaded, and after `detach`. ``str`` is a readable report, with
     what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, without the
     profile, which detaches the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
+    An executor does not keep its model alive, and once that is gone has only its report.
 
     >>> import torch, memscale as ms
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
@@ -50,7 +54,9 @@ class Executor:
         skipped: str | None,
         runtime: Runtime | None,
     ) -> None:
-        self.model = model
+        # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
+        self._model = weakref.ref(model)
+        self._kind = type(model).__name__
         self.plan = plan
         self.config = config
         self.hardware = hardware
@@ -59,7 +65,19 @@ class Executor:
         self.skipped = skipped
         self.runtime = runtime
         self._caching: list[Any] = []
-        self._before: Before = []
+        self._before: list[Former] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            TransformError: it is gone: an executor does not keep it alive.
+        """
+        model = self._model()
+        if model is None:
+            raise TransformError("the model of this executor is gone; keep the model as long as you need its executor")
+        return model
 
     def detach(self) -> None:
         """Undo everything; does nothing the second time.
@@ -80,7 +98,7 @@ class Executor:
         del self.model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
         self.runtime = None
-        say(self.config, f"detached {type(self.model).__name__}{moved}")
+        say(self.config, f"detached {self._kind}{moved}")
 
     def attach(self) -> None:
         """Enter the executor into the model and turn Hugging Face caches off."""
@@ -103,7 +121,11 @@ class Executor:
         self._before = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "profile": None}  # of the step of another model, and long
+        return {**self.__dict__, "_model": self.model, "profile": None}  # of the step of another model, and long
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._model = weakref.ref(state["_model"])
 
     def step_text(self) -> str:
         """What the untransformed step takes, in a line."""
@@ -112,11 +134,11 @@ class Executor:
         return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
 
     def __repr__(self) -> str:
-        return f"Executor({type(self.model).__name__}, {self.plan!r})"
+        return f"Executor({self._kind}, {self.plan!r})"
 
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        lines = [f"{type(self.model).__name__} on {self.hardware}", self.step_text(), verdict]
+        lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
         if self.runtime is not None:
             lines.append(_moved(self.runtime))
         return "\n".join(lines)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from memscale.core import pytrees
+from memscale.core.assembled import Assembled
 from memscale.core.errors import TransformError
 from memscale.regions.scope import LARGEST_CONTAINER, Scope
 
@@ -50,7 +51,7 @@ def sort_of(kind: Any) -> Sort:
         return Sort.CONTAINER
     if issubclass(kind, tuple):
         return Sort.VALUE if kind is torch.Size else Sort.TUPLE
-    if kind in (types.FunctionType, types.MethodType, functools.partial) or hasattr(kind, "__memscale_parts__"):
+    if kind in (types.FunctionType, types.MethodType, functools.partial) or issubclass(kind, Assembled):
         return Sort.SCOPE
     if issubclass(kind, (nn.Module, torch.Generator)):
         return Sort.SCOPE

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.core.assembled import Assembled
 from memscale.regions.views import lasting
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
@@ -219,8 +220,8 @@ class Scope:
             self.generators.append(thing)
         elif isinstance(thing, nn.Module):
             self._visit_module(thing)
-        elif (parts := getattr(kind, "__memscale_parts__", None)) is not None:
-            for part in parts(thing):
+        elif issubclass(kind, Assembled):
+            for part in thing.parts():
                 self._visit(part, home)
         elif kind is types.FunctionType:
             self._seen.add(id(thing))

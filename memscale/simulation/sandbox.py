@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from memscale.algebra.region import placing_in
 from memscale.core.errors import ConfigError
 from memscale.core.pytrees import tensors as tensors_of
 from memscale.core.simulating import simulation
@@ -25,7 +26,6 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.step_scope import StepScope
-from memscale.transforms.offload.streamed import streamed_in
 
 
 class Simulation:
@@ -117,8 +117,8 @@ class Simulation:
     def _send_home(self) -> None:
         """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
         for module in self.scope.modules:
-            for streamed in streamed_in(module.__dict__.get("forward")):
-                streamed.place(list(module.parameters()), torch.device("cpu"))
+            for region in placing_in(module):
+                region.place(list(module.parameters()), torch.device("cpu"))
         self._forget_former_contents()
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():

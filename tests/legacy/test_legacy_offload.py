@@ -48,7 +48,9 @@ def force(**fields):
 
 
 def wrapped(config, **arguments):
-    return wrap(stack(), config, **arguments)._memscale_executor
+    model = wrap(stack(), config, **arguments)
+    model._memscale_executor.kept = model  # an executor does not keep its model alive
+    return model._memscale_executor
 
 
 def transforms(executor):

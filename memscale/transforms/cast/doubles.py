@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.core.assembled import Assembled
 from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")
@@ -43,7 +44,7 @@ class Doubles:
         """`part`, which is a module or a function made of modules, over the doubles."""
         if isinstance(part, nn.Module):
             return self._double(part)
-        return part if part is None else part.__memscale_remap__(self.rebind)
+        return part if part is None else part.reassembled(self.rebind)
 
     def _double(self, module: nn.Module) -> nn.Module:
         if module in self._made:
@@ -59,7 +60,7 @@ class Doubles:
             # Its forward is that of the module itself: below it, nothing is cast.
             double.__dict__["forward"] = Adapted(module, forward, self._between[module], self._compute)
             return double
-        if hasattr(forward, "__memscale_remap__"):
+        if isinstance(forward, Assembled):
             double.__dict__["forward"] = self.rebind(forward)
         self._put[module] = {key: self._of(value) for key, value in module.__dict__.items() if is_castable(value)}
         double.__dict__.update(self._put[module])

@@ -19,6 +19,7 @@ from torch import nn
 from memscale.algebra.composition import Transform
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
+from memscale.core.assembled import assembled_in, is_of_modules, modules_in
 from memscale.core.errors import ConfigError, TransformError
 from memscale.core.paths import matches, misfit
 from memscale.core.values import factory
@@ -62,7 +63,7 @@ class Casted(Transformed):
     """A function in mixed precision.
 
     Attributes:
-        roots: the modules that `fn` was found to reach when it was made, by which a compiler traces it.
+        captured: the modules that `fn`, where it is no module's forward, was found to reach when it was made.
         traceable: whether these are all that `fn` was found to depend on.
         rebindable: whether `fn` is a module's forward, of which there can be a copy that calls another module.
         watched_in_training: whether a call in training mode has shown that the region changes no buffer that is cast.
@@ -71,7 +72,7 @@ class Casted(Transformed):
 
     def __init__(self, fn: Callable[..., Any], how: Cast) -> None:
         super().__init__(fn, how)
-        self.roots: list[nn.Module] = []
+        self.captured: list[nn.Module] = []
         self.traceable = False
         self.rebindable = False
         self.watched_in_training = False
@@ -80,14 +81,15 @@ class Casted(Transformed):
     def look_around(self) -> None:
         """Find out what `fn` depends on, and that every pattern of `keep` is about some of it."""
         scope = _CastScope(self)
-        self.roots = scope.roots
-        self.rebindable = _is_of_modules(self.fn)
+        self.rebindable = is_of_modules(self.fn)
+        if not self.rebindable:
+            self.captured = scope.roots
         holders: list[Any] = [m for module in scope.modules for m in (module._parameters, module._buffers)]
         if self.rebindable:
             holders += [module.__dict__ for module in scope.modules]
         owned = {id(value) for mapping in holders for value in mapping.values()}
         self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in scope.tensors)
-        paths = [path for root in self.roots for path, _ in root.named_modules(remove_duplicate=False)]
+        paths = [path for root in scope.roots for path, _ in root.named_modules(remove_duplicate=False)]
         patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
         if unmatched := [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]:
             known = [repr(path) for path in paths if path]
@@ -95,6 +97,11 @@ class Casted(Transformed):
                 f"{self.how!r}: {', '.join(map(repr, unmatched))} in keep matches no submodule of the region; paths "
                 f"are relative to the region, which has {', '.join(known[:8]) or 'no submodules'}"
             )
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules by which a compiler traces the region."""
+        return list(dict.fromkeys(modules_in(self.fn))) if self.rebindable else self.captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
@@ -106,9 +113,9 @@ class Casted(Transformed):
         eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
         return eager(self, args, kwargs)
 
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Casted:
-        region = super().__memscale_remap__(remap)
-        region.roots = [remap(root) for root in self.roots]
+    def reassembled(self, remap: Callable[[Any], Any]) -> Casted:
+        region = super().reassembled(remap)
+        region.captured = [remap(root) for root in self.captured]
         region.traceable, region.rebindable, region.watched_in_training = (
             self.traceable,
             self.rebindable,
@@ -197,28 +204,12 @@ def _dtype(argument: str, value: Any) -> torch.dtype:
 
 def _casts_in(part: Any) -> list[Casted]:
     """The casts among the functions that `part` is made of, without those of modules that they call."""
-    found = []
-    stack = [part]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Casted):
-            found.append(part)
-        if not isinstance(part, nn.Module) and hasattr(part, "__memscale_parts__"):
-            stack.extend(part.__memscale_parts__())
-    return found
-
-
-def _is_of_modules(part: Any) -> bool:
-    """Whether `part` is a module, or made of modules only."""
-    if part is None or isinstance(part, nn.Module):
-        return True
-    return hasattr(part, "__memscale_parts__") and all(map(_is_of_modules, part.__memscale_parts__()))
+    return [part for part in assembled_in(part) if isinstance(part, Casted)]
 
 
 def _survey(region: Casted) -> Survey:
     def is_inner(module: nn.Module) -> bool:
-        forward = module.__dict__.get("forward")
-        casts = _casts_in(forward) if forward is not None else []
+        casts = _casts_in(module.__dict__.get("forward"))
         return len(casts) > 0 and region not in casts
 
     return Survey(region.how.keep, is_inner)

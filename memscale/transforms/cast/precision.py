@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale.core import pytrees
+from memscale.core.assembled import Assembled
 from memscale.core.paths import matches
 
 NORMS = "<norms>"
@@ -123,7 +124,7 @@ def cast_floating(tree: Any, convert: Callable[[torch.Tensor], torch.Tensor]) ->
     return pytrees.unflatten(spec, [convert(leaf) if is_castable(leaf) else leaf for leaf in leaves])
 
 
-class Adapted:
+class Adapted(Assembled):
     """The forward, for the time of a call, of a submodule that does not compute in the region's precision.
 
     Args:
@@ -155,7 +156,7 @@ class Adapted:
             result = type(self.module).forward(self.module, *args, **kwargs)
         return cast_floating(result, lambda tensor: tensor.to(self.outside))
 
-    def __memscale_parts__(self) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.module, self.forward)
 
 

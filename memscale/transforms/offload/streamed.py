@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.algebra.region import Transformed
+from memscale.algebra.region import Placing
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
 from memscale.core.versions import changed_error, version
@@ -31,17 +31,15 @@ from memscale.runtime import Home, Visit, home_of, hooks_here, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 
-class Streamed(Transformed):
+class Streamed(Placing):
     """A function whose parameters live on another tier.
 
     Attributes:
-        resident: parameters that stay where they are, since others outside of every such region use them too.
         watched: the train/eval flags of its modules with which it has run already.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Any) -> None:
         super().__init__(fn, how)
-        self.resident: tuple[nn.Parameter, ...] = ()
         self.watched: set[tuple[bool, ...]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,11 +82,6 @@ class Streamed(Transformed):
         }
         return homes, list(strays.values())
 
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Streamed:
-        other = super().__memscale_remap__(remap)
-        other.resident = self.resident
-        return other
-
 
 def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
     scope = Scope(self.fn)
@@ -112,14 +105,6 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
             result = self.fn(*args, **kwargs)
         self.watched.add(scope.flags())
         return result
-
-
-def streamed_in(fn: Any) -> Iterator[Streamed]:
-    """Every `Streamed` among the transformed functions that `fn` is made of, outermost first."""
-    while fn is not None:
-        if isinstance(fn, Streamed):
-            yield fn
-        fn = getattr(fn, "fn", None) or getattr(fn, "instance_forward", None)  # the latter under a root or a patch
 
 
 class _OnDevice(Origin):

@@ -16,6 +16,7 @@ from torch import nn
 from memscale.algebra.composition import Transform
 from memscale.algebra.region import Transformed
 from memscale.core import pytrees
+from memscale.core.assembled import is_of_modules
 from memscale.core.errors import ConfigError, TransformError
 from memscale.core.values import factory
 from memscale.regions import functorch_state, hidden_changes
@@ -26,7 +27,6 @@ from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Sink, Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
-    is_of_modules,
     names_batch_norm,
     refuse_changed_arguments,
     refuse_compiled,
@@ -244,8 +244,8 @@ class Tiled(Transformed):
 
         return run
 
-    def __memscale_remap__(self, remap: Callable[[Any], Any]) -> Tiled:
-        region = super().__memscale_remap__(remap)
+    def reassembled(self, remap: Callable[[Any], Any]) -> Tiled:
+        region = super().reassembled(remap)
         region.captured = [remap(module) for module in self.captured]
         region.normalizes, region.watched = self.normalizes, self.watched
         return region

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import pytrees
+from memscale.core.assembled import modules_in
 from memscale.core.errors import TransformError
 from memscale.regions.arguments import Remembered
 from memscale.regions.scope import Scope, code_names, read
@@ -68,22 +69,9 @@ class RowwiseWatch(TorchDispatchMode):
             )
 
 
-def is_of_modules(part: Any) -> bool:
-    """Whether `part` is a module, or made of modules only."""
-    if part is None or isinstance(part, nn.Module):
-        return True
-    return hasattr(part, "__memscale_parts__") and all(map(is_of_modules, part.__memscale_parts__()))
-
-
 def _modules(parts: list[Any]) -> list[nn.Module]:
     """The modules that `parts` are, or are made of, and those below them."""
-    modules: list[nn.Module] = []
-    for part in parts:
-        if isinstance(part, nn.Module):
-            modules.extend(part.modules())
-        elif part is not None and hasattr(part, "__memscale_parts__"):
-            modules.extend(_modules(part.__memscale_parts__()))
-    return modules
+    return [module for part in parts for root in modules_in(part) for module in root.modules()]
 
 
 def names_batch_norm(parts: list[Any]) -> bool:

@@ -250,7 +250,7 @@ def test_an_optimizer_step_inside_backward():
             loss_of(model).backward()
 
     fit = same(train)
-    assert moved(fit[0].forward.runtime)[2] == LAYERS * LAYER, "no gradient is left"
+    assert moved(fit[0].forward.fn.runtime)[2] == LAYERS * LAYER, "no gradient is left"
 
 
 # ------------------------------------------------------------------------------------- what regions do with weights

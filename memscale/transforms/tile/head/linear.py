@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from memscale.algebra.region import OwnForward
 from memscale.core.errors import TransformError
 from memscale.regions.arguments import Remembered
 from memscale.regions.scope import Scope, put_back
@@ -44,11 +45,11 @@ def plain_linear(fn: Callable[..., Any], scope: Scope) -> tuple[torch.Tensor, to
         fn = fn.fn
     # Not by `__wrapped__`, which a cast and a user's `functools.wraps` have too, and they compute something else. Nor
     # by the modules of the scope, which are those of ``lambda x: relu(linear(x))`` as well.
-    module = fn if isinstance(fn, nn.Module) else getattr(fn, "module", None)
+    module = fn.module if isinstance(fn, OwnForward) else fn
     if len(scope.modules) != 1 or module is not scope.modules[0] or type(module).forward is not nn.Linear.forward:
         return None
     patched = "forward" in module.__dict__ or any(module.__dict__[hooks] for hooks in _HOOKS)
-    if patched if module is fn else getattr(fn, "instance_forward", None) is not None:
+    if fn.patched is not None if isinstance(fn, OwnForward) else patched:
         return None
     held = {key: tensor for _, key, tensor in scope.tensors}
     if held.keys() - {"weight", "bias"} or "weight" not in held:
