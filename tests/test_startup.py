@@ -51,3 +51,23 @@ def test_a_name_is_the_same_object_each_time():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'memscale' has no attribute 'rap'"):
         _ = ms.rap
+
+
+COLLECTIONS = """
+import gc
+import torch
+if {disabled}:
+    gc.disable()
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+import memscale
+print(full, gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_no_full_collection_runs_and_the_collector_is_left_as_it_was(disabled):
+    run = subprocess.run(
+        [sys.executable, "-c", COLLECTIONS.format(disabled=disabled)], check=True, capture_output=True, text=True
+    )
+    assert run.stdout.split() == ["[]", str(not disabled)]
