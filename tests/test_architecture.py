@@ -1,6 +1,7 @@
 """Where code lives, and who may import whom: the imports of the package itself, read from its source."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,16 @@ def test_names_say_what_is_in_a_file(module):
     name = module.rpartition(".")[2]
     assert not name.startswith("_") or name == "__main__"
     assert not {"manager", "handler", "helper", "utils", "misc"} & set(name.split("_"))
+
+
+PAGE = ROOT.parent / "docs" / "architecture.md"
+PLACES = (ROOT, ROOT / "runtime" / "backends", ROOT.parent)  # what the names on the page begin from
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not installed with the package")
+def test_the_page_on_architecture_names_files_that_exist_and_every_folder():
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_/]+(?:/|\.py))`", text))
+    assert [name for name in named if not any((folder / name).exists() for folder in PLACES)] == []
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert {name for name in folders if f" {name}/ " not in text} == set()
