@@ -14,7 +14,7 @@ import functools
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -204,6 +204,19 @@ def see_attributes(module: nn.Module, then: Mapping[str, Any]) -> Callable[[], N
                     module.__class__ = original
 
     return end
+
+
+def rewinding(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """What makes this thread see again what it sees now of `modules`, where that is their past."""
+    me = threading.get_ident()
+    held = [(past, past.copy()) for module in modules if (past := _past.get((me, id(module)))) is not None]
+
+    def rewind() -> None:
+        for past, then in held:
+            past.clear()
+            past.update(then)
+
+    return rewind
 
 
 def see_table(module: nn.Module, name: str, then: dict[Any, Any]) -> Callable[[], None]:

@@ -96,7 +96,7 @@ OPERATORS = {
         "self.register_buffer('q#', torch.zeros(3, 6))\nself.i# = 0",
         ("rows", "buffer"),
     ),
-    "tied weight": Operator("h = F.linear(h, self.w#)", "self.w# = shared['weight']"),
+    "tied weight": Operator("h = torch.tanh(F.linear(h, self.w#))", "self.w# = shared['weight']"),
     "tied module": Operator("h = self.l#(h)", "self.l# = shared['linear']"),
     "counter": Operator("self.i# += 1\nh = torch.sin(h * self.i#)", "self.i# = 0"),
     "list": Operator("self.k#.append(h.shape[1])\nh = torch.sin(h * len(self.k#))", "self.k# = []"),
@@ -252,7 +252,7 @@ BACKWARD = {
     "none": "pass",
 }
 AFTER = {
-    "sgd": "with torch.no_grad():\n    for p in model.parameters():\n        if p.grad is not None:\n            p.sub_(p.grad, alpha=0.05)",
+    "sgd": "with torch.no_grad():\n    for p in model.parameters():\n        if p.grad is not None:\n            p.sub_(p.grad / (1 + p.grad.abs()), alpha=0.05)",
     "accumulate": "pass",
     "zero": "model.zero_grad()",
     "zero in place": "model.zero_grad(set_to_none=False)",
@@ -618,24 +618,8 @@ def _alike(tolerance: float, expected: Any, actual: Any) -> bool:
 
 # Not drawn until the finding of this number is closed.
 NOT_YET = {
-    "add a hook": 1,
-    "remove the hooks": 1,
-    "buffer by foreach": 19,
-    "state argument in place": 19,
-    "notes": 2,
-    "cache": 2,
-    "buffer's view": 4,
-    "view in the child": 4,
-    "shared buffer's row": 4,
-    "data in place": 5,
-    "data assigned": 5,
-    "buffer's data": 5,
-    "freeze a block": 6,
-    "freeze all": 6,
-    "unfreeze": 6,
     "parametrize.cached": 10,
     "function mode": 10,
-    "parameters' data": 11,
 }
 
 

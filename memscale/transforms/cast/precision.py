@@ -16,7 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from memscale.core import pytrees
 from memscale.core.assembled import Assembled
+from memscale.core.errors import TransformError
 from memscale.core.paths import matches
+from memscale.core.versions import version
 
 NORMS = "<norms>"
 """Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""
@@ -147,13 +149,27 @@ class Adapted(Assembled):
         self.outside = outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        copies: list[tuple[torch.Tensor, int]] = []
         if self.inside is not None:
             inside = self.inside
-            args, kwargs = cast_floating((args, kwargs), lambda tensor: tensor.to(inside))
+
+            def convert(tensor: torch.Tensor) -> torch.Tensor:
+                copy = tensor.to(inside)
+                if copy is not tensor and not torch.compiler.is_compiling():  # which sees nothing of version counts
+                    copies.append((copy, version(copy)))
+                return copy
+
+            args, kwargs = cast_floating((args, kwargs), convert)
         if self.forward is not None:
             result = self.forward(*args, **kwargs)
         else:
             result = type(self.module).forward(self.module, *args, **kwargs)
+        for copy, before in copies:
+            if version(copy) != before:
+                raise TransformError(
+                    f"a {type(self.module).__name__}, which keeps its own precision in a cast region, changed an "
+                    f"argument {list(copy.shape)} in place, which was a copy in {self.inside}; clone it first"
+                )
         return cast_floating(result, lambda tensor: tensor.to(self.outside))
 
     def parts(self) -> tuple[Any, ...]:

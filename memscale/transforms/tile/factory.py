@@ -21,6 +21,7 @@ from memscale.core.errors import ConfigError, TransformError
 from memscale.core.values import factory
 from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.scope import Scope, put_back
+from memscale.regions.views import rewinding
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed, everything_saveable, nothing_saveable
 from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
 from memscale.transforms.tile.head.linear import is_projection
@@ -214,11 +215,13 @@ class Tiled(Transformed):
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
         scope = Scope(self.fn)
         flags = scope.flags()
+        rewind = rewinding(scope.modules)  # where a recompute of a region around this one shows the past
         first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             put_back(scope)
+            rewind()
             if first:
                 first = False
                 with hidden_changes.refused(
