@@ -8,6 +8,7 @@ candidate and learns which ones it changes (`Habits`); later runs copy those onl
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
 from memscale.core.simulating import simulating
-from memscale.core.versions import changed_error, described, version
+from memscale.core.versions import changed_error, described, versions
 from memscale.regions.environment import Environment
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.pieces import Name, Piece, Pieces
@@ -77,11 +78,11 @@ class Snapshot:
         self._scope = scope
         self._arguments = arguments
         tensors = [tensor for _, _, tensor in scope.tensors]
-        self._versions = [version(tensor) for tensor in tensors]
+        self._versions = versions(tensors)
         # Held until the region has run, so that what it makes cannot get the address of what it replaces.
         self._held = storages(tensors), storages(arguments)
         self._trained = [tensor.requires_grad for tensor in tensors]
-        self._storages: list[weakref.ref[Any] | None] = [None] * len(tensors)
+        self._storages: list[weakref.ref[Any]] | None = None  # after the run
         self._assigned: Mapping[int, frozenset[str]] = habits.assigned if habits else {}
         self._pieces: Pieces | None = None
         self._layouts: dict[Name, Any] = {}
@@ -194,15 +195,17 @@ class Snapshot:
         """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
         scope = self._scope
         kept = [not is_stand_in(tensor) for _, _, tensor in scope.tensors]
-        for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
-            if not keep:
-                note = scope.contents[position][key] = origin_of(tensor).note(tensor)
-                self._notes.append(note)
-        scope.tensors = list(compress(scope.tensors, kept))
-        self._versions = list(compress(self._versions, kept))
-        self._trained = list(compress(self._trained, kept))
+        if not all(kept):
+            for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
+                if not keep:
+                    note = scope.contents[position][key] = origin_of(tensor).note(tensor)
+                    self._notes.append(note)
+            scope.tensors = list(compress(scope.tensors, kept))
+            self._versions = list(compress(self._versions, kept))
+            self._trained = list(compress(self._trained, kept))
         # Now and not before the run, in which a transform inside may have moved parameters to another tier.
-        self._storages = [_storage(tensor) for _, _, tensor in scope.tensors]
+        # PyTorch makes one Python object for a storage and keeps it for as long as the storage lives.
+        self._storages = [weakref.ref(storage) for storage in storages([tensor for _, _, tensor in scope.tensors])]
 
     def _find_reassigned(self) -> None:
         """Keep what was there before the region assigned `tensor.data`."""
@@ -229,8 +232,8 @@ class Snapshot:
 
     def _changed_pieces(self, argument_versions: list[int]) -> list[Piece]:
         """The pieces that the run has changed, as far as that can be seen."""
-        now = [version(tensor) for _, _, tensor in self._scope.tensors]
-        now_of_arguments = [version(tensor) for tensor in self._arguments]
+        now = versions([tensor for _, _, tensor in self._scope.tensors])
+        now_of_arguments = versions(self._arguments)
         names: list[Name] = []
         if now != self._versions:
             names += [
@@ -365,6 +368,8 @@ class Snapshot:
 
     def _trained_as_then(self, renewed: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
         """`renewed`, and stand-ins for what was frozen or unfrozen since: the region must save again what it saved."""
+        if not renewed and [tensor.requires_grad for _, _, tensor in self._scope.tensors] == self._trained:
+            return {}
         made: dict[int, torch.Tensor] = {}
         found = dict(renewed)
         for (position, key, tensor), then in zip(self._scope.tensors, self._trained, strict=True):
@@ -409,16 +414,21 @@ class Snapshot:
 
     def _changed_since(self) -> dict[int, str]:
         """The storages that were changed or exchanged since the run, each with what to say if the rerun uses it."""
+        tensors = [tensor for _, _, tensor in self._scope.tensors]
+        held, now_at = storages(tensors), versions(tensors)
+        then = held if self._storages is None else [storage() for storage in self._storages]
+        if now_at == self._versions and all(map(operator.is_, held, then)):
+            return {}
         changed = {}
         known = {name for piece in self.pieces() for name in piece.names}
-        kept = zip(self._scope.tensors, self._versions, self._storages, strict=True)
-        for (position, key, tensor), expected, storage in kept:
+        kept = zip(self._scope.tensors, self._versions, now_at, then, held, strict=True)
+        for (position, key, tensor), expected, now, old, new in kept:
             if (position, key) in known:
                 continue
-            if (now := version(tensor)) != expected:
+            if now != expected:
                 what = described(self._scope.describe(position, key), tensor.dtype, tensor.shape)
                 error = changed_error(what, now, expected, _REMEDY)
-            elif storage is not None and storage() is not tensor.untyped_storage():
+            elif old is not new:
                 what = described(self._scope.describe(position, key), tensor.dtype, tensor.shape)
                 error = CorrectnessError(
                     f"{what} has other memory than in the forward: its .data was assigned in between, which no "
@@ -462,11 +472,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "device_mesh")
-
-
-def _storage(tensor: torch.Tensor) -> weakref.ref[Any] | None:
-    # PyTorch makes one Python object for a storage and keeps it for as long as the storage lives.
-    return weakref.ref(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
