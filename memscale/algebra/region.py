@@ -37,6 +37,7 @@ class Transformed(Assembled):
     """
 
     how: Any  # each transform's own class
+    keeps_inputs_only = False  # whether it runs its function again for backward, from inputs that it owns
 
     def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
         self.fn = fn

@@ -5,12 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
+class Keeper:
+    """Keeps a region's inputs until backward, in place of autograd."""
+
+    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A small tensor that autograd takes for `tensor`, and what `bring` needs beside it."""
+        raise NotImplementedError
+
+    def bring(self, token: torch.Tensor, slip: Any) -> torch.Tensor:
+        """What `send` was given."""
+        raise NotImplementedError
+
+
 class _Local(threading.local):
     inside = False
+    keeper: Keeper | None = None
 
 
 _local = _Local()
@@ -34,3 +48,25 @@ def region() -> Iterator[None]:
         yield
     finally:
         _local.inside = before
+
+
+def forward_mode() -> bool:
+    """Whether one of the transforms that run here differentiates in forward mode."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+
+
+@contextmanager
+def inputs_kept_by(keeper: Keeper) -> Iterator[None]:
+    """Let the next region under `torch.func` that runs in the body give its inputs to `keeper`."""
+    before, _local.keeper = _local.keeper, keeper
+    try:
+        yield
+    finally:
+        _local.keeper = before
+
+
+def take_keeper() -> Keeper | None:
+    """What is to keep the inputs of the region that begins here, and of no other one."""
+    keeper, _local.keeper = _local.keeper, None
+    return keeper

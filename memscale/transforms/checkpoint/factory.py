@@ -53,6 +53,11 @@ class Checkpointed(Transformed):
         super().__init__(fn, how)
         self.memory = recompute.Memory()
 
+    @property
+    def keeps_inputs_only(self) -> bool:  # type: ignore[override]
+        """Whether it runs its function again for backward, from inputs that it owns."""
+        return not isinstance(self.how.policy, EverythingSaveable)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
         # on a Python object, say) it leaves this frame to Python, where `is_compiling` is false. Outside a `try` it

@@ -16,6 +16,7 @@ from memscale.core.values import factory
 from memscale.regions import functorch_state
 from memscale.regions.uncompiled import uncompiled
 from memscale.runtime import hooks_here
+from memscale.transforms.offload.functorch import Away
 from memscale.transforms.offload.saving import saving_by
 from memscale.transforms.offload.streamed import Streamed
 
@@ -87,7 +88,7 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
         ConfigError: an argument is none of these.
         CorrectnessError: in backward, when a moved tensor was changed in place after it was saved.
         RuntimeUnavailable: in forward, on a device whose tensors nothing here can move.
-        TransformError: inside a transform of `torch.func` (but not under a checkpoint there), in a CUDA graph
+        TransformError: inside a transform of `torch.func`, unless around a checkpoint or under one, in a CUDA graph
             capture, in a forked process, for sparse tensors.
 
     Cost: saves the region's residuals on the device; pays their way out and back, as far as compute does not hide it.
@@ -108,12 +109,20 @@ def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
     # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
     if not torch.is_grad_enabled() or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
-    if functorch_state.active():
-        raise TransformError(
-            f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
-            "needs and would keep everything on the device; use checkpoint() there, or plain autograd"
-        )
-    with saving_by(hooks_here(self.runtime, self.how.tier, self.how.min_bytes), self.how):
+    hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes)
+    if functorch_state.active() and hooks is not None:
+        if not getattr(self.fn, "keeps_inputs_only", False) or functorch_state.forward_mode():
+            raise TransformError(
+                f"{self.how!r} inside a transform of torch.func, which refuses the saved-tensor hooks that offloading "
+                "needs and would keep everything on the device; around a checkpoint, as in "
+                "compose(offload(), checkpoint()), it moves the region's inputs, in reverse mode; or use plain autograd"
+            )
+        try:
+            with functorch_state.inputs_kept_by(Away(hooks)):
+                return self.fn(*args, **kwargs)
+        finally:
+            hooks.leave()
+    with saving_by(hooks, self.how):
         return self.fn(*args, **kwargs)
 
 
