@@ -214,9 +214,9 @@ class _Step:
 
 def _without_strangers(trace: AllocatorTrace) -> AllocatorTrace:
     """The trace less what lived before the step without a role: on CUDA, the models that wait their turn."""
-    unknown = trace.timeline.live_bytes["unknown"]
-    others_bytes = int(unknown[0])
-    live_bytes = {**trace.timeline.live_bytes, "unknown": unknown - others_bytes}
+    others = trace.timeline.live_bytes["other"]
+    others_bytes = int(others[0])
+    live_bytes = {**trace.timeline.live_bytes, "other": others - others_bytes}
     return dataclasses.replace(
         trace,
         start_bytes=trace.start_bytes - others_bytes,

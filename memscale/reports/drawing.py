@@ -21,7 +21,6 @@ COLOURS = {
     "workspace": "#CC79A7",
     "other": "#BBBBBB",
     "rounding": "#DDDDDD",
-    "unknown": "#BBBBBB",  # what the allocator's trace calls "other"
 }
 
 

@@ -60,7 +60,7 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
             _mark_saving(axes, trace, first_peak_bytes, scale)
     panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
     panels[0].set_ylim(0, highest_bytes / scale * 1.12)
-    panels[0].set_xlim(0, max(trace.timeline.seconds[-1] for trace in traces.values()) or 1.0)
+    panels[0].set_xlim(0, max(trace.timeline.position[-1] for trace in traces.values()) or 1.0)
     _legend(figure, panels[0], len(shown))
     figure.savefig(path, format="png")
 
@@ -161,7 +161,7 @@ def _legend(figure: Figure, axes: Axes, count: int) -> None:
 
 
 def _draw(axes: Axes, trace: AllocatorTrace, shown: list[str], scale: int) -> None:
-    seconds = trace.timeline.seconds
+    seconds = trace.timeline.position
     _stack(axes, seconds, trace.timeline.live_bytes, shown, scale)
     at = float(seconds[trace.timeline.total_bytes.argmax()])
     _mark_peak(axes, trace.peak_bytes, at, scale)

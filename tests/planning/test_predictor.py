@@ -619,7 +619,7 @@ BAD = {
     ),
     "accumulate": (lambda: predictor(accumulate=0).predict(fours(2)), r"accumulate=0\) must be an int of at least 1"),
     "batch": (lambda: predictor().predict(torch.ones(2, 5)), r"the step fails when it runs: RuntimeError"),
-    "no batch": (lambda: predictor().predict(None), r"as the batch, got NoneType"),
+    "no batch": (lambda: predictor().predict(None), r"a batch is a tensor, .* got NoneType"),
     "loss": (lambda: predictor(loss=lambda y, _: y).predict(fours(2)), r"must be a tensor with one element, got"),
     "no training": (
         lambda: predictor(model=nn.Linear(4, 4).requires_grad_(False)).predict(fours(2)),

@@ -19,34 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.results import MemoryTimeline
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 
 #: Categories that only the caller can tell apart, named through ``roles``.
 ROLES = ("parameter", "optimizer state", "gradient", "input")
-#: Every category of a timeline, in the order in which a picture stacks them.
-CATEGORIES = (*ROLES, "activation", "temporary", "unknown")
-
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
-
-
-@dataclass(frozen=True, eq=False)
-class Timeline:
-    """Live bytes by category after every allocator event of a step.
-
-    Args:
-        seconds: float64 of shape (events + 1,), since the step began; the first entry is 0.
-        live_bytes: for each name in :data:`CATEGORIES` an int64 array of the same shape.
-    """
-
-    seconds: npt.NDArray[np.float64]
-    live_bytes: Mapping[str, npt.NDArray[np.int64]]
-
-    @property
-    def total_bytes(self) -> npt.NDArray[np.int64]:
-        """The sum over the categories, int64 of shape (events + 1,)."""
-        total: npt.NDArray[np.int64] = np.sum(list(self.live_bytes.values()), axis=0, dtype=np.int64)
-        return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +40,7 @@ class AllocatorTrace:
         end_bytes: what lived when the step returned, `start_bytes` included.
         seconds: wall time of the step, slowed a little by the recording.
         backward_seconds: when the first node of a backward pass ran; None for a step without one.
-        timeline: live bytes over time, by category.
+        timeline: live bytes over time in seconds, by category; no buffers apart, and no scratch memory of kernels.
     """
 
     start_bytes: int
@@ -68,7 +48,7 @@ class AllocatorTrace:
     end_bytes: int
     seconds: float
     backward_seconds: float | None
-    timeline: Timeline
+    timeline: MemoryTimeline
 
     @property
     def growth_bytes(self) -> int:
@@ -100,7 +80,7 @@ class _Event:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Allocation:
     """One allocation, by the indices of its events; ``freed`` is None for a block that outlives the step."""
 
     allocated: int
@@ -120,7 +100,7 @@ def measure(
     same events for the timeline. A block belongs to the role of the tensor that holds it before or after
     the step; of the others, one that was allocated outside a backward pass and still lived when a node
     of that pass began is an ``activation``, and the rest are ``temporary``. What lived before the step
-    and has no role is ``unknown``.
+    and has no role is ``other``.
 
     >>> import torch, memscale as ms
     >>> trace = ms.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
@@ -152,7 +132,7 @@ def measure(
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         named_bytes = sum(start_by_role.values())
-        start_by_role["unknown"] = max(0, torch.cuda.memory_allocated(device) - named_bytes)
+        start_by_role["other"] = max(0, torch.cuda.memory_allocated(device) - named_bytes)
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         began_ns, began = time.time_ns(), time.perf_counter()
@@ -167,7 +147,9 @@ def measure(
     deltas[:, 0] = [start_by_role[category] for category in CATEGORIES]
     live_bytes = dict(zip(CATEGORIES, deltas.cumsum(axis=1), strict=True))
     offsets = [0, *(max(0, event.time_ns - began_ns) for event in events)]
-    timeline = Timeline(np.array(offsets, dtype=np.float64) / 1e9, live_bytes)
+    backward_seconds = max(0, backward_ns[0] - began_ns) / 1e9 if backward_ns else None
+    phases = (("forward", 0.0), *((("backward", backward_seconds),) if backward_seconds is not None else ()))
+    timeline = MemoryTimeline(np.array(offsets, dtype=np.float64) / 1e9, "seconds", live_bytes, phases)
     total_bytes = timeline.total_bytes
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
@@ -179,7 +161,7 @@ def measure(
         peak_bytes=peak_bytes,
         end_bytes=int(total_bytes[-1]),
         seconds=seconds,
-        backward_seconds=max(0, backward_ns[0] - began_ns) / 1e9 if backward_ns else None,
+        backward_seconds=backward_seconds,
         timeline=timeline,
     )
 
@@ -286,14 +268,14 @@ def _deltas(
     """Bytes by category and event, column 0 left free, and the held addresses whose release was seen."""
     deltas = np.zeros((len(CATEGORIES), len(events) + 1), dtype=np.int64)
     row = {category: index for index, category in enumerate(CATEGORIES)}
-    blocks: list[_Block] = []
+    blocks: list[_Allocation] = []
     alive: dict[int, int] = {}
     seen_frees: set[int] = set()
     for index, event in enumerate(events):
         allocated = alive.pop(event.address, None)
         if allocated is not None:
             # An address handed out twice was freed in between, by a thread that is not recorded.
-            blocks.append(_Block(allocated, index))
+            blocks.append(_Allocation(allocated, index))
         if event.nbytes > 0:
             alive[event.address] = index
         elif allocated is None:
@@ -305,8 +287,8 @@ def _deltas(
                 # Blocks are rounded up, so a tensor's block frees a little more than the tensor holds.
                 # On CPU the sizes of blocks from before the recording may be stale and are not used.
                 excess_bytes = -event.nbytes - (held.nbytes if held is not None else 0)
-                deltas[row["unknown"], index + 1] -= excess_bytes
-    blocks.extend(_Block(index, None) for index in alive.values())
+                deltas[row["other"], index + 1] -= excess_bytes
+    blocks.extend(_Allocation(index, None) for index in alive.values())
     for block in blocks:
         category = row[_category(block, events, after, backward_ns)]
         nbytes = events[block.allocated].nbytes
@@ -316,7 +298,7 @@ def _deltas(
     return deltas, seen_frees
 
 
-def _category(block: _Block, events: list[_Event], after: Mapping[int, _Held], backward_ns: list[int]) -> str:
+def _category(block: _Allocation, events: list[_Event], after: Mapping[int, _Held], backward_ns: list[int]) -> str:
     birth = events[block.allocated]
     if block.freed is None and birth.address in after:
         return after[birth.address].role

@@ -22,9 +22,6 @@ from memscale.simulation.results import Moment, Profile
 from memscale.simulation.sandbox import gradients_set_aside, random_states_kept, versions_kept
 from memscale.simulation.step_scope import StepScope
 
-# The allocator's categories that have another name here; it cannot tell buffers from parameters, nor scratch memory.
-_NAMES = {"unknown": "other"}
-
 
 def measured_profile(
     model: Any,
@@ -118,16 +115,15 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
     live = trace.timeline.live_bytes
     changes, positions, events = [], [], []
     for name, values in live.items():
-        category = CATEGORIES.index(_NAMES.get(name, name))
+        category = CATEGORIES.index(name)
         deltas = np.diff(values, prepend=0)
         for at in np.flatnonzero(deltas):
             changes.append((category, int(deltas[at])))
-            positions.append(float(trace.timeline.seconds[at]))
+            positions.append(float(trace.timeline.position[at]))
             events.append(int(at))
     order = sorted(range(len(changes)), key=events.__getitem__)
     backward = trace.backward_seconds
-    at_peak = float(trace.timeline.seconds[peak])
-    phases = (("forward", 0.0), *((("backward", backward),) if backward is not None else ()))
+    at_peak = float(trace.timeline.position[peak])
     return Profile(
         method="empirical",
         notes=notes,
@@ -136,7 +132,7 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         first_step_peak_bytes=first.peak_bytes,
         reserved_peak_bytes=torch.cuda.max_memory_reserved() if hardware.device_type == "cuda" else None,
         moment=Moment("", "", "forward" if backward is None or at_peak < backward else "backward"),
-        by_category={_NAMES.get(name, name): int(values[peak]) for name, values in live.items() if values[peak]},
+        by_category={name: int(values[peak]) for name, values in live.items() if values[peak]},
         categories_by_module={},
         by_tier={},
         holdings=(),
@@ -146,5 +142,5 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         changes=tuple(changes[at] for at in order),
         positions=tuple(positions[at] for at in order),
         position_unit="seconds",
-        phases=phases,
+        phases=trace.timeline.phases,
     )

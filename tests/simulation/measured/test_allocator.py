@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.simulation.measured.allocator_trace import CATEGORIES, measure, training_roles
+from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.measured.allocator_trace import measure, training_roles
 
 MIB = 1 << 20
 
@@ -63,11 +64,11 @@ def test_categories_of_a_training_step_are_exact():
     # Backward keeps sigmoid's output and the loss; the layer's own output dies in the forward pass.
     # The seed gradient of backward() is the other scalar.
     assert unit <= live_bytes["activation"].max() <= unit + 64
-    assert live_bytes["activation"][-1] == live_bytes["temporary"][-1] == live_bytes["unknown"].max() == 0
+    assert live_bytes["activation"][-1] == live_bytes["temporary"][-1] == live_bytes["other"].max() == 0
     assert trace.end_bytes == 4 * unit
     assert trace.backward_seconds is not None
     assert 0 < trace.backward_seconds < trace.seconds
-    assert np.all(np.diff(trace.timeline.seconds) >= 0)
+    assert np.all(np.diff(trace.timeline.position) >= 0)
 
 
 def test_torch_checkpoint_keeps_less_for_backward():
