@@ -19,7 +19,6 @@ try:
     from memscale.algebra.composition import Transform, compose, identity
     from memscale.algebra.functions import functional
     from memscale.algebra.plan import Plan
-    from memscale.config import Config, OptimizationMode
     from memscale.core.errors import (
         BudgetError,
         ConfigError,
@@ -30,7 +29,6 @@ try:
         RuntimeUnavailable,
         TransformError,
     )
-    from memscale.optimizers import LossScale
     from memscale.runtime.config import AsyncOffloadConfig
     from memscale.transforms import cast, checkpoint, name, offload, tile
 finally:
@@ -38,11 +36,13 @@ finally:
         gc.enable()
 
 if TYPE_CHECKING:
+    from memscale.config import Config, OptimizationMode
     from memscale.hardware.device import Hardware
     from memscale.inspection.residuals import Residual, saved_residuals
     from memscale.inspection.verification import Verification, verify
     from memscale.legacy.executor import Executor
     from memscale.legacy.verbs import detach, optimize, wrap
+    from memscale.optimizers.loss_scale import LossScale
     from memscale.planning.prediction import OOMPrediction, OOMRisk
     from memscale.planning.predictor import OOMPredictor
     from memscale.simulation.measured.allocator_trace import measure
@@ -94,15 +94,18 @@ __all__ = [
     "wrap",
 ]
 
-# A training run needs none of these, and they would double what importing memscale costs: each is loaded when it is
+# A training run needs few of these, and they would double what importing memscale costs: each is loaded when it is
 # first asked for. The branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
+    "Config": "memscale.config",
     "Executor": "memscale.legacy.executor",
     "Hardware": "memscale.hardware.device",
+    "LossScale": "memscale.optimizers.loss_scale",
     "MemoryProfiler": "memscale.simulation.profiler",
     "OOMPrediction": "memscale.planning.prediction",
     "OOMPredictor": "memscale.planning.predictor",
     "OOMRisk": "memscale.planning.prediction",
+    "OptimizationMode": "memscale.config",
     "Profile": "memscale.simulation.results",
     "Residual": "memscale.inspection.residuals",
     "Verification": "memscale.inspection.verification",

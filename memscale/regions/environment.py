@@ -7,6 +7,7 @@ the same precision, and leaves no trace in any generator.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Environment:
             (generator, generator.get_state()) for generator in (*_generators(self._devices), *generators)
         ]
         self._host_positions = _host_positions()
-        self._host: tuple[Any, Any] | None = _host_state() if host_random or not _CAN_NOTICE else None
+        self._host: tuple[Any, Any] | None = _host_state() if host_random or not _can_notice() else None
         self._autocast = _autocast(self._devices)
         self._attention = _attention()
         self.uses_host_random = False
@@ -130,12 +131,17 @@ def _position_of_numpy() -> Any:
 
 
 # Reading a whole state takes 10 to 40 microseconds, a position 0.1: enough to notice that numbers were drawn.
-_POSITIONS = [position for position in (_position_of_python(), _position_of_numpy()) if position is not None]
-_CAN_NOTICE = len(_POSITIONS) == 2  # otherwise (another interpreter, another layout) whole states are always taken
+@functools.cache  # found when a region first runs, for numpy.random takes 10 ms to import
+def _positions() -> list[Any]:
+    return [position for position in (_position_of_python(), _position_of_numpy()) if position is not None]
+
+
+def _can_notice() -> bool:
+    return len(_positions()) == 2  # otherwise (another interpreter, another layout) whole states are always taken
 
 
 def _host_positions() -> list[int]:
-    return [position.value for position in _POSITIONS]
+    return [position.value for position in _positions()]
 
 
 def _host_state() -> tuple[Any, Any]:

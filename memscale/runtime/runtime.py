@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
-from memscale.runtime.backends.trace import TraceBackend
-from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
@@ -24,6 +22,9 @@ from memscale.runtime.parameters.home import AT_HOME, Home
 from memscale.runtime.parameters.homes import Homes
 from memscale.runtime.stats import CopyTimeline, Stats
 from memscale.runtime.storage.budget import HostBudget
+
+if TYPE_CHECKING:
+    from memscale.runtime.backends.trace import TraceBackend
 
 
 class Runtime:
@@ -176,6 +177,8 @@ class Runtime:
 
     def counting_backend(self, device_type: str) -> TraceBackend:
         """A backend that moves nothing, and counts what would be moved under this runtime's caps."""
+        from memscale.runtime.backends.trace import TraceBackend
+
         return TraceBackend({"disk": self._disk_bytes} if device_type == "cpu" else self._caps())
 
     def _new_homes(self, engine: Engine) -> Homes:
@@ -205,6 +208,8 @@ class Runtime:
 
 def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: CopyTimeline | None) -> Engine:
     if config.debug:
+        from memscale.runtime.checking.hazards import Checked, CheckedEngine  # only for debugging
+
         return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
     return Engine(backend, depth=config.prefetch_depth, timeline=timeline)
 
