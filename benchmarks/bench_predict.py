@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from _environment import environment
 from _zoo import DTYPES, ZOO, Case
 
 import memscale as ms
+from memscale.core.batches import call
 from memscale.simulation.measured.allocator_trace import training_roles
 
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
@@ -114,12 +115,6 @@ class Row:
         if self.method != "static":
             line += f"   {self.method}"
         return line + (f"   {self.truth.note}" if self.truth.note else "")
-
-
-def call(model: torch.nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch) if isinstance(batch, torch.Tensor) else model(*batch)
 
 
 def training_step(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from memscale.core import batches
 from memscale.core.batches import Loss
 from memscale.core.errors import ConfigError, CorrectnessError
 from memscale.core.pytrees import tensors, unflatten
-from memscale.regions.environment import Environment
-from memscale.regions.scope import Scope, put_back, write
+from memscale.regions.scope import Scope
+from memscale.regions.untouched import untouched
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report
@@ -175,7 +174,9 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
         leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
-    with _undone(model), torch.enable_grad():
+    scope = Scope(model)
+    own = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
+    with untouched(scope, own, own, computes=True), torch.enable_grad():
         trained = {
             **{f"gradient of {name}": p for name, p in model.named_parameters() if p.requires_grad},
             **{f"gradient of input {at}": leaf for at, leaf in enumerate(tensors(inputs)) if leaf.requires_grad},
@@ -191,10 +192,10 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
             else [None] * len(trained)
         )
         return {
-            **{f"output {at}": tensor.detach() for at, tensor in enumerate(outputs)},
-            **({"the loss": total.detach()} if loss is not None and total is not None else {}),
+            **{f"output {at}": tensor.detach().clone() for at, tensor in enumerate(outputs)},
+            **({"the loss": total.detach().clone()} if loss is not None and total is not None else {}),
             **dict(zip(trained, gradients, strict=True)),
-            **{f"buffer {name}": buffer.detach() for name, buffer in model.named_buffers()},
+            **{f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()},
             "the random state": torch.get_rng_state(),
             **{
                 f"the random state of {device}": torch.cuda.get_rng_state(device)
@@ -217,36 +218,6 @@ def _loss(output: Any, outputs: list[torch.Tensor], loss: Loss | None, batch: An
         if tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     ]
     return torch.stack([term.double() for term in terms]).sum() if terms else None
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Run the body on copies of the buffers, then put back all of the model's state and the random states."""
-    scope = Scope(model)
-    devices = {tensor.device for _, _, tensor in scope.tensors if tensor.device.type != "cpu"}
-    environment = Environment(devices, host_random=True, generators=scope.generators)
-    fixed: dict[int, torch.Tensor] = {}  # gradients must reach these themselves
-    copies: dict[int, torch.Tensor] = {}
-    for _, _, tensor in scope.tensors:
-        (fixed if tensor.requires_grad else copies)[id(tensor)] = tensor
-    with torch.no_grad():
-        copies = {key: tensor.clone() for key, tensor in copies.items()}
-        before = [(tensor, tensor.clone(), tensor._version) for tensor in fixed.values()]
-    substitutes = [content.copy() for content in scope.contents]
-    for position, key, tensor in scope.tensors:
-        substitutes[position][key] = copies.get(id(tensor), tensor)
-    try:
-        for place, content in zip(scope.places, substitutes, strict=True):
-            write(place, content)
-        yield
-    finally:
-        put_back(scope)
-        environment.enter([])
-        for tensor, value, version in before:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(value)
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def compare(model: Mapping[str, torch.Tensor | None], other: Mapping[str, torch.Tensor | None]) -> Verification:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from memscale.core.paths import matches
+
 # Two blocks count as alike when at least this share of the smaller one's parameters has the same name and
 # shape in the other. ResNet's first block of a stage (another input width and a shortcut) shares 5 of 6.
 _ALIKE = 0.5
@@ -152,7 +154,7 @@ def _patterns(blocks: Sequence[str], modules: dict[str, nn.Module]) -> list[str]
     uncovered = list(blocks)
     # Widest first: every index that varies, then only the last one.
     for only_last in (False, True):
-        for pattern in dict.fromkeys(_glob(path, blocks, modules, only_last) for path in uncovered):
+        for pattern in dict.fromkeys(_pattern(path, blocks, modules, only_last) for path in uncovered):
             matched = _matches(pattern, modules)
             if len(matched) >= 2 and set(matched) <= set(uncovered):
                 patterns.append(pattern)
@@ -162,7 +164,7 @@ def _patterns(blocks: Sequence[str], modules: dict[str, nn.Module]) -> list[str]
     return patterns + list(dict.fromkeys(first_names[id(modules[path])] for path in uncovered))
 
 
-def _glob(path: str, blocks: Sequence[str], modules: dict[str, nn.Module], only_last: bool) -> str:
+def _pattern(path: str, blocks: Sequence[str], modules: dict[str, nn.Module], only_last: bool) -> str:
     """``path`` with ``*`` for its indices that vary over ``blocks``, which are of one family."""
     segments = path.split(".")
     values = [set(column) for column in zip(*(block.split(".") for block in blocks), strict=True)]
@@ -174,11 +176,4 @@ def _glob(path: str, blocks: Sequence[str], modules: dict[str, nn.Module], only_
 
 
 def _matches(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
-    wanted = pattern.split(".")
-    return [
-        path
-        for path in modules
-        if path
-        and len(segments := path.split(".")) == len(wanted)
-        and all(want in ("*", segment) for want, segment in zip(wanted, segments, strict=True))
-    ]
+    return [path for path in modules if matches(pattern, path)]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memscale.algebra.region import placing_in
+from memscale.core import batches
 from memscale.core.errors import ConfigError
 from memscale.core.pytrees import tensors as tensors_of
 from memscale.core.simulating import simulation
-from memscale.regions.scope import put_back
+from memscale.regions.untouched import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode, NeedsValues
@@ -51,7 +50,7 @@ class Simulation:
         kernels: Kernels,
     ) -> None:
         self.scope = StepScope(model, optimizer, step, batch)
-        inputs = _parts(tensors_of(dict(batch) if isinstance(batch, Mapping) else batch))
+        inputs = _parts(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = _parts(self._leaves)
@@ -67,10 +66,7 @@ class Simulation:
     def __enter__(self) -> Simulation:
         stack = self._stack
         try:
-            stack.enter_context(random_states_kept())
-            stack.enter_context(versions_kept(self._tensors))
-            stack.enter_context(gradients_set_aside(self._leaves))
-            stack.callback(put_back, self.scope)
+            stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
@@ -213,17 +209,6 @@ def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextmanager
 def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
 
@@ -236,29 +221,6 @@ def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Ten
         for tensor, alias in before:
             if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
                 tensor.data = alias
-
-
-@contextmanager
-def versions_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
-    before = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    try:
-        yield
-    finally:
-        for tensor, version in before:
-            if tensor._version != version:
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-@contextmanager
-def gradients_set_aside(tensors: list[torch.Tensor]) -> Iterator[None]:
-    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
-    try:
-        for tensor, _ in before:
-            tensor.grad = None
-        yield
-    finally:
-        for tensor, gradient in before:
-            tensor.grad = gradient
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from memscale.config import Config
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.core.pytrees import tensors as tensors_of
 from memscale.hardware.device import Hardware
-from memscale.regions.scope import put_back
+from memscale.regions.untouched import untouched
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 from memscale.simulation.results import Moment, Profile
-from memscale.simulation.sandbox import gradients_set_aside, random_states_kept, versions_kept
 from memscale.simulation.step_scope import StepScope
 
 
@@ -42,7 +40,7 @@ def measured_profile(
     tensors = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
     device = _device(tensors, hardware, reason)
     optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
-    with _put_back(scope, tensors), warnings.catch_warnings(record=True) as caught:
+    with untouched(scope, tensors, tensors, computes=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             first = measure(step, device=device, roles=_roles(scope, optimizers, batch))
@@ -87,26 +85,6 @@ def _roles(scope: StepScope, optimizers: list[torch.optim.Optimizer], batch: Any
         return found
 
     return roles
-
-
-@contextmanager
-def _put_back(scope: StepScope, tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Undo what real steps change. The copies are in host memory, where the device's allocator does not count them."""
-    with torch.no_grad():
-        before = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-    with ExitStack() as stack:
-        stack.enter_context(random_states_kept())
-        stack.enter_context(versions_kept(tensors))
-        stack.callback(_copy_back, before)
-        stack.enter_context(gradients_set_aside(tensors))
-        stack.callback(put_back, scope)
-        yield
-
-
-def _copy_back(before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, value in before:
-            tensor.copy_(value)
 
 
 def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, notes: tuple[str, ...]) -> Profile:

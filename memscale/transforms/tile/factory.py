@@ -199,7 +199,8 @@ class Tiled(Transformed):
         thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = _Joined(self.how, cut.total, thrifty=thrifty)
-        run = self.body if compiling else self._guarded()
+        whole = [t for i, t in enumerate(cut.leaves) if i not in cut.dims and isinstance(t, torch.Tensor)]
+        run = self.body if compiling else self._guarded(whole)
         for start, length in cut.ranges:
             leaves = list(cut.leaves)
             for index, source in sources.items():
@@ -211,7 +212,7 @@ class Tiled(Transformed):
             joined.add(result, start, length)
         return joined.result()
 
-    def _guarded(self) -> Callable[..., Any]:
+    def _guarded(self, whole: list[torch.Tensor]) -> Callable[..., Any]:
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
         scope = Scope(self.fn)
         flags = scope.flags()
@@ -237,7 +238,7 @@ class Tiled(Transformed):
         def piece(*args: Any, **kwargs: Any) -> Any:
             if flags in self._watched:
                 return self.body(*args, **kwargs)
-            with RowwiseWatch(scope, repr(self.how)):
+            with RowwiseWatch(scope, whole, repr(self.how)):
                 result = self.body(*args, **kwargs)
             refuse_stored_tensors(scope, repr(self.how))
             self._watched.add(flags)

@@ -36,12 +36,14 @@ _BATCH_NORM = (
 class RowwiseWatch(TorchDispatchMode):
     """Raises `TransformError` at an operator that makes one row's result depend on another, or on how often it runs."""
 
-    def __init__(self, scope: Scope, what: str) -> None:
+    def __init__(self, scope: Scope, whole: list[torch.Tensor], what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._what = what
-        self._captured = {
-            tensor.untyped_storage()._cdata: str(key)
-            for _, key, tensor in scope.tensors
+        shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
+        shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
+        self._shared = {
+            tensor.untyped_storage()._cdata: name
+            for name, tensor in shared
             if not is_functorch_wrapped_tensor(tensor)  # an operand of torch.func, which itself refuses to change it
         }
 
@@ -57,14 +59,14 @@ class RowwiseWatch(TorchDispatchMode):
             for argument in arguments:
                 if argument.is_write:
                     for tensor in pytrees.tensors(given.get(argument.name)):  # a list, in the `_foreach` operators
-                        self._refuse_captured(tensor)
+                        self._refuse_shared(tensor)
         return func(*args, **kwargs)
 
-    def _refuse_captured(self, tensor: torch.Tensor) -> None:
-        name = self._captured.get(tensor.untyped_storage()._cdata)
+    def _refuse_shared(self, tensor: torch.Tensor) -> None:
+        name = self._shared.get(tensor.untyped_storage()._cdata)
         if name is not None:
             raise TransformError(
-                f"{self._what} would update {name!r} once for every piece, because the region changes it in place "
+                f"{self._what} would update {name} once for every piece, because the region changes it in place "
                 "while it runs; use checkpoint() for this region"
             )
 

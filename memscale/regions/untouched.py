@@ -1,0 +1,69 @@
+"""Run a step and leave no trace: whatever a scope reaches is put back, and the random generators with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+
+from memscale.regions.environment import Environment
+from memscale.regions.scope import Scope, put_back
+
+
+@contextmanager
+def untouched(
+    scope: Scope, leaves: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], *, computes: bool
+) -> Iterator[None]:
+    """Run the body without gradients at first, then put back attributes, containers, tensors and random states.
+
+    Each is put back whatever the body raised, and whatever putting back another one did.
+
+    Args:
+        scope: what was reached before the body.
+        leaves: the tensors whose ``.grad`` is set aside meanwhile.
+        tensors: those that get their version counters back, and their values.
+        computes: whether the body changes values. The copies are in host memory, where an accelerator's allocator,
+            which the body may be measured by, does not count them.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    values = [(tensor, _copy(tensor)) for tensor in tensors if _can_change(tensor)] if computes else []
+    gradients = [(tensor, tensor.grad) for tensor in leaves if tensor.is_leaf and tensor.requires_grad]
+    with ExitStack() as stack:
+        # In the order that the last one is put back first.
+        stack.callback(Environment(devices, host_random=True, generators=scope.generators).enter, [])
+        for tensor, version in versions:
+            stack.callback(_set_version, tensor, version)
+        for tensor, value in values:
+            stack.callback(_set_value, tensor, value)
+        for tensor, gradient in gradients:
+            stack.callback(partial(setattr, tensor, "grad", gradient))
+        stack.callback(put_back, scope)
+        for tensor, _ in gradients:
+            tensor.grad = None
+        yield
+
+
+def _can_change(tensor: torch.Tensor) -> bool:
+    """Whether operators in place are allowed on it: not where several elements are one number in memory."""
+    if tensor.is_meta or tensor.is_inference():
+        return False
+    return tensor.layout != torch.strided or not any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _set_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(value)
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -1,0 +1,93 @@
+"""`untouched`: whatever the body does to what a scope reaches, nothing of it is left, in each of its three users."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.regions.scope import Scope
+from memscale.regions.untouched import untouched
+
+
+class Restless(nn.Module):
+    """A model that changes all that it can reach when it is called."""
+
+    def __init__(self, *, reads=False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(1).expand(4))  # in-place operators refuse it
+        self.calls, self.seen = 0, []
+        self.own = torch.Generator().manual_seed(3)
+        self.reads = reads
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.mean += x.detach().mean(0)
+        self.linear.weight.data.mul_(0.5)  # no version counter tells
+        noise = torch.rand(4, generator=self.own) + torch.rand(4) + random.random() + float(np.random.rand())
+        if self.reads and self.linear(x).sum().item() > 1e9:
+            raise AssertionError
+        return (self.linear(x) * self.mask + noise).sum()
+
+
+def state(model):
+    return [
+        *(tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())),
+        *(tensor._version for tensor in (*model.parameters(), *model.buffers())),
+        *(parameter.grad for parameter in model.parameters()),
+        model.calls,
+        list(model.seen),
+        model.own.get_state(),
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    ]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+USERS = {
+    "verify": lambda model, x: ms.verify(model, model, x),
+    "profile, simulated": lambda model, x: ms.profile(model, x),
+    "profile, measured": lambda model, x: ms.profile(
+        model, x, optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_nothing_is_left_of_a_step(user):
+    model, x = Restless(reads=user == "profile, measured"), torch.ones(2, 4)
+    model(x).backward()
+    gradient = model.linear.weight.grad
+    before = state(model)
+    found = USERS[user](model, x)
+    assert same(state(model), before)
+    assert model.linear.weight.grad is gradient
+    if isinstance(found, ms.Profile):
+        assert found.method == ("empirical" if model.reads else "static")
+    else:
+        assert found.exact  # both steps began from the same state, and the results outlive it
+
+
+def test_an_exception_leaves_nothing_either():
+    model, x = Restless(), torch.ones(2, 4)
+    scope, before = Scope(model), state(model)
+    own = [*model.parameters(), *model.buffers()]
+
+    def step():
+        with untouched(scope, own, own, computes=True):
+            model(x).backward()
+            assert not same(state(model), before)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    assert same(state(model), before)
