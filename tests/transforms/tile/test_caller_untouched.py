@@ -87,8 +87,9 @@ def test_a_change_of_data_is_refused_by_name_before_anything_is_lost(change, how
 
 
 def test_an_assignment_in_a_later_call_only_is_refused_too():
+    """Where pieces recompute, the checkpoint of the first piece refuses it (`CorrectnessError`)."""
     model, calls = Assigns(lambda self: None), []
-    fit = ms.transform(nn.Sequential(model, nn.ReLU()), {"0": tile(chunks=2), "": tile(chunks=3)})
+    fit = ms.transform(nn.Sequential(model, nn.ReLU()), {"": tile(chunks=3, recompute=False)})
     fit[0].change = lambda self: calls and assigned(self)
     fit(torch.ones(6, 4))
     before = objects(model)
@@ -127,11 +128,11 @@ def test_a_projection_that_touches_nothing_is_still_one():
 
 def test_a_hook_below_sees_no_value_that_is_not_there():
     model, seen = Assigns(lambda self: None), []
-    model.linear.register_forward_hook(lambda module, args, out: seen.append(out))
+    model.linear.register_forward_hook(lambda module, args, out: seen.append(type(out)))
     x = torch.randn(6, 4)
     out = tile(chunks=2)(model)(x)
     torch.testing.assert_close(out, model(x))
-    assert [type(value) for value in seen] == [torch.Tensor] * 3, "two pieces, and the model as it is"
+    assert seen == [torch.Tensor] * 2, "once for the tiled call, and once for the model as it is"
 
 
 def test_under_torch_func_a_counter_counts_once_and_a_stored_tensor_is_refused():
