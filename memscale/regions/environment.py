@@ -1,7 +1,7 @@
-"""Process-wide state that a region's values depend on: random generators, autocast, attention backends.
+"""Process-wide state that a region's values depend on: random generators, autocast, modes, the flags of backends.
 
 Taken before a region runs and put back while it is recomputed, so that the recompute draws the same dropout mask at
-the same precision, and leaves no trace in any generator.
+the same precision with the same kernels, and leaves no trace in any generator.
 """
 
 from __future__ import annotations
@@ -16,14 +16,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module as all_modules
+from torch.nn.utils import parametrize
 
 from memscale.core.errors import CorrectnessError
+from memscale.regions.modes import modes
 
 
 class Environment:
     """The environment at one moment. `settle` after the region drops what the region did not use."""
 
-    __slots__ = ("_attention", "_autocast", "_devices", "_host", "_host_positions", "_random", "uses_host_random")
+    __slots__ = (
+        "_autocast",
+        "_devices",
+        "_flags",
+        "_global_hooks",
+        "_host",
+        "_host_positions",
+        "_kinds",
+        "_modes",
+        "_parametrizations",
+        "_random",
+        "uses_host_random",
+    )
 
     def __init__(
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[torch.Generator] = ()
@@ -34,8 +49,12 @@ class Environment:
         ]
         self._host_positions = _host_positions()
         self._host: tuple[Any, Any] | None = _host_state() if host_random or not _can_notice() else None
-        self._autocast = _autocast(self._devices)
-        self._attention = _attention()
+        self._kinds = _kinds(self._devices)
+        self._autocast = _autocast(self._kinds)
+        self._flags = _flags()
+        self._modes = modes()
+        self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
+        self._global_hooks = _global_hooks()
         self.uses_host_random = False
 
     def settle(self) -> None:
@@ -76,16 +95,28 @@ class Environment:
         if self._host is not None:
             undo.append(partial(_set_host_state, _host_state()))
             _set_host_state(self._host)
-        autocast = _autocast(self._devices)
+        autocast = _autocast(self._kinds)
         if autocast != self._autocast:
             for kind, enabled, dtype, cache in self._autocast:
                 context = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                 context.__enter__()
                 undo.append(partial(context.__exit__, None, None, None))
-        attention = _attention()
-        if attention != self._attention:
-            undo.append(partial(_set_attention, attention))
-            _set_attention(self._attention)
+        flags = _flags()
+        if flags != self._flags:
+            undo.append(partial(_set_flags, flags, self._flags))
+            _set_flags(self._flags, flags)
+        if parametrize._cache_enabled or self._parametrizations is not None:  # `parametrize.cached()`
+            undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
+            _set_parametrizations(self._parametrizations is not None, dict(self._parametrizations or {}))
+        if (hooks := _global_hooks()) != self._global_hooks:
+            undo.append(partial(_set_global_hooks, hooks))
+            _set_global_hooks(self._global_hooks)
+        self._modes.enter(undo)
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether operators of the region went to a dispatch mode from outside."""
+        return len(self._modes.dispatch) > 0
 
 
 def _generators(devices: list[torch.device]) -> list[torch.Generator]:
@@ -157,31 +188,103 @@ def _differs(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
 
-def _autocast(devices: list[torch.device]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
+def _autocast(kinds: list[str]) -> list[tuple[str, bool, torch.dtype, bool]]:
     cache = torch.is_autocast_cache_enabled()
-    kinds = {"cpu", *(device.type for device in devices if device.type != "meta")}
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in sorted(kinds)
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds]
+
+
+def _kinds(devices: list[torch.device]) -> list[str]:
+    return sorted({"cpu", *(device.type for device in devices if device.type != "meta")}) if devices else ["cpu"]
+
+
+def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
+    get, set_to = getattr(torch._C, f"_get_{name}", None), getattr(torch._C, f"_set_{name}", None)
+    return (name, get, set_to) if get and set_to else None
+
+
+def _precision(backend: str, op: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if get is None:
+        return None
+    set_to = partial(torch._C._set_fp32_precision_setter, backend, op)
+    return f"fp32_precision of {backend} {op}", partial(get, backend, op), set_to
+
+
+_SDP = {"flash_sdp": "flash", "mem_efficient_sdp": "mem_efficient", "math_sdp": "math", "cudnn_sdp": "cudnn"}
+_FLAGS = [
+    flag
+    for flag in (
+        # Before `fp32_precision`: the older names of the same thing set those, too.
+        *map(_pair, ("float32_matmul_precision", "cudnn_allow_tf32", "onednn_allow_tf32")),
+        *(_precision(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+        *map(_pair, ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation")),
+        *map(_pair, ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "sdp_priority_order")),
+        *map(_pair, ("math_sdp_allow_fp16_bf16_reduction", "deterministic_fill_uninitialized_memory")),
+        *(
+            (f"{name} enabled", getattr(torch._C, f"_get_{name}_enabled"), getattr(torch._C, f"_set_sdp_use_{short}"))
+            for name, short in _SDP.items()
+        ),
+        ("deterministic", torch._C._get_deterministic_algorithms, None),
+        ("warn_only", torch._C._get_deterministic_algorithms_warn_only, None),
+        ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+        ("fast path of attention", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     )
+    if flag is not None
+]
+_READ = [read for _, read, _ in _FLAGS]
 
 
-def _attention() -> tuple[bool, ...]:
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
+def _flags() -> list[Any]:
+    try:
+        return [read() for read in _READ]
+    except RuntimeError:  # the older and the newer names for TF32 were both used: PyTorch refuses to read some
+        return [_read(read) for read in _READ]
 
 
-def _set_attention(flags: tuple[bool, ...]) -> None:
-    cuda = torch.backends.cuda
-    setters = (
-        cuda.enable_flash_sdp,
-        cuda.enable_mem_efficient_sdp,
-        cuda.enable_math_sdp,
-        cuda.enable_cudnn_sdp,
-    )
-    for set_enabled, flag in zip(setters, flags, strict=True):
-        set_enabled(flag)
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _set_flags(flags: list[Any], now: list[Any]) -> None:
+    for (name, _, set_to), value, present in zip(_FLAGS, flags, now, strict=True):
+        if value != present and value is not None:
+            if set_to is None:
+                values = {name: value for (name, *_), value in zip(_FLAGS, flags, strict=True)}
+                torch._C._set_deterministic_algorithms(values["deterministic"], warn_only=values["warn_only"])
+            else:
+                set_to(value)
+
+
+def _set_parametrizations(enabled: int, cache: dict[Any, Any]) -> None:
+    parametrize._cache_enabled, parametrize._cache = enabled, cache
+
+
+_GLOBAL_HOOKS: Any = (
+    all_modules._global_forward_hooks,
+    all_modules._global_forward_pre_hooks,
+    all_modules._global_forward_hooks_with_kwargs,
+)
+
+
+def _global_hooks() -> tuple[dict[int, Any], ...]:
+    """The hooks of all modules, but for those by which tools of PyTorch follow what runs."""
+    if not any(_GLOBAL_HOOKS):
+        return _NO_HOOKS
+    return tuple([{key: hook for key, hook in table.items() if not _is_tool(hook)} for table in _GLOBAL_HOOKS])
+
+
+_NO_HOOKS: tuple[dict[int, Any], ...] = ({}, {}, {})
+
+
+def _set_global_hooks(hooks: tuple[dict[int, Any], ...]) -> None:
+    for table, those in zip(_GLOBAL_HOOKS, hooks, strict=True):
+        kept = {key: hook for key, hook in table.items() if _is_tool(hook)}
+        table.clear()
+        table.update({**kept, **those})
+
+
+def _is_tool(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("torch.", "memscale."))

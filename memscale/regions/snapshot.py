@@ -29,6 +29,7 @@ from memscale.core.simulating import simulating
 from memscale.core.versions import changed_error, described, versions
 from memscale.regions.environment import Environment
 from memscale.regions.hidden_changes import Writes, assigned, storages
+from memscale.regions.modes import modes
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.scope import HOOKS, Attributes, Content, Place, Scope, holds, is_hooked, read, write
 from memscale.regions.stand_ins import Note, is_stand_in, origin_of
@@ -290,7 +291,7 @@ class Snapshot:
 
     @contextmanager
     def reinstate(
-        self, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor]
+        self, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor], made: set[int]
     ) -> Iterator[dict[int, torch.Tensor]]:
         """Run the body as if no time had passed since the snapshot; afterwards everything is as it was before.
 
@@ -298,7 +299,8 @@ class Snapshot:
 
         `last` says that no other rerun will follow this one if it succeeds, so that it may change the old values
         themselves. `refused` are the storages of changed arguments, each with what to say if the rerun uses it.
-        `fresh` receives the tensors that the rerun may change: their version counters start anew.
+        `fresh` receives the tensors that the rerun may change: their version counters start anew. `made`
+        receives the storages that the rerun makes, where it runs under a dispatch mode and the run did not.
 
         Raises:
             CorrectnessError: a tensor that the region depends on was changed in place since, if only by a last rerun
@@ -317,7 +319,9 @@ class Snapshot:
             try:
                 self._go_back(self._trained_as_then(renewed), arrived, before, undo)
                 self._environment.enter(undo)
-                with _RefuseChanged(changed) if changed else nullcontext(), self.watching():
+                # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
+                watched = not self._environment.dispatched and bool(modes().dispatch)
+                with _Watch(changed, made) if changed or watched else nullcontext(), self.watching():
                     yield {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
             finally:
                 for step in reversed(undo):
@@ -446,23 +450,32 @@ _REMEDY = (
 )
 
 
-class _RefuseChanged(TorchDispatchMode):
-    """Raises `CorrectnessError` when a rerun uses a tensor that was changed in place since the run.
+class _Watch(TorchDispatchMode):
+    """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
 
     Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
     is right to find that other blocks have moved their statistics on.
     """
 
-    def __init__(self, changed: dict[int, str]) -> None:
+    def __init__(self, changed: dict[int, str], made: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed = changed
+        self._made = made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in pytrees.tensors((args, kwargs)):
-            message = self._changed.get(tensor.untyped_storage()._cdata)
+        given = _storages((args, kwargs))
+        for storage in given:
+            message = self._changed.get(storage)
             if message is not None:
                 raise CorrectnessError(message)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._made.update(_storages(result) - given)
+        return result
+
+
+def _storages(tree: Any) -> set[int]:
+    tensors = pytrees.tensors(tree)
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

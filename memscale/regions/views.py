@@ -23,6 +23,7 @@ from torch import nn
 from memscale.core.errors import CorrectnessError
 
 ABSENT: Any = object()
+_get_ident = threading.get_ident
 _lock = threading.Lock()
 # The handle of a hook refers weakly to the dictionary that the hook was put into, and that may have been a table.
 _hooked_by_others: list[_Table] = []
@@ -46,7 +47,7 @@ def my_turn() -> Iterator[None]:
             "a region with state in closures, globals or lists waited a minute for the recompute of another one in "
             "another thread, which has put its own state back for that time; run the two backwards one after the other"
         )
-    outer, _rewinding = _rewinding, threading.get_ident()
+    outer, _rewinding = _rewinding, _get_ident()
     try:
         yield
     finally:
@@ -56,7 +57,7 @@ def my_turn() -> Iterator[None]:
 
 def wait_for_recomputes() -> None:
     """Before a region is read in a forward: let the recompute of another thread put back what it wrote."""
-    if _rewinding not in (0, threading.get_ident()):
+    if _rewinding not in (0, _get_ident()):
         with my_turn():
             pass
 
@@ -74,7 +75,14 @@ class _Table(dict[Any, Any]):
 
     def now(self) -> dict[Any, Any]:
         """What the thread that asks is to see."""
-        return self.seen.get(threading.get_ident(), self.real)
+        return self.seen.get(_get_ident(), self.real)
+
+    # What modules ask at every look at a buffer is written out; the rest is below.
+    def __contains__(self, key: object) -> bool:
+        return key in self.seen.get(_get_ident(), self.real)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.seen.get(_get_ident(), self.real)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         now = self.now()
@@ -94,7 +102,7 @@ def _through(name: str) -> Any:
 
 
 for _name in (
-    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
+    *("__delitem__", "__eq__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
     *("__reversed__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"),
     "move_to_end",
 ):
@@ -108,7 +116,7 @@ def real(table: Any) -> Any:
 
 def lasting(table: Any) -> Any:
     """The dictionary that this thread sees as `table`, to be remembered: one that stands for it goes away."""
-    return table.real if type(table) is _Table and threading.get_ident() not in table.seen else table
+    return table.real if type(table) is _Table and _get_ident() not in table.seen else table
 
 
 class _Attribute:
@@ -121,7 +129,7 @@ class _Attribute:
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self._of_class
-        past = _past.get((threading.get_ident(), id(module)), _NO_PAST)
+        past = _past.get((_get_ident(), id(module)), _NO_PAST)
         value = past[self._name] if self._name in past else module.__dict__.get(self._name, ABSENT)
         if value is ABSENT:
             value = self._of_class
@@ -132,10 +140,10 @@ class _Attribute:
         return value
 
     def __set__(self, module: Any, value: Any) -> None:
-        _past.get((threading.get_ident(), id(module)), module.__dict__)[self._name] = value
+        _past.get((_get_ident(), id(module)), module.__dict__)[self._name] = value
 
     def __delete__(self, module: Any) -> None:
-        if (past := _past.get((threading.get_ident(), id(module)))) is not None:
+        if (past := _past.get((_get_ident(), id(module)))) is not None:
             past[self._name] = ABSENT
         elif module.__dict__.pop(self._name, ABSENT) is ABSENT:
             raise AttributeError(self._name)
@@ -181,7 +189,7 @@ _users: dict[int, int] = {}  # how many recomputes have a past of the attributes
 
 def see_attributes(module: nn.Module, then: Mapping[str, Any]) -> Callable[[], None]:
     """Let this thread see `module` with the attributes `then`, of which some may be `ABSENT`; returns what ends it."""
-    key = (threading.get_ident(), id(module))
+    key = (_get_ident(), id(module))
     outer = _past.get(key)
     with _lock:
         original = _original(module)
@@ -221,7 +229,7 @@ def rewinding(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 def see_table(module: nn.Module, name: str, then: dict[Any, Any]) -> Callable[[], None]:
     """Let this thread see `then` as the dictionary `name` of `module`; returns what ends it."""
-    me = threading.get_ident()
+    me = _get_ident()
     with _lock:
         table: Any = module.__dict__[name]
         if type(table) is not _Table:

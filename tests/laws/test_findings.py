@@ -32,7 +32,7 @@ PARAMS = ms.offload(what="params", tier="disk", min_bytes=0)
 Check = Callable[[], None]
 FINDINGS: dict[str, Check] = {}
 # What is not on main yet: taken out of here with its fix.
-OPEN = (10, 18)
+OPEN = (18,)
 
 
 def finding(number: int, title: str) -> Callable[[Check], Check]:

@@ -194,7 +194,7 @@ class _Frame:
         rerun = _Rerun(self._seen, live, fresh)
         last = in_backward and self._settled and not _keeps_graph()
         with (
-            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh) as shared,
+            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
             self._call.again(values := [value for _, value in sorted((found | shared).items())]) as (args, kwargs),
             torch.enable_grad(),
         ):
@@ -300,6 +300,7 @@ class _Rerun:
         self._seen = seen
         self._live = live
         self._fresh = fresh  # tensors whose version counters mean nothing
+        self.made: set[int] = set()  # and storages
         self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
         self._count = 0
         self.found: dict[int, _Found] = {}
@@ -332,7 +333,7 @@ class _Rerun:
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
-        return any(fresh.untyped_storage()._cdata == storage for fresh in self._fresh)
+        return storage in self.made or any(fresh.untyped_storage()._cdata == storage for fresh in self._fresh)
 
     def check(self) -> None:
         """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""

@@ -1,0 +1,198 @@
+"""What is process-wide around a region and differs between forward and backward: modes, flags of backends, defaults."""
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import memscale as ms
+from tests.support.checks import bits, seed
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.sin else result
+
+
+class Rounding(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.round(decimals=1) if func is torch.ops.aten.sin.default else result
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return (weight.triu() + weight.triu(1).T).tanh()
+
+
+@contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def hook_of_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 3)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+CONTEXTS = {
+    "cached parametrizations": parametrize.cached,
+    "function mode": Doubling,
+    "dispatch mode": Rounding,
+    "default dtype": default_dtype,
+    "hook of all modules": hook_of_all_modules,
+    "default device": lambda: torch.device("cpu"),
+}
+
+
+def step(how, in_forward, in_backward):
+    seed()
+    model = nn.Linear(3, 3)
+    parametrize.register_parametrization(model, "weight", Symmetric())
+
+    def fn(x):
+        scale = torch.ones(()) / 3 + torch.zeros((), dtype=torch.get_default_dtype())
+        return torch.sin(model(torch.sin(model(x)))) * scale.to(x.dtype) * torch.full((), 0.1)
+
+    x = torch.randn(4, 3, requires_grad=True)
+    with in_forward():
+        y = how(fn)(x).square().sum()
+    with in_backward():
+        y.backward()
+    return bits([x.grad, *[p.grad for p in model.parameters()]])
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_is_on_in_the_forward_only_is_on_in_the_recompute(name, how):
+    assert step(how, CONTEXTS[name], nullcontext) == step(ms.identity, CONTEXTS[name], nullcontext)
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_is_on_in_the_backward_only_is_off_in_the_recompute(name):
+    assert step(ms.checkpoint(), nullcontext, CONTEXTS[name]) == step(ms.identity, nullcontext, CONTEXTS[name])
+
+
+def test_modes_that_watch_stay_where_they_are():
+    model, x = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    region = ms.checkpoint()(lambda x: model(model(x)).sin())
+    with FlopCounterMode(display=False) as forward:
+        y = region(x).sum()
+    counted = forward.get_total_flops()
+    y.backward()
+    assert forward.get_total_flops() == counted
+    y = region(x).sum()
+    with FlopCounterMode(display=False) as backward:
+        y.backward()
+    plain = model(model(x)).sin().sum()
+    with FlopCounterMode(display=False) as without:
+        plain.backward()
+    assert backward.get_total_flops() == without.get_total_flops() + counted
+
+
+SETTINGS = [
+    (torch.backends.cudnn, "benchmark", True),
+    (torch.backends.cudnn, "deterministic", True),
+    (torch.backends.cudnn, "enabled", False),
+    (torch.backends.cudnn, "allow_tf32", False),
+    (torch.backends.cuda.matmul, "allow_tf32", True),
+    (torch.backends.mkldnn, "deterministic", True),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "value"), SETTINGS, ids=[name for _, name, _ in SETTINGS])
+def test_flags_of_backends_are_those_of_the_forward(where, name, value):
+    before = getattr(where, name)
+
+    class Look(nn.Module):
+        def forward(self, x):
+            Look.last = getattr(where, name)
+            return x.sin().cos()
+
+    region, x = ms.checkpoint()(Look()), torch.ones(2, requires_grad=True)
+    try:
+        setattr(where, name, value)
+        y = region(x).sum()
+        setattr(where, name, before)
+        Look.last = None
+        y.backward()
+        assert Look.last == value
+        assert getattr(where, name) == before
+    finally:
+        setattr(where, name, before)
+
+
+def test_deterministic_algorithms_are_those_of_the_forward():
+    class Look(nn.Module):
+        def forward(self, x):
+            Look.last = torch.are_deterministic_algorithms_enabled()
+            return x.sin().cos()
+
+    x = torch.ones(2, requires_grad=True)
+    with deterministic():
+        y = ms.checkpoint()(Look())(x).sum()
+    y.backward()
+    assert Look.last
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("counted", ["forward", "backward"])
+@pytest.mark.parametrize("policy", [None, ms.policies.dots_saveable])
+def test_a_mode_makes_composite_operators_take_other_ways_and_that_is_no_error(counted, policy):
+    """Under a mode `linear` adds its bias by `add`, without one by `add_`: its result has another version then."""
+
+    def run(how):
+        seed()
+        linear, x = nn.Linear(4, 4), torch.randn(3, 2, 4, requires_grad=True)
+        mode = lambda on: FlopCounterMode(display=False) if counted == on else nullcontext()  # noqa: E731
+        with mode("forward"):
+            y = how(lambda x: linear(x.transpose(0, 1)).sin().cos())(x).sum()
+        with mode("backward"):
+            y.backward()
+        return bits([x.grad, linear.weight.grad, linear.bias.grad])
+
+    assert run(ms.checkpoint(policy=policy)) == run(ms.identity)
+
+
+def test_a_hidden_tensor_that_changed_is_still_refused_under_a_mode():
+    class Settings:
+        scale = torch.full((3,), 2.0)
+
+    hidden, x = Settings(), torch.ones(3, requires_grad=True)
+    y = ms.checkpoint()(lambda x: (x.sin() * hidden.scale).cos())(x).sum()
+    hidden.scale.mul_(2)
+    with FlopCounterMode(display=False), pytest.raises(ms.CorrectnessError, match="is at version"):
+        y.backward()
+
+
+def test_a_change_through_numpy_is_out_of_reach():
+    weight = torch.ones(3)
+    x = torch.ones(3, requires_grad=True)
+    y = ms.checkpoint()(lambda x: torch.sin(weight * x))(x).sum()
+    np.multiply(weight.numpy(), 2, out=weight.numpy())
+    y.backward()
+    assert not torch.allclose(x.grad, torch.ones(3).cos()), "documented: no version counter shows it"
