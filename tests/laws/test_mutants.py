@@ -14,7 +14,7 @@ from memscale.runtime.engine import engine, entry
 from memscale.transforms.checkpoint import factory, kept_tensors
 from memscale.transforms.tile import factory as tiling
 from memscale.transforms.tile import rowwise
-from tests.laws import test_effects, test_findings
+from tests.laws import test_effects
 from tests.support.checks import check_argument_untouched, check_same, check_trees_independent
 from tests.support.models import CONVNET, MLP, TRANSFORMER, mlp
 from tests.support.patterns import backward_twice
@@ -86,10 +86,6 @@ def moved(name):
     return lambda: test_offload.check_moves(how, len(values.split()))
 
 
-def pieces_of_any_kind_are_joined(monkeypatch):
-    monkeypatch.setattr(tiling._Joined, "_refuse_another_kind", lambda *_: None)
-
-
 def what_pieces_share_may_change(monkeypatch):
     monkeypatch.setattr(rowwise.RowwiseWatch, "_refuse_shared", lambda *_: None)
 
@@ -98,12 +94,7 @@ def pieces_count_on_in_a_recompute(monkeypatch):
     monkeypatch.setattr(tiling, "rewinding", lambda _: lambda: None)
 
 
-def other_threads_see_the_past(monkeypatch):
-    monkeypatch.setattr(snapshot, "can_see", lambda *_: False)
-
-
 MUTANTS = {
-    pieces_of_any_kind_are_joined: [test_findings.FINDINGS["9: tile joins pieces of other dtypes"]],
     what_pieces_share_may_change: [
         lambda: test_whole_arguments.test_an_argument_passed_whole_is_not_changed_once_for_every_piece(
             test_whole_arguments.in_place, True
@@ -113,9 +104,6 @@ MUTANTS = {
         lambda: test_counts_again.test_the_pieces_of_a_recompute_count_from_the_same_start(
             checkpoint(), ms.tile(chunks=2, recompute=False)
         )
-    ],
-    other_threads_see_the_past: [
-        test_findings.FINDINGS["8: what another thread sees while a region is recomputed"],
     ],
     offload_never_moves: [moved("offload"), moved("offload, checkpoint"), moved("a policy that moves")],
     offload_moves_what_the_caller_holds: [test_offload.test_what_the_caller_holds_and_what_is_trained_does_not_move],

@@ -616,22 +616,15 @@ def _alike(tolerance: float, expected: Any, actual: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------- drawing
 
 
-# Not drawn until the finding of this number is closed.
-NOT_YET = {
-    "parametrize.cached": 10,
-    "function mode": 10,
-}
-
-
 def _several(names: Any, most: int) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.lists(st.sampled_from(sorted(set(names) - NOT_YET.keys())), max_size=most, unique=True).map(tuple)
+    return st.lists(st.sampled_from(sorted(names)), max_size=most, unique=True).map(tuple)
 
 
 @st.composite
 def programs(draw: st.DrawFn, sort: str) -> Program:
     """A program and a plan of transforms of `sort`."""
     out = {EXACT: set(), TILED: {"rows", "draws", "rounds", "fails"}, CASTED: {"draws", "rounds", "torch"}}[sort]
-    names = [name for name, of in OPERATORS.items() if not out.intersection(of.does) and name not in NOT_YET]
+    names = [name for name, of in OPERATORS.items() if not out.intersection(of.does)]
     # What is refused ends a program, so there is less of it.
     refused = {
         feature
@@ -657,7 +650,7 @@ def programs(draw: st.DrawFn, sort: str) -> Program:
     between = BETWEEN if sort == EXACT else set(BETWEEN) - {"draw"}
     step = st.builds(
         Step,
-        st.one_of(st.just("nothing"), st.sampled_from(sorted(around - NOT_YET.keys()))),
+        st.one_of(st.just("nothing"), st.sampled_from(sorted(around))),
         _several(between, 2),
         st.one_of(st.just("backward"), st.sampled_from(sorted(BACKWARD))),
         _several(AFTER, 2),
