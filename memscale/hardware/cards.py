@@ -27,6 +27,7 @@ class Card:
         host_gb_per_second: peak of the link to the host, in one direction.
         peer_gb_per_second: peak of the link to one other card, in one direction; None without NVLink or its like.
         capability: CUDA compute capability; None for cards that are not CUDA's.
+        multiprocessors: streaming multiprocessors; AMD calls them compute units.
         source: where the figures are from.
     """
 
@@ -39,6 +40,7 @@ class Card:
     host_gb_per_second: float
     peer_gb_per_second: float | None
     capability: tuple[int, int] | None
+    multiprocessors: int
     source: str
 
 
@@ -80,39 +82,41 @@ _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper"
 # NVLink figures are half of what the sheets quote, which is both directions together. The MI300X has one link of
 # 128 GB/s (both directions) to each of its seven neighbours, and NVIDIA's switches give one neighbour everything.
 CARDS = (
-    Card("v100-16", ("v100-sxm2-16",), ("Tesla V100-SXM2-16GB",), 16_130, _V100, 900, _PCIE3, 150, (7, 0),
+    Card("v100-16", ("v100-sxm2-16",), ("Tesla V100-SXM2-16GB",), 16_130, _V100, 900, _PCIE3, 150, (7, 0), 80,
          "NVIDIA V100 data sheet, January 2020 (SXM2)"),
-    Card("v100-32", ("v100-sxm2-32",), ("Tesla V100-SXM2-32GB",), 32_494, _V100, 900, _PCIE3, 150, (7, 0),
+    Card("v100-32", ("v100-sxm2-32",), ("Tesla V100-SXM2-32GB",), 32_494, _V100, 900, _PCIE3, 150, (7, 0), 80,
          "NVIDIA V100 data sheet, January 2020 (SXM2)"),
-    Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), "NVIDIA T4 data sheet, 2019"),
-    Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), "NVIDIA A10 data sheet, 2021"),
+    Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), 40, "NVIDIA T4 data sheet, 2019"),
+    Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), 72,
+         "NVIDIA A10 data sheet, 2021"),
     Card("a100-40", ("a100-sxm-40", "a100-sxm4-40"), ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB",
-         "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 40_326, _A100, 1555, _PCIE4, 300, (8, 0),
+         "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 40_326, _A100, 1555, _PCIE4, 300, (8, 0), 108,
          "NVIDIA A100 Tensor Core GPU data sheet, 2020 (40 GB)"),
     Card("a100-80", ("a100-sxm-80", "a100-sxm4-80"), ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"), 81_037, _A100, 2039,
-         _PCIE4, 300, (8, 0), "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB SXM)"),
+         _PCIE4, 300, (8, 0), 108, "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB SXM)"),
     Card("a100-80-pcie", ("a100-pcie", "a100-pcie-80"), ("NVIDIA A100 80GB PCIe",), 81_037, _A100, 1935, _PCIE4, 300,
-         (8, 0), "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
-    Card("a6000", ("rtx a6000",), ("NVIDIA RTX A6000", "RTX A6000"), 48_676, _A6000, 768, _PCIE4, 56.25, (8, 6),
+         (8, 0), 108, "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
+    Card("a6000", ("rtx a6000",), ("NVIDIA RTX A6000", "RTX A6000"), 48_676, _A6000, 768, _PCIE4, 56.25, (8, 6), 84,
          _GA102),
     Card("rtx-3090", ("3090",), ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"), 24_120, _RTX_3090, 936, _PCIE4, 56.25,
-         (8, 6), _GA102),
-    Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), "NVIDIA L4 data sheet, 2023"),
-    Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9),
+         (8, 6), 82, _GA102),
+    Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), 58, "NVIDIA L4 data sheet, 2023"),
+    Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9), 142,
          "NVIDIA L40S data sheet, 2023"),
     Card("rtx-6000-ada", ("6000-ada",), ("NVIDIA RTX 6000 Ada Generation",), 48_520, _RTX_6000_ADA, 960, _PCIE4, None,
-         (8, 9), _ADA),
-    Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), _ADA),
-    Card("rtx-5090", ("5090",), ("NVIDIA GeForce RTX 5090",), 32_102, _RTX_5090, 1792, _PCIE5, None, (12, 0),
+         (8, 9), 142, _ADA),
+    Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128, _ADA),
+    Card("rtx-5090", ("5090",), ("NVIDIA GeForce RTX 5090",), 32_102, _RTX_5090, 1792, _PCIE5, None, (12, 0), 170,
          "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"),
     Card("h100", ("h100-sxm", "h100-sxm5", "h100-80"), ("NVIDIA H100 80GB HBM3",), 81_082, _HOPPER_SXM, 3352, _PCIE5,
-         450, (9, 0), f"{_HOPPER} (SXM5)"),
-    Card("h100-pcie", (), ("NVIDIA H100 PCIe",), 81_008, _H100_PCIE, 2039, _PCIE5, 300, (9, 0), f"{_HOPPER} (PCIe)"),
-    Card("h200", ("h200-sxm", "h200-141"), ("NVIDIA H200",), 143_156, _HOPPER_SXM, 4800, _PCIE5, 450, (9, 0),
+         450, (9, 0), 132, f"{_HOPPER} (SXM5)"),
+    Card("h100-pcie", (), ("NVIDIA H100 PCIe",), 81_008, _H100_PCIE, 2039, _PCIE5, 300, (9, 0), 114,
+         f"{_HOPPER} (PCIe)"),
+    Card("h200", ("h200-sxm", "h200-141"), ("NVIDIA H200",), 143_156, _HOPPER_SXM, 4800, _PCIE5, 450, (9, 0), 132,
          "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
-    Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0),
+    Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0), 148,
          "NVIDIA Blackwell data sheet, 2025 (HGX B200, one GPU)"),
-    Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None,
+    Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None, 304,
          "AMD Instinct MI300X data sheet, 2023"),
 )  # fmt: skip
 

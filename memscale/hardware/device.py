@@ -71,6 +71,8 @@ class Hardware:
         device_to_host_bytes_per_second: the other way.
         peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
+        multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
+            None, those of an H100 (132) are taken.
         launch_seconds: what an operator costs however small it is.
         measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
             which kernels reach a part.
@@ -99,6 +101,7 @@ class Hardware:
     device_to_host_bytes_per_second: float | None = None
     peer_bytes_per_second: float | None = None
     capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
     launch_seconds: float | None = None
     measured: bool = False
 
@@ -135,7 +138,14 @@ class Hardware:
         156000000000000.0
         """
         card = by_name(name)
-        return cls(card.device_names[0], "cuda", card.memory_mib * _MIB, capability=card.capability, **_speeds(card))
+        return cls(
+            card.device_names[0],
+            "cuda",
+            card.memory_mib * _MIB,
+            capability=card.capability,
+            multiprocessors=card.multiprocessors,
+            **_speeds(card),
+        )
 
     @classmethod
     def detect(cls, device: torch.device | str | None = None) -> Hardware:
@@ -193,7 +203,15 @@ class Hardware:
         # ROCm devices are "cuda" to PyTorch, but their (9, 4) is not the capability of a CUDA device.
         capability = (properties.major, properties.minor) if torch.version.hip is None else None
         speeds = _speeds(card) if card is not None else {}
-        return cls(properties.name, "cuda", memory_bytes, free_bytes, capability=capability, **speeds)
+        return cls(
+            properties.name,
+            "cuda",
+            memory_bytes,
+            free_bytes,
+            capability=capability,
+            multiprocessors=properties.multi_processor_count,
+            **speeds,
+        )
 
     @classmethod
     def _of_cpu(cls) -> Hardware:
@@ -278,6 +296,9 @@ def _misfit(key: str, value: Any) -> str | None:
     elif key == "capability":
         if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
             return "a pair of ints; pass (9, 0) for compute capability 9.0"
+    elif key == "multiprocessors":
+        if value is not None and not (_is_int(value) and value >= 1):
+            return "an int of at least 1; pass torch.cuda.get_device_properties().multi_processor_count"
     elif key == "measured":
         if not isinstance(value, bool):
             return "a bool; pass True for speeds that kernels reached, False for those of a data sheet"

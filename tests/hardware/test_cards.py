@@ -110,7 +110,7 @@ def device(monkeypatch):
     """A CUDA device of any name."""
 
     def install(name, major, minor, hip=None):
-        properties = SimpleNamespace(name=name, major=major, minor=minor)
+        properties = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -53,7 +53,7 @@ def test_as_text_and_as_a_value():
 FULL = Hardware(
     name="H", device_type="cuda", memory_bytes=3 * GIB, free_bytes=0, flops_per_second={"bfloat16": 2e12, "int8": 4e12},
     bandwidth_bytes_per_second=1e11, host_to_device_bytes_per_second=2e10, device_to_host_bytes_per_second=1e10,
-    peer_bytes_per_second=5e10, capability=(8, 6), launch_seconds=1e-6, measured=True,
+    peer_bytes_per_second=5e10, capability=(8, 6), multiprocessors=84, launch_seconds=1e-6, measured=True,
 )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_cuda_context_takes_its_part():
      ("bandwidth_bytes_per_second", 0), ("bandwidth_bytes_per_second", float("nan")),
      ("host_to_device_bytes_per_second", "fast"), ("device_to_host_bytes_per_second", float("inf")),
      ("peer_bytes_per_second", -1.0), ("launch_seconds", 0), ("capability", 9), ("capability", (9,)),
-     ("capability", [9, 0]), ("capability", (9.0, 0)), ("measured", 1), ("measured", None)],
+     ("capability", [9, 0]), ("capability", (9.0, 0)), ("multiprocessors", 0), ("measured", 1), ("measured", None)],
 )  # fmt: skip
 def test_bad_fields(field, value):
     good = {"name": "H", "device_type": "cpu", "memory_bytes": 1}

@@ -1,9 +1,9 @@
 """Device memory that CUDA kernels take beyond their inputs and outputs, which no fake kernel shows.
 
-Known here: the workspaces of cuBLAS and cuBLASLt, the scratch of the ops in :data:`SCRATCH`, and the mask of
-dropout. Not known, because no source gives a formula: the workspace of cuDNN's convolutions, RNNs, batch norms
-and attention (the chosen plan says it at run time), the small temporary storage of cub's scans and reductions,
-and the split-KV buffers of a flash forward pass that is too small to fill the device.
+Known here: the workspaces of cuBLAS and cuBLASLt, the scratch of the ops in :data:`SCRATCH` and of reductions
+(cuda_reductions.py), and the mask of dropout. Not known, because no source gives a formula: the workspace of cuDNN's
+convolutions, RNNs, batch norms and attention (the chosen plan says it at run time), the small temporary storage of
+cub's scans and sorts, and the split-KV buffers of a flash forward pass that is too small to fill the device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ import torch.nn.functional as F
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 from memscale.simulation.kernels.attention import patched
+from memscale.simulation.kernels.cuda_reductions import (
+    REDUCTIONS,
+    reduction_scratch_bytes,
+    threads_per_multiprocessor,
+)
 
 Capability = tuple[int, int]
 
@@ -135,10 +140,13 @@ def cuda_scratch_bytes(
     Args:
         op: the overload as ``str(func)`` prints it, with its namespace.
         args: its positional arguments; fake or meta tensors will do.
-        outputs: what it returned; no formula known so far needs it.
+        outputs: what it returned.
         capability: the device's compute capability, (major, minor).
         multiprocessors: of the device; 132 is an H100.
     """
+    if op in REDUCTIONS:
+        threads = threads_per_multiprocessor(capability)
+        return reduction_scratch_bytes(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
     formula = SCRATCH.get(op)
     return 0 if formula is None else formula(args, capability, multiprocessors)
 

@@ -27,6 +27,7 @@ from memscale.simulation.kernels.cuda_scratch import (
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
 _DEFAULT_CAPABILITY = (8, 0)
+_DEFAULT_MULTIPROCESSORS = 132
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
 
 
@@ -37,6 +38,7 @@ class Kernels:
         self.device_type = hardware.device_type
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
+        self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
         self._cpu = CpuScratch(probe=probe)
         self._cuda = CudaProbe() if self.is_cuda and probe else None
 
@@ -47,7 +49,7 @@ class Kernels:
             with contextlib.suppress(RuntimeError):
                 return self._cuda.nbytes(op, args, kwargs)
         if self.is_cuda:
-            return cuda_scratch_bytes(str(op), args, result, self.capability)
+            return cuda_scratch_bytes(str(op), args, result, self.capability, multiprocessors=self.multiprocessors)
         return self._cpu.nbytes(op, args, kwargs, flops)
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
