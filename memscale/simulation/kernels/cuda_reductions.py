@@ -50,14 +50,14 @@ class _Kernel:
         dims: where the dims stand among the operator's arguments; None reduces all.
         vector: numbers that a thread reads at once.
         converts: whether an input of another dtype than the result's is copied to that first.
-        in_output: whether a partial result can wait in the output, where that is as wide.
+        in_output: whether a partial result can wait in the output between launches; None is all but halves.
     """
 
     partial_bytes: Callable[[torch.dtype], int]
     dims: int | None = 1
     vector: int = 4
     converts: bool = False
-    in_output: bool = True
+    in_output: bool | None = None
 
 
 def _accumulated(dtype: torch.dtype) -> int:
@@ -81,6 +81,7 @@ def _moments(dtype: torch.dtype) -> int:
 
 
 _SUM = _Kernel(_accumulated, converts=True)
+_PRODUCT = replace(_SUM, in_output=True)  # seen on torch 2.13; no header says why it differs from a sum
 _LOGIC = _Kernel(lambda dtype: 1)
 _EXTREME = _Kernel(_itself)
 _INDEX = _Kernel(_with_index, in_output=False)
@@ -89,8 +90,10 @@ _NORM = _Kernel(_magnitude, dims=2)
 
 #: The reductions whose scratch is known, by ``str(OpOverload)``.
 REDUCTIONS: Mapping[str, _Kernel] = {
-    **{f"aten.{name}.default": replace(_SUM, dims=None) for name in ("sum", "mean", "prod")},
-    **dict.fromkeys(("aten.sum.dim_IntList", "aten.mean.dim", "aten.prod.dim_int", "aten.nansum.default"), _SUM),
+    **{f"aten.{name}.default": replace(_SUM, dims=None) for name in ("sum", "mean")},
+    "aten.prod.default": replace(_PRODUCT, dims=None),
+    "aten.prod.dim_int": _PRODUCT,
+    **dict.fromkeys(("aten.sum.dim_IntList", "aten.mean.dim", "aten.nansum.default"), _SUM),
     **dict.fromkeys(("aten.amax.default", "aten.amin.default"), _EXTREME),
     **{f"aten.{name}.default": replace(_EXTREME, dims=None) for name in ("max", "min")},
     **dict.fromkeys(("aten.max.dim", "aten.min.dim", "aten.argmax.default", "aten.argmin.default"), _INDEX),
@@ -143,7 +146,9 @@ def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multi
     partial = kernel.partial_bytes(source.dtype)
     waiting = 0
     if not loop.fits_32_bits(source.itemsize, result.itemsize):
-        in_output = kernel.in_output and not (source.dtype in _HALVES and result.dtype == source.dtype)
+        in_output = kernel.in_output
+        if in_output is None:
+            in_output = not (source.dtype in _HALVES and result.dtype == source.dtype)
         if not in_output and result.itemsize < partial:
             waiting = partial * max(1, *(size * stride for size, stride in zip(loop.shape, loop.writes, strict=True)))
     blocks = _largest(loop, kernel, source.dtype, result.itemsize, multiprocessors, threads)

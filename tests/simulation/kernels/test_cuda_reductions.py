@@ -9,13 +9,17 @@ from torch import nn
 import memscale as ms
 from memscale.simulation.kernels.cuda_scratch import cuda_scratch_bytes
 
-# What the caching allocator of torch 2.13's CUDA build took beside the results (with expandable segments, which round no
-# block up). It ran on stand-ins for NVIDIA's libraries, since no card was there: the code that chooses how to split a
-# reduction is PyTorch's own, and only asks the card for its multiprocessors and threads. Of 4,000 random reductions on
-# these four cards, 3,918 agree with the formula; of the others nearly all are variances of complex numbers.
+# What the caching allocator of torch 2.13's CUDA build took beside the results (with expandable segments, which round
+# no block up). It ran on stand-ins for NVIDIA's libraries, since no card was there: the code that chooses how to split
+# a reduction is PyTorch's own, and only asks the card for its multiprocessors and threads. Of 4,000 random ones on
+# these cards, 3,920 agree with the formula; the others are variances of complex numbers.
 # Card, operator, shape, strides, offset, dtype, other arguments, dtype of the result, bytes.
 # fmt: off
 TAKEN = [
+    ("h100", "sum.dim_IntList", (8192, 33, 4096), (1, 8192, 270336), 0, "float16", ([0],), "float16", 540672),
+    ("h100", "var.correction", (8192, 33, 4096), (1, 8192, 270336), 0, "bfloat16", ([0],), "bfloat16", 2162688),
+    ("h100", "prod.dim_int", (8192, 33, 4096), (1, 8192, 270336), 0, "float16", (0,), "float16", 0),
+    ("h100", "prod.dim_int", (8192, 33, 4096), (135168, 4096, 1), 0, "bfloat16", (0,), "bfloat16", 276828672),
     ("h100", "sum.dim_IntList", (8192, 768), (768, 1), 0, "float32", ([0], True), "float32", 50332160),
     ("h100", "sum.dim_IntList", (8, 1024, 768), (786432, 768, 1), 0, "bfloat16", ([0, 1],), "bfloat16", 50332160),
     ("h100", "sum.dim_IntList", (4096, 4096), (4096, 1), 0, "float32", ([1],), "float32", 0),
@@ -95,10 +99,10 @@ def test_a_step_has_the_scratch_of_its_bias_gradients_by_card():
         return ms.profile(model, torch.zeros(8192, 64), loss=lambda out, _: out.sum(), hardware=hardware).peak_bytes
 
     h100 = ms.Hardware.named("h100")
-    smaller = [dataclasses.replace(h100, multiprocessors=count) for count in (66, 1)]
+    one = dataclasses.replace(h100, multiprocessors=1)
     # Without a bias the peak is at another moment, above that of the step without the 48 MiB.
     assert peak_bytes(h100, True) - peak_bytes(h100, False) > 20 << 20
-    assert peak_bytes(smaller[1], True) < peak_bytes(smaller[0], True) < peak_bytes(h100, True)
+    assert peak_bytes(h100, True) - peak_bytes(one, True) > 20 << 20
 
 
 def test_a_named_card_says_its_multiprocessors():
