@@ -50,10 +50,24 @@ def region() -> Iterator[None]:
         _local.inside = before
 
 
-def forward_mode() -> bool:
-    """Whether one of the transforms that run here differentiates in forward mode."""
+def reverse_mode() -> bool:
+    """Whether the transforms that run here differentiate in reverse mode, or vectorise, and do nothing else."""
+    kinds = torch._C._functorch.TransformType
     levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+    return all(level.key() in (kinds.Grad, kinds.Vmap) for level in levels)
+
+
+@contextmanager
+def without_levels_above(level: int) -> Iterator[None]:
+    """Run the body with the transforms above `level` left; above 0, outside all of them, on plain tensors."""
+    left = []
+    try:
+        while (top := torch._C._functorch.peek_interpreter_stack()) is not None and top.level() > level:
+            left.append(torch._C._functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        while left:
+            torch._C._functorch.push_dynamic_layer_stack(left.pop())
 
 
 @contextmanager

@@ -31,8 +31,6 @@ PARAMS = ms.offload(what="params", tier="disk", min_bytes=0)
 
 Check = Callable[[], None]
 FINDINGS: dict[str, Check] = {}
-# What is not on main yet: taken out of here with its fix.
-OPEN = (18,)
 
 
 def finding(number: int, title: str) -> Callable[[Check], Check]:
@@ -558,11 +556,6 @@ def _() -> None:
             assert bits(of(how(f))(x)) == bits(of(f)(x))
 
 
-def case(name: str, check: Check) -> Any:
-    still_open = name in OPEN or int(name.split(":")[0]) in OPEN
-    return pytest.param(check, id=name, marks=[pytest.mark.xfail(reason="not fixed yet", strict=False)] * still_open)
-
-
-@pytest.mark.parametrize("check", [case(name, check) for name, check in FINDINGS.items()])
+@pytest.mark.parametrize("check", FINDINGS.values(), ids=FINDINGS)
 def test_finding(check):
     check()

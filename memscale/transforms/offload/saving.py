@@ -11,12 +11,13 @@ import torch
 from memscale.core.errors import TransformError
 from memscale.regions.unrecorded import unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
+from memscale.transforms.offload.levels import LevelHooks
 
 _autograd = torch._C._autograd
 
 
 @contextmanager
-def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
+def saving_by(hooks: Hooks | LevelHooks | None, how: object) -> Iterator[None]:
     """Run a region, of the transform `how`, under `hooks`, or under those around it.
 
     Raises:
