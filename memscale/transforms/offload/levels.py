@@ -100,7 +100,7 @@ class LevelHooks:
         with without_levels_above(max(_functorch.maybe_get_level(tensor), 0)), torch.enable_grad():
             _functorch.set_single_level_autograd_function_allowed(True)
             try:
-                _Keep.apply(tensor, kept)  # type: ignore[no-untyped-call]
+                _Keep.apply(tensor, kept)  # type: ignore[attr-defined]
             finally:
                 _functorch.set_single_level_autograd_function_allowed(allowed)
         return _WithHistory(kept[0])
