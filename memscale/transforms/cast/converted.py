@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core.versions import version
+from memscale.regions.hidden_changes import storages
 from memscale.regions.scope import Content, Scope, holds, read, write
 from memscale.transforms.cast.precision import is_castable
 
@@ -30,7 +31,8 @@ class Converted:
         if copy is None:
             copy = self._made[id(tensor), dtype] = tensor.to(dtype)
             self._originals[id(copy)] = tensor
-            self._versions.append(version(copy))
+            if not torch.compiler.is_compiling():  # which sees nothing of version counts
+                self._versions.append(version(copy))
         return copy
 
     def made(self) -> list[torch.Tensor]:
@@ -47,10 +49,31 @@ class Converted:
         pairs = zip(copies, self._versions, [version(tensor) for tensor in copies], strict=True)
         return [self._originals[id(copy)] for copy, before, now in pairs if now != before]
 
+    def refuse_traced_changes(self, why: str) -> None:
+        """At the end of a region that is being compiled: refuse to, with the message `why`, if it changed a copy."""
+        for copy in self._made.values():
+            _look_at(copy, why)
+
     def mentioned_in(self, value: Any) -> bool:
         """Whether the list or dictionary `value` holds a copy, or a weak reference to one."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         return any(id(item() if isinstance(item, weakref.ref) else item) in self._originals for item in items)
+
+
+def _look_at(copy: torch.Tensor, why: str) -> None:
+    torch._dynamo.comptime.comptime(_refuse_traced_change)
+
+
+def _refuse_traced_change(context: Any) -> None:
+    """Run by the compiler in `_look_at`: the fake tensors of its graphs have versions, also those made by ``.data``."""
+    [storage] = storages([context.get_local("copy").as_fake()])
+    inner = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.nn_modules.values()
+    for graph in [context.graph(), *(part.graph for part in inner if isinstance(part, torch.fx.GraphModule))]:
+        for node in graph.nodes:
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and version(value) > 0 and storages([value])[0] is storage:
+                # Without `fullgraph` the region is left to Python, whose error names the tensor.
+                raise torch._dynamo.exc.Unsupported(context.get_local("why").as_python_constant())
 
 
 @contextmanager

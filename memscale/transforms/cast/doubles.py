@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memscale.core.assembled import Assembled
+from memscale.transforms.cast.converted import Converted
 from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
 
 _OWN = ("_parameters", "_buffers", "_modules", "forward")
@@ -24,13 +25,17 @@ class Doubles:
 
     Args:
         found: the modules, by what is done with them.
-        dtype: of the state of those that are cast.
+        copies: of the state of those that are cast.
+        dtype: of the copies.
         compute: of what the others are given and return.
         natural: in which a kept module without any state computes.
     """
 
-    def __init__(self, found: Survey, dtype: torch.dtype, compute: torch.dtype, natural: torch.dtype | None) -> None:
+    def __init__(
+        self, found: Survey, copies: Converted, dtype: torch.dtype, compute: torch.dtype, natural: torch.dtype | None
+    ) -> None:
         self._found = found
+        self._copies = copies
         self._dtype = dtype
         self._compute = compute
         self._natural = natural
@@ -70,7 +75,7 @@ class Doubles:
         return double
 
     def _of(self, value: torch.Tensor | None) -> torch.Tensor | None:
-        return value.to(self._dtype) if value is not None and is_castable(value) else value
+        return self._copies.of(value, self._dtype) if value is not None and is_castable(value) else value
 
     def give_back(self) -> None:
         """After the run: attributes that it set on doubles go to the modules themselves."""

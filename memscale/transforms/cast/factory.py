@@ -351,9 +351,10 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
             "can show that it does not change them; call it once in training mode before, or name them in keep"
         )
     natural = promoted(pytrees.flatten((args, kwargs))[0]) or promoted(state)
-    containers = Containers(lambda tensor: tensor.to(inside))
+    copies = Converted()
+    containers = Containers(lambda tensor: copies.of(tensor, inside))
     args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
-    doubles = Doubles(found, how.params or how.compute, how.compute, natural)
+    doubles = Doubles(found, copies, how.params or how.compute, how.compute, natural)
     if self.rebindable:
         result = doubles.rebind(self.fn)(*args, **kwargs)
         doubles.give_back()
@@ -362,6 +363,10 @@ def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
             result = self.fn(*args, **kwargs)
     containers.take_back(lambda value: value, how.output or natural)
     containers.refuse_changed_copies()
+    copies.refuse_traced_changes(
+        f"{how!r} under torch.compile: the region changes a parameter, buffer or argument in place, and the change "
+        f"goes to a copy in another dtype; called outside of torch.compile, it says of which. {_remedy(how)}"
+    )
     return _returned(how, natural, result)
 
 

@@ -1,0 +1,135 @@
+"""`cast` in a compiled graph: no change of a copy is lost, and a tied weight is cast once, as outside of one."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memscale as ms
+from memscale import TransformError
+from tests.support.checks import bits
+
+
+def under_no_grad(weight):
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def by_data(weight):
+    weight.data.mul_(0.5)
+
+
+def by_a_view_of_data(weight):
+    weight.data[0].zero_()
+
+
+def detached(weight):
+    weight.detach().mul_(0.5)
+
+
+def in_a_checkpoint(weight):
+    checkpoint(lambda: weight.data.mul_(0.5).sum(), use_reentrant=False)
+
+
+CHANGES = [under_no_grad, by_data, by_a_view_of_data, detached, in_a_checkpoint]
+
+
+class Changing(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4), change
+
+    def forward(self, x):
+        self.change(self.linear.weight)
+        return self.linear(x)
+
+
+REGIONS = {
+    "module": lambda model: ms.transform(model, {"": ms.cast()}),
+    "function": lambda model: ms.cast()(lambda x: model(x)),
+    "in checkpoint": lambda model: ms.transform(model, {"": ms.compose(ms.checkpoint(), ms.cast())}),
+}
+
+
+@pytest.mark.parametrize(
+    ("region", "change"),
+    [*(("module", change) for change in CHANGES), ("function", detached), ("in checkpoint", by_data)],
+)
+def test_a_change_of_a_copy_is_not_compiled(region, change):
+    torch._dynamo.reset()
+    model = Changing(change)
+    before, fit = model.linear.weight.detach().clone(), REGIONS[region](model)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"cast\(\) under torch.compile: .*goes to a copy.*keep="):
+        torch.compile(fit, backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
+    assert torch.equal(model.linear.weight, before)
+
+
+@pytest.mark.parametrize("change", CHANGES[:2])
+def test_and_is_left_to_python_which_names_it(change):
+    torch._dynamo.reset()
+    model = Changing(change)
+    fit = ms.transform(model, {"": ms.cast()})
+    with pytest.raises(TransformError, match=r"parameter 'linear.weight' of Changing"):
+        torch.compile(fit, backend="aot_eager")(torch.randn(2, 4))
+
+
+def test_an_argument_that_the_region_changes():
+    torch._dynamo.reset()
+    region = ms.cast()(lambda x: x.mul_(2))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="buffer or argument in place"):
+        torch.compile(region, backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
+
+
+def reading(weight):
+    assert weight.data[0].norm().shape == ()
+
+
+def of_its_own(weight):
+    (2 * weight.detach()).mul_(0.5)
+
+
+@pytest.mark.parametrize("harmless", [reading, of_its_own])
+@pytest.mark.parametrize("grad", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_changes_no_copy_is_compiled(harmless, grad):
+    torch._dynamo.reset()
+    fit, x = ms.transform(Changing(harmless), {"": ms.cast()}), torch.randn(2, 4)
+    with grad():
+        assert torch.equal(torch.compile(fit, backend="aot_eager", fullgraph=True)(x), fit(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.up.weight = self.down.weight
+
+    def forward(self, x):
+        return self.up(torch.tanh(self.down(x)))
+
+
+@pytest.mark.parametrize("region", REGIONS.values(), ids=list(REGIONS))
+def test_the_gradient_of_a_tied_weight_is_added_up_in_the_same_dtype(region):
+    """Cast twice, as it once was, the two parts of the gradient were added in float32 and not in bfloat16."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(16, 8)
+    fit = region(model)
+    [expected] = torch.autograd.grad(fit(x).square().sum(), [model.down.weight])
+    traced = torch.compile(fit, backend="aot_eager", fullgraph=True)
+    [grad] = torch.autograd.grad(traced(x).square().sum(), [model.down.weight])
+    assert bits(grad) == bits(expected)
+
+
+def test_per_sample_gradients_of_a_region():
+    torch._dynamo.reset()
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    fn, state = ms.functional(ms.transform(model, {"": ms.cast()}))
+    state = {name: tensor.detach() for name, tensor in state.items()}
+
+    def gradients(state, x):
+        return torch.func.vmap(torch.func.grad(lambda s, x: fn(s, x).square().sum()), in_dims=(None, 0))(state, x)
+
+    traced = torch.compile(gradients, backend="aot_eager", fullgraph=True)(state, x)
+    assert {name: bits(value) for name, value in traced.items()} == {
+        name: bits(value) for name, value in gradients(state, x).items()
+    }
