@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
+from memscale.runtime import Runtime
 from tests.support.checks import bits, seed
 
 CHECKPOINT = ms.checkpoint()
@@ -543,17 +544,44 @@ def _() -> None:
     assert list(inspect.signature(fit.forward).parameters) == ["x", "losses", "cache"]
 
 
-@finding(18, "offload() under torch.func, with and without checkpoint")
-def _() -> None:
+def offloaded_under_func(how: Callable[[Any], Any], *, twice: bool, moves: bool) -> None:
     x = torch.linspace(-1, 1, 6).reshape(3, 2)
-    moved = ms.offload(tier="disk", min_bytes=0)
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), disk_bytes=1 << 20)
 
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x.exp()).square().sum()
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin((x * 2).exp()).square()
 
-    for how in (moved, ms.compose(moved, CHECKPOINT), ms.compose(CHECKPOINT, moved)):
-        for of in (torch.func.grad, lambda g: torch.func.vmap(torch.func.grad(g))):
-            assert bits(of(how(f))(x)) == bits(of(f)(x))
+    def twice_over(layer: Any) -> Any:  # the caller holds the input of the last one until the forward ends
+        def f(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = layer(x * 1)
+            return x.sum()
+
+        return f
+
+    def grad_of_grad(g: Any) -> Any:
+        return torch.func.grad(lambda x: torch.func.grad(g)(x).sin().sum())
+
+    f, moved = twice_over(layer), twice_over(how(ms.offload(min_bytes=0).on(runtime))(layer))
+    for of in (torch.func.grad, lambda g: torch.func.vmap(torch.func.grad(g)), *[grad_of_grad] * twice):
+        assert bits(of(moved)(x)) == bits(of(f)(x))
+    assert bool(runtime.stats()) is moves
+    assert all(stats.out_bytes["disk"] > 0 for stats in runtime.stats().values())
+
+
+@finding(18, "offload() under torch.func, alone")
+def _() -> None:
+    offloaded_under_func(lambda offload: offload, twice=True, moves=True)
+
+
+@finding(18, "offload() under torch.func, around a checkpoint")
+def _() -> None:
+    offloaded_under_func(lambda offload: ms.compose(offload, CHECKPOINT), twice=False, moves=True)
+
+
+@finding(18, "offload() under torch.func, inside a checkpoint")
+def _() -> None:
+    offloaded_under_func(lambda offload: ms.compose(CHECKPOINT, offload), twice=False, moves=False)
 
 
 @pytest.mark.parametrize("check", FINDINGS.values(), ids=FINDINGS)
