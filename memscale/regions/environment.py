@@ -116,7 +116,7 @@ class Environment:
     @property
     def dispatched(self) -> bool:
         """Whether operators of the region went to a dispatch mode from outside."""
-        return len(self._modes.dispatch) > 0
+        return self._modes.dispatched
 
 
 def _generators(devices: list[torch.device]) -> list[torch.Generator]:

@@ -19,29 +19,34 @@ _WATCHING = ("memscale.", "torch.utils.", "torch.distributed.", "torch.testing."
 
 
 class Modes(NamedTuple):
-    """The stacks of modes, outermost first."""
+    """The stacks of modes, outermost first, without the dispatch modes that only watch.
+
+    A region that kept those until its backward would keep what they hold: `Writes` has the copies of another region.
+    """
 
     function: tuple[Any, ...]
     dispatch: tuple[Any, ...]
+    dispatched: bool  # whether operators go to any dispatch mode
 
     def enter(self, undo: list[Callable[[], Any]]) -> None:
         """Go back to these modes; `undo` receives what returns to the present."""
         now = modes()
+        if self is now:
+            return
         if not _same(now.function, self.function):
             undo.append(lambda: _set_function(now.function))
             _set_function(self.function)
-        if not now.dispatch and not self.dispatch:
-            return
-        then = [mode for mode in self.dispatch if not _watches(mode)]
-        watching = [mode for mode in now.dispatch if _watches(mode)]
-        if self.dispatch and not then and not watching:
-            then = [BaseTorchDispatchMode()]
-        if not _same(then, [mode for mode in now.dispatch if not _watches(mode)]):
-            undo.append(lambda: _set_dispatch(now.dispatch))
+        present = _dispatch_modes()
+        watching = [mode for mode in present if _watches(mode)]
+        then = self.dispatch
+        if self.dispatched and not then and not watching:
+            then = (BaseTorchDispatchMode(),)
+        if not _same(then, now.dispatch):
+            undo.append(lambda: _set_dispatch(present))
             _set_dispatch((*then, *watching))
 
 
-_NONE = Modes((), ())
+_NONE = Modes((), (), False)
 
 
 def modes() -> Modes:
@@ -51,8 +56,13 @@ def modes() -> Modes:
         return _NONE
     return Modes(
         tuple([_c._get_function_stack_at(index) for index in range(functions)]),
-        tuple([_c._get_dispatch_stack_at(index) for index in range(dispatches)]),
+        tuple([mode for mode in _dispatch_modes() if not _watches(mode)]),
+        dispatches > 0,
     )
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    return tuple([_c._get_dispatch_stack_at(index) for index in range(_c._len_torch_dispatch_stack())])
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -320,7 +320,7 @@ class Snapshot:
                 self._go_back(self._trained_as_then(renewed), arrived, before, undo)
                 self._environment.enter(undo)
                 # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
-                watched = not self._environment.dispatched and bool(modes().dispatch)
+                watched = not self._environment.dispatched and modes().dispatched
                 with _Watch(changed, made) if changed or watched else nullcontext(), self.watching():
                     yield {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
             finally:

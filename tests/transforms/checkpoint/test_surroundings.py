@@ -1,5 +1,7 @@
 """What is process-wide around a region and differs between forward and backward: modes, flags of backends, defaults."""
 
+import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -112,6 +114,19 @@ def test_modes_that_watch_stay_where_they_are():
     with FlopCounterMode(display=False) as without:
         plain.backward()
     assert backward.get_total_flops() == without.get_total_flops() + counted
+
+
+def test_a_region_keeps_no_mode_that_only_watches():
+    counter = FlopCounterMode(display=False)
+    x = torch.ones(2, requires_grad=True)
+    with counter:
+        inside = weakref.ref(torch.utils._python_dispatch._get_current_dispatch_mode())
+        y = ms.checkpoint()(lambda x: x.sin().cos())(x).sum()
+    del counter
+    gc.collect()
+    assert inside() is None
+    y.backward()
+    assert x.grad is not None
 
 
 SETTINGS = [
