@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import pytrees
 from memscale.regions.scope import Scope
+from memscale.regions.uncompiled import OperatorWatch
 from memscale.transforms.checkpoint import is_view
 from memscale.transforms.labels import listeners
 
@@ -141,16 +141,16 @@ class _Made:
     where: str | None
 
 
-class _Provenance(TorchDispatchMode):
+class _Provenance(OperatorWatch):
     """Notes which operator, called from which line, made each storage."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.made: dict[int, _Made] = {}
         self.labels: dict[int, str] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
         if not is_view(func):
             for tensor in pytrees.tensors(result):
                 op = func._schema.name.replace("::", ".")

@@ -18,10 +18,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import TransformError
 from memscale.core.versions import version
+from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 
 # Storages that memscale itself has given to parameters, by address: where they live has changed, not their values.
@@ -66,13 +66,13 @@ def _holds_bytes(storage: Any) -> bool:
     return isinstance(storage, torch.Tensor) or storage.nbytes() > 0
 
 
-class Writes(TorchDispatchMode):
+class Writes(OperatorWatch):
     """Calls `before(tensor)` with each tensor that an operator is about to write to."""
 
     supports_higher_order_operators = True
 
     def __init__(self, before: Callable[[torch.Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._before = before
 
     @classmethod
@@ -80,8 +80,7 @@ class Writes(TorchDispatchMode):
         """What is compiled inside a region stays compiled; the operators in it are not seen."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written(func)
         if written and not is_unrecorded():
             for position, name in written:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.regions.hidden_changes import extent, overlap, storages
-from memscale.regions.unrecorded import unrecorded
 
 Name = tuple[int, Any] | int  # (position of a place, key in it), or the index of an argument
 
@@ -66,14 +65,13 @@ class Piece:
         return name if isinstance(name, int) else None
 
     def take(self) -> Piece:
-        """Copy what it holds now, if that has not been done and can be."""
+        """Copy what it holds now, if that has not been done and can be. Without autograd, and unrecorded."""
         if self._copy is None and self.problem is None:
-            with unrecorded(), torch.no_grad():
-                contents = self.tensors[0]
-                if len(self.tensors) > 1:
-                    length = max(extent(tensor)[1] for tensor in self.tensors) // contents.element_size() - self._start
-                    contents = contents.as_strided((length,), (1,), self._start)
-                self._copy = contents.clone()
+            contents = self.tensors[0]
+            if len(self.tensors) > 1:
+                length = max(extent(tensor)[1] for tensor in self.tensors) // contents.element_size() - self._start
+                contents = contents.as_strided((length,), (1,), self._start)
+            self._copy = contents.clone()
         return self
 
     def let_go(self) -> None:
@@ -92,10 +90,12 @@ class Piece:
         return self._copy
 
     def again(self, *, last: bool) -> dict[Name, torch.Tensor]:
-        """New tensors over a copy of what it held; over the only copy, if this is the `last` time."""
+        """New tensors over a copy of what it held; over the only copy, if this is the `last` time.
+
+        Without autograd, and unrecorded.
+        """
         assert self._copy is not None
-        with unrecorded(), torch.no_grad():
-            memory = self._copy if last else self._copy.clone()
+        memory = self._copy if last else self._copy.clone()
         made = [_alone(memory, self._forms[0])] if len(self._forms) == 1 else self._together(memory)
         return {name: made[index] for name, index in self.names.items()}
 
@@ -103,7 +103,7 @@ class Piece:
         trained = next((form.base for form in self._forms if form.requires_grad), None)
         if trained is not None:
             # What a region changes in place is no leaf.
-            with unrecorded(), torch.enable_grad():
+            with torch.enable_grad():
                 memory = memory.requires_grad_().clone()
         made: dict[int, torch.Tensor] = {}
         for base in dict.fromkeys(form.base for form in self._forms):
@@ -148,7 +148,7 @@ def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
 def _alone(memory: torch.Tensor, form: _Form) -> torch.Tensor:
     if not form.requires_grad or form.is_leaf:
         return memory.requires_grad_(form.requires_grad)
-    with unrecorded(), torch.enable_grad():
+    with torch.enable_grad():
         return memory.requires_grad_().clone()
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import pytrees
 from memscale.core.errors import CorrectnessError
@@ -33,6 +32,7 @@ from memscale.regions.modes import modes
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.scope import HOOKS, Attributes, Content, Place, Scope, holds, is_hooked, read, write
 from memscale.regions.stand_ins import Note, is_stand_in, origin_of
+from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import unrecorded
 from memscale.regions.views import ABSENT, can_see, my_turn, real, see_attributes, see_table
 
@@ -118,19 +118,23 @@ class Snapshot:
             else:
                 is_candidate = not isinstance(tensor, nn.Parameter)
             if is_candidate:
-                self._pieces.of(storage, tensor).take()
+                with unrecorded(), torch.no_grad():
+                    self._pieces.of(storage, tensor).take()
         self._layouts = {name: _layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
 
     def _take(self, habits: Habits) -> None:
         """Before a later run: what the first one changed, by whatever other names it has by now."""
         named = list(self._named())
-        wanted = {id(storage) for name, _, storage in named if name in habits.changed}
+        changed = [found for found in named if found[0] in habits.changed]
+        wanted = {id(storage) for _, _, storage in changed}
         self._pieces = Pieces([found for found in named if id(found[2]) in wanted])
-        for name, tensor, storage in named:
-            if name in habits.changed:
+        with unrecorded(), torch.no_grad():
+            for _, tensor, storage in changed:
                 self._pieces.of(storage, tensor).take()
-            elif name in habits.reassigned:
-                self._layouts[name] = _layout(tensor)
+        if habits.reassigned:
+            for name, tensor, _ in named:
+                if name in habits.reassigned and name not in habits.changed:
+                    self._layouts[name] = _layout(tensor)
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
@@ -145,7 +149,8 @@ class Snapshot:
         if self._pieces is not None:
             for piece in self._pieces.within(tensor):
                 piece.written = True
-                piece.take()
+                with unrecorded(), torch.no_grad():
+                    piece.take()
 
     def pieces(self) -> list[Piece]:
         """What there are old values of: after the run only what it changed."""
@@ -227,7 +232,7 @@ class Snapshot:
                 with unrecorded(), torch.no_grad():
                     then = tensor.new_empty(0, dtype=layout[0], device=storage.device).set_(storage, *layout[1:])
                     then.requires_grad_(tensor.requires_grad)
-                self._reassigned.append(Piece([(then, names)]).take())
+                    self._reassigned.append(Piece([(then, names)]).take())
             else:
                 raise self._lost(names[0], "through .data")
 
@@ -399,7 +404,10 @@ class Snapshot:
             )
         # Said before, not when it fails: an interrupt can come at any moment.
         self._given_away = last and bool(pieces)
-        return {name: tensor for piece in pieces for name, tensor in piece.again(last=last).items()}
+        if not pieces:
+            return {}
+        with unrecorded(), torch.no_grad():
+            return {name: tensor for piece in pieces for name, tensor in piece.again(last=last).items()}
 
     def _content_for_rerun(
         self, position: int, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]
@@ -450,7 +458,7 @@ _REMEDY = (
 )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorWatch):
     """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
 
     Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
@@ -458,17 +466,17 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, changed: dict[int, str], made: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._changed = changed
         self._made = made
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = _storages((args, kwargs))
         for storage in given:
             message = self._changed.get(storage)
             if message is not None:
                 raise CorrectnessError(message)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self._made.update(_storages(result) - given)
         return result
 

@@ -1,4 +1,4 @@
-"""Regions that run uncompiled under `torch.compile`, between two graphs."""
+"""What runs uncompiled under `torch.compile`: regions between two graphs, and modes that watch operators."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
@@ -18,12 +19,40 @@ def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
             torch._dynamo.graph_break(msg=why)
     finally:
         pass
-    if "torch._dynamo" in sys.modules:  # loading it takes longer than importing memscale
-        run = _without_dynamo(run)
-    return run(*arguments)
+    return without_dynamo(run)(*arguments)
+
+
+def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` itself where Dynamo is not loaded, which takes longer than importing memscale; else out of its reach.
+
+    >>> without_dynamo(len)("abc")
+    3
+    """
+    return _disabled(run) if "torch._dynamo" in sys.modules else run
 
 
 @functools.cache
-def _without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
+def _disabled(run: Callable[..., Any]) -> Callable[..., Any]:
     # What a compiled graph keeps is decided by its compiler, before any hook is asked.
     return torch.compiler.disable(run)  # type: ignore[no-any-return]
+
+
+class OperatorWatch(TorchDispatchMode):
+    """A dispatch mode of ours: `on_call` is called with each operator, and calls it.
+
+    PyTorch keeps Dynamo away from a mode by loading it, at the first operator that the mode sees.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of `func`."""
+        raise NotImplementedError

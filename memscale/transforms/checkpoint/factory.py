@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from memscale.algebra.region import Transformed
 from memscale.core.errors import TransformError
 from memscale.core.values import factory
 from memscale.regions import functorch_state
+from memscale.regions.uncompiled import without_dynamo
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.policies import (
     EverythingSaveable,
@@ -67,8 +67,9 @@ class Checkpointed(Transformed):
                 return _traced(self.fn, self.how.policy, args, kwargs)
         finally:
             pass
-        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
-        return eager(self, args, kwargs)
+        # A region that runs here must not be compiled piecemeal: its recompute runs uncompiled, and would save other
+        # tensors.
+        return without_dynamo(_eager)(self, args, kwargs)
 
 
 def checkpoint(*, policy: Policy | None = None) -> Transform:
@@ -122,13 +123,6 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
         return functorch.run(self.fn, args, kwargs)
     record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
     return recompute.run(self.fn, record, self.memory, args, kwargs)
-
-
-@functools.cache
-def _without_dynamo() -> Callable[..., Any]:
-    # A region that runs here must not be compiled piecemeal: its recompute runs uncompiled, and would save other
-    # tensors. Asked for only when Dynamo is loaded, for loading it takes longer than importing memscale.
-    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core.errors import CorrectnessError
 from memscale.regions.stand_ins import is_stand_in
+from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
@@ -39,16 +39,15 @@ class _Output(NamedTuple):
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorWatch):
     """Numbers the operators that a region runs."""
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = 0
         self._inputs = {id(tensor) for tensor in inputs}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Views hold no memory of their own, and a run and its recompute differ in them: autograd detaches what it
         # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
         if is_unrecorded() or is_view(func) or self._is_cached_cast(func, args):

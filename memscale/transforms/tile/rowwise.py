@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import pytrees
 from memscale.core.assembled import modules_in
 from memscale.core.errors import TransformError
 from memscale.regions.arguments import Remembered
 from memscale.regions.scope import Scope, code_names, read
+from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
@@ -33,11 +33,11 @@ _BATCH_NORM = (
 )
 
 
-class RowwiseWatch(TorchDispatchMode):
+class RowwiseWatch(OperatorWatch):
     """Raises `TransformError` at an operator that makes one row's result depend on another, or on how often it runs."""
 
     def __init__(self, scope: Scope, whole: list[torch.Tensor], what: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._what = what
         shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
@@ -47,8 +47,7 @@ class RowwiseWatch(TorchDispatchMode):
             if not is_functorch_wrapped_tensor(tensor)  # an operand of torch.func, which itself refuses to change it
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
             return func(*args, **kwargs)
         arguments = func._schema.arguments
