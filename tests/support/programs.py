@@ -98,7 +98,7 @@ OPERATORS = {
     ),
     "tied weight": Operator("h = torch.tanh(F.linear(h, self.w#))", "self.w# = shared['weight']"),
     "tied module": Operator("h = self.l#(h)", "self.l# = shared['linear']"),
-    "counter": Operator("self.i# += 1\nh = torch.sin(h * self.i#)", "self.i# = 0"),
+    "counter": Operator("self.i# += 1\nh = torch.sin(h + self.i#)", "self.i# = 0"),
     "list": Operator("self.k#.append(h.shape[1])\nh = torch.sin(h * len(self.k#))", "self.k# = []"),
     "dictionary": Operator("self.k#['n'] = self.k#.get('n', 0) + 1\nh = torch.sin(h * self.k#['n'])", "self.k# = {}"),
     "kept output": Operator("self.t# = h.detach()", "self.t# = None", ("kept",)),
