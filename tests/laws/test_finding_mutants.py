@@ -132,7 +132,7 @@ def a_backward_that_keeps_the_graph_forgets_what_it_was_given(monkeypatch):
 
 
 def a_recompute_is_not_watched_under_a_mode(monkeypatch):
-    monkeypatch.setattr(snapshot, "modes", lambda: modes.Modes((), ()))
+    monkeypatch.setattr(snapshot, "modes", lambda: modes._NONE)
 
 
 def a_forward_keeps_its_module(monkeypatch):
