@@ -33,12 +33,13 @@ class Piece:
 
     Attributes:
         names: the names of the tensors, each with the position of its tensor among these.
+        argument: the index of the argument that is its only name, if that is so.
         tensors: the tensors themselves, until `let_go`.
         written: whether an operator was seen to write to it.
         problem: why the names cannot be made again, if they cannot.
     """
 
-    __slots__ = ("_copy", "_forms", "_start", "names", "problem", "tensors", "written")
+    __slots__ = ("_copy", "_forms", "_start", "argument", "names", "problem", "tensors", "written")
 
     def __init__(self, members: Iterable[tuple[torch.Tensor, list[Name]]]) -> None:
         self.names: dict[Name, int] = {}
@@ -46,6 +47,8 @@ class Piece:
         for index, (tensor, names) in enumerate(members):
             self.tensors.append(tensor)
             self.names.update(dict.fromkeys(names, index))
+        first = next(iter(self.names))
+        self.argument = first if isinstance(first, int) and len(self.names) == 1 else None
         self.written = False
         several = len(self.tensors) > 1
         self._forms = [_form(tensor, several) for tensor in self.tensors]
@@ -57,12 +60,6 @@ class Piece:
     def is_copied(self) -> bool:
         """Whether there is a copy to make the names again from."""
         return self._copy is not None
-
-    @property
-    def argument(self) -> int | None:
-        """The index of the argument that is its only name, if that is so."""
-        name = next(iter(self.names)) if len(self.names) == 1 else None
-        return name if isinstance(name, int) else None
 
     def take(self) -> Piece:
         """Copy what it holds now, if that has not been done and can be. Without autograd, and unrecorded."""
@@ -170,7 +167,10 @@ class Pieces:
 
     def of(self, storage: Any, tensor: torch.Tensor) -> Piece:
         """The piece of `tensor`, which is one of them."""
-        return next(piece for piece in self._within(storage) if any(tensor is member for member in piece.tensors))
+        pieces = self._within(storage)
+        if len(pieces) == 1:
+            return pieces[0]
+        return next(piece for piece in pieces if any(tensor is member for member in piece.tensors))
 
     def within(self, written: torch.Tensor) -> list[Piece]:
         """The pieces that share memory with `written`."""
@@ -200,8 +200,8 @@ def _overlapping(
     members: list[tuple[torch.Tensor, list[Name]]],
 ) -> list[list[tuple[torch.Tensor, list[Name]]]]:
     """`members`, which share a storage, in groups that share no byte with each other."""
-    if len(members) <= 1:
-        return [members] if members else []
+    if len(members) == 1:
+        return [members]
     groups: list[list[tuple[torch.Tensor, list[Name]]]] = []
     end = -1
     for (start, stop), member in sorted(((extent(m[0]), m) for m in members), key=lambda found: found[0]):

@@ -100,13 +100,14 @@ class Snapshot:
         )
         self._given_away = False  # the old values themselves, to a rerun that may have changed them
 
-    def _named(self) -> Iterator[tuple[Name, torch.Tensor, Any]]:
-        """Every tensor that a copy can be taken of, with its name and storage."""
+    def _named(self, wanted: Collection[int] | None = None) -> Iterator[tuple[Name, torch.Tensor, Any]]:
+        """Every tensor that a copy can be taken of, with its name and storage; of the `wanted` storages, by id."""
         for (position, key, tensor), storage in zip(self._scope.tensors, self._held[0], strict=True):
-            if not (is_stand_in(tensor) or _is_sharded(tensor)):
+            if (wanted is None or id(storage) in wanted) and not (is_stand_in(tensor) or _is_sharded(tensor)):
                 yield (position, key), tensor, storage
         for index, (tensor, storage) in enumerate(zip(self._arguments, self._held[1], strict=True)):
-            yield index, tensor, storage
+            if wanted is None or id(storage) in wanted:
+                yield index, tensor, storage
 
     def _take_all(self) -> None:
         """Before a first run, of which everything is to be learned."""
@@ -124,15 +125,21 @@ class Snapshot:
 
     def _take(self, habits: Habits) -> None:
         """Before a later run: what the first one changed, by whatever other names it has by now."""
-        named = list(self._named())
-        changed = [found for found in named if found[0] in habits.changed]
-        wanted = {id(storage) for _, _, storage in changed}
-        self._pieces = Pieces([found for found in named if id(found[2]) in wanted])
+        changed = habits.changed
+        wanted = {
+            id(storage)
+            for (position, key, _), storage in zip(self._scope.tensors, self._held[0], strict=True)
+            if (position, key) in changed
+        }
+        wanted.update([id(storage) for index, storage in enumerate(self._held[1]) if index in changed])
+        named = list(self._named(wanted))
+        self._pieces = Pieces(named)
         with unrecorded(), torch.no_grad():
-            for _, tensor, storage in changed:
-                self._pieces.of(storage, tensor).take()
+            for name, tensor, storage in named:
+                if name in changed:
+                    self._pieces.of(storage, tensor).take()
         if habits.reassigned:
-            for name, tensor, _ in named:
+            for name, tensor, _ in self._named():
                 if name in habits.reassigned and name not in habits.changed:
                     self._layouts[name] = _layout(tensor)
 
