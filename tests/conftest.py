@@ -39,6 +39,16 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def quick_collections():
+    """The same for a file whose every case calls the collector, with what other files have loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    pytest_collection_finish()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Soundings of kernels are kept where no other run has been, so that no test depends on what one left."""

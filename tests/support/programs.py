@@ -219,6 +219,8 @@ AROUND = {
     "no grad": "torch.no_grad()",
     "default dtype": "default_dtype(torch.float64)",
 }
+# No assignment to `.data`: a plain run's backward takes the new values, those of offload and cast the ones that the
+# forward saw. That checkpoint refuses it is finding 11.
 BETWEEN = {
     "eval": "model.eval()",
     "train": "model.train()",
@@ -232,7 +234,6 @@ BETWEEN = {
     "attributes": "for m in model.modules():\n    for key in [key for key in vars(m) if key[0] in 'if' and key[1:].isdigit()]:\n        setattr(m, key, 0)",
     "buffers": "with torch.no_grad():\n    for b in model.buffers():\n        b.add_(1)",
     "parameters": "with torch.no_grad():\n    for p in model.parameters():\n        p.mul_(0.5)",
-    "parameters' data": "for p in model.parameters():\n    p.data = p.data * 0.5",
     "input": "with torch.no_grad():\n    x.mul_(0.5)",
     "collect": "gc.collect()",
     "copy": "copy.deepcopy(model) if not handles else None",
@@ -394,7 +395,6 @@ REFUSED = {
         "data": "the region changes a parameter through .data",
         "between: parameters": "a parameter that the region read was changed in place before backward",
         "between: buffers": "a buffer that the region read was changed in place before backward",
-        "between: parameters' data": "a parameter was given other memory before backward",
         "between: input": "an argument was changed in place after the region had run",
         "after: load": "load_state_dict between a forward and its backward",
     },
@@ -412,7 +412,6 @@ REFUSED = {
         "in place": "the region changes an argument in place",
         "between: parameters": "a parameter that the region read was changed in place before backward",
         "between: buffers": "a buffer that the region read was changed in place before backward",
-        "between: parameters' data": "a parameter was given other memory before backward",
         "between: input": "an argument was changed in place after the region had run",
     },
     "cast": {
@@ -648,8 +647,7 @@ def programs(draw: st.DrawFn, sort: str) -> Program:
         ).map(tuple)
     )
     around = set(AROUND) if sort == EXACT else {"nothing", "parametrize.cached", "one attention backend"}
-    # A plain run's backward takes new `.data` for the old, which shows nowhere; a cast has its copy of the old.
-    between = set(BETWEEN) - {EXACT: set(), TILED: {"draw"}, CASTED: {"draw", "parameters' data"}}[sort]
+    between = set(BETWEEN) - (set() if sort == EXACT else {"draw"})
     step = st.builds(
         Step,
         st.one_of(st.just("nothing"), st.sampled_from(sorted(around))),
