@@ -15,11 +15,8 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from memscale import policies
-    from memscale.algebra.apply import transform
-    from memscale.algebra.composition import Transform, compose, identity
-    from memscale.algebra.functions import functional
-    from memscale.algebra.plan import Plan
-    from memscale.core.errors import (
+    from memscale.algebra import Plan, Transform, compose, functional, identity, transform
+    from memscale.core import (
         BudgetError,
         ConfigError,
         CorrectnessError,
@@ -29,7 +26,7 @@ try:
         RuntimeUnavailable,
         TransformError,
     )
-    from memscale.runtime.config import AsyncOffloadConfig
+    from memscale.runtime import AsyncOffloadConfig
     from memscale.transforms import cast, checkpoint, name, offload, tile
 finally:
     if _collecting:
@@ -37,17 +34,13 @@ finally:
 
 if TYPE_CHECKING:
     from memscale.config import Config, OptimizationMode
-    from memscale.hardware.device import Hardware
-    from memscale.inspection.residuals import Residual, saved_residuals
-    from memscale.inspection.verification import Verification, verify
-    from memscale.legacy.executor import Executor
-    from memscale.legacy.verbs import detach, optimize, wrap
-    from memscale.optimizers.loss_scale import LossScale
-    from memscale.planning.prediction import OOMPrediction, OOMRisk
-    from memscale.planning.predictor import OOMPredictor
-    from memscale.simulation.measured.allocator_trace import measure
-    from memscale.simulation.profiler import MemoryProfiler, profile
-    from memscale.simulation.results import Profile
+    from memscale.hardware import Hardware
+    from memscale.inspection import Residual, Verification, saved_residuals, verify
+    from memscale.legacy import Executor, detach, optimize, wrap
+    from memscale.optimizers import LossScale
+    from memscale.planning import OOMPrediction, OOMPredictor, OOMRisk
+    from memscale.simulation import MemoryProfiler, Profile, profile
+    from memscale.simulation.measured import measure
 
 __version__ = "0.1.0"
 
@@ -98,24 +91,24 @@ __all__ = [
 # first asked for. The branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
     "Config": "memscale.config",
-    "Executor": "memscale.legacy.executor",
-    "Hardware": "memscale.hardware.device",
-    "LossScale": "memscale.optimizers.loss_scale",
-    "MemoryProfiler": "memscale.simulation.profiler",
-    "OOMPrediction": "memscale.planning.prediction",
-    "OOMPredictor": "memscale.planning.predictor",
-    "OOMRisk": "memscale.planning.prediction",
+    "Executor": "memscale.legacy",
+    "Hardware": "memscale.hardware",
+    "LossScale": "memscale.optimizers",
+    "MemoryProfiler": "memscale.simulation",
+    "OOMPrediction": "memscale.planning",
+    "OOMPredictor": "memscale.planning",
+    "OOMRisk": "memscale.planning",
     "OptimizationMode": "memscale.config",
-    "Profile": "memscale.simulation.results",
-    "Residual": "memscale.inspection.residuals",
-    "Verification": "memscale.inspection.verification",
-    "detach": "memscale.legacy.verbs",
-    "measure": "memscale.simulation.measured.allocator_trace",
-    "optimize": "memscale.legacy.verbs",
-    "profile": "memscale.simulation.profiler",
-    "saved_residuals": "memscale.inspection.residuals",
-    "verify": "memscale.inspection.verification",
-    "wrap": "memscale.legacy.verbs",
+    "Profile": "memscale.simulation",
+    "Residual": "memscale.inspection",
+    "Verification": "memscale.inspection",
+    "detach": "memscale.legacy",
+    "measure": "memscale.simulation.measured",
+    "optimize": "memscale.legacy",
+    "profile": "memscale.simulation",
+    "saved_residuals": "memscale.inspection",
+    "verify": "memscale.inspection",
+    "wrap": "memscale.legacy",
 }
 
 

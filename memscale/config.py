@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from memscale.core.errors import ConfigError
-from memscale.core.validation import Check, Misfit, boolean, integer, validate
-from memscale.runtime.config import AsyncOffloadConfig
+from memscale.core import Check, ConfigError, Misfit, boolean, integer, validate
+from memscale.runtime import AsyncOffloadConfig
 
 _MAX_PORT = 65535
 

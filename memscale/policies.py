@@ -5,7 +5,7 @@ Factories: `save_only_these_names`, `save_any_names_but_these`, `save_and_offloa
 `save_from_both_policies`. For a policy of your own: `Policy`, `Site`, and the verdicts `Save`, `Recompute`, `Move`.
 """
 
-from memscale.transforms.checkpoint.policies import (
+from memscale.transforms.checkpoint import (
     Move,
     Policy,
     Recompute,

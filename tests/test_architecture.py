@@ -1,6 +1,7 @@
 """Where code lives, and who may import whom: the imports of the package itself, read from its source."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -121,6 +122,27 @@ def test_names_say_what_is_in_a_file(module):
     name = module.rpartition(".")[2]
     assert not name.startswith("_") or name == "__main__"
     assert not {"manager", "handler", "helper", "utils", "misc"} & set(name.split("_"))
+
+
+def doors_used(module):
+    """What a file imports from other folders, as (door or file, name)."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and folder(node.module) in FOLDERS - {folder(module)}:
+            yield from ((node.module, name.name) for name in node.names)
+
+
+def folder(module):
+    return module.partition(".")[2].partition(".")[0]
+
+
+FOLDERS = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"memscale"}))
+def test_other_folders_are_entered_by_their_door(module):
+    for door, name in doors_used(module):
+        assert MODULES[door].name == "__init__.py", f"{door} is a file; its folder's door is what others import from"
+        assert name in importlib.import_module(door).__all__ or f"{door}.{name}" in MODULES
 
 
 PAGE = ROOT.parent / "docs" / "architecture.md"

@@ -1,5 +1,7 @@
 """The public surface: its names, what each says about itself, and what each says to bad input."""
 
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,48 @@ POLICIES = [
     "save_from_both_policies",
     "save_only_these_names",
 ]
+# What each folder gives to the others: a name that is added or taken away here is a decision.
+DOORS = """
+memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan chain compose functional
+    identity install placing_in transform uninstall
+memscale.cli:
+memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
+    PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
+    boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described factory
+    format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit modules_in pytrees
+    read_or_empty scalar_loss simulating simulation spellings tensors unflatten validate version versions
+memscale.hardware: Hardware Work has_rate seconds work_of
+memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
+memscale.legacy: Executor detach optimize wrap
+memscale.optimizers: LossScale
+memscale.planning: Budget LargestBatch OOMPrediction OOMPredictor OOMRisk parts_of planned repeated_blocks
+    shorthands taken_bytes
+memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered
+    Scope Snapshot arguments as_it_was code_names functorch_state hidden_changes holds hooks_around is_stand_in
+    is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
+    uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
+memscale.reports: diff_text plot_profile plot_timelines profile_text write_html
+memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime
+    home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
+memscale.runtime.backends: Backend Buffer TraceBackend
+memscale.runtime.checking:
+memscale.runtime.engine: Engine
+memscale.runtime.parameters: MappedTensors is_movable
+memscale.runtime.storage:
+memscale.simulation: Holding MemoryProfiler Profile ProfileDiff as_hardware differences profile
+memscale.simulation.allocator:
+memscale.simulation.kernels:
+memscale.simulation.measured: AllocatorTrace measure training_roles
+memscale.transforms: cast checkpoint listeners name offload tile
+memscale.transforms.cast:
+memscale.transforms.checkpoint: Checkpoint Checkpointed Move Policy Recompute Save Site Verdict checkpoint
+    dots_saveable dots_with_no_batch_dims_saveable everything_saveable is_view nothing_saveable
+    save_and_offload_only_these_names save_any_names_but_these save_from_both_policies save_only_these_names
+memscale.transforms.offload:
+memscale.transforms.tile:
+memscale.transforms.tile.head:
+"""
+ROOT = Path(ms.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs"
 
 # Errors show themselves where they are raised, and `identity` is a value.
@@ -164,3 +208,13 @@ def test_a_transform_maps_functions_only():
     for transform in (ms.checkpoint(), ms.offload(), ms.identity, ms.compose(ms.checkpoint(), ms.checkpoint())):
         with pytest.raises(ms.TransformError, match="maps a function to a function, got int 3"):
             transform(3)
+
+
+def test_the_doors_of_the_folders_are_these():
+    written = {}
+    for line in re.sub(r"\n +", " ", DOORS).strip().splitlines():
+        door, _, names = line.partition(":")
+        written[door] = names.split()
+    folders = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py") if path.parent != ROOT]
+    found = {name: importlib.import_module(name) for name in (".".join(("memscale", *each.parts)) for each in folders)}
+    assert {name: sorted(getattr(door, "__all__", [])) for name, door in found.items()} == written

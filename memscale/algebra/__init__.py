@@ -1,1 +1,26 @@
 """The language: transforms and their compositions, modules as functions, plans, and the one interpreter of a plan."""
+
+from memscale.algebra.apply import PlanLike, install, transform, uninstall
+from memscale.algebra.composition import Transform, chain, compose, identity
+from memscale.algebra.functions import functional
+from memscale.algebra.plan import Plan, as_plan
+from memscale.algebra.region import Former, OwnForward, Placing, Transformed, placing_in
+
+__all__ = [
+    "Former",
+    "OwnForward",
+    "Placing",
+    "Plan",
+    "PlanLike",
+    "Transform",
+    "Transformed",
+    "as_plan",
+    "chain",
+    "compose",
+    "functional",
+    "identity",
+    "install",
+    "placing_in",
+    "transform",
+    "uninstall",
+]

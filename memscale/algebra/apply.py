@@ -18,8 +18,7 @@ from memscale.algebra.composition import Transform, compose
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, attach, placing_in
-from memscale.core.assembled import Assembled
-from memscale.core.errors import PlanError, TransformError
+from memscale.core import Assembled, PlanError, TransformError
 from memscale.runtime import Runtime
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]

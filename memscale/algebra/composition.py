@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from memscale.core.errors import ConfigError, TransformError
-from memscale.core.values import Value, factory
+from memscale.core import ConfigError, TransformError, Value, factory
 
 
 class Transform(Value):

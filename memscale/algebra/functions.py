@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core.assembled import Assembled
-from memscale.core.errors import TransformError
+from memscale.core import Assembled, TransformError
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:

@@ -8,10 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from memscale.algebra.composition import Transform
-from memscale.core.documents import Document
-from memscale.core.errors import PlanError
-from memscale.core.paths import matches, misfit
-from memscale.core.values import from_data, spellings
+from memscale.core import Document, PlanError, from_data, matches, misfit, spellings
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 

@@ -19,8 +19,7 @@ from torch import nn
 
 from memscale.algebra.composition import Transform
 from memscale.algebra.functions import remapped
-from memscale.core.assembled import Assembled, assembled_in
-from memscale.core.errors import TransformError
+from memscale.core import Assembled, TransformError, assembled_in
 from memscale.runtime import Runtime
 
 Same = TypeVar("Same", bound="Transformed")

@@ -10,7 +10,7 @@ import typer
 
 from memscale.cli.demo import demo
 from memscale.cli.predict import Options, predict
-from memscale.core.errors import MemscaleError
+from memscale.core import MemscaleError
 
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
 # so no import names it in both.

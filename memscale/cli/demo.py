@@ -17,9 +17,8 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, read_text, train
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.units import format_bytes, format_seconds
-from memscale.reports.plot import plot_timelines
+from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
+from memscale.reports import plot_timelines
 
 _PLAN = 'memscale.transform(model, {"transformer.h.*": memscale.checkpoint()})'
 

@@ -16,15 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from memscale.algebra.plan import Plan
+from memscale.algebra import Plan
 from memscale.cli.subject import DTYPES, Subject, read_subject
-from memscale.core.errors import BudgetError, ConfigError, MemscaleError
-from memscale.hardware.device import Hardware
-from memscale.planning.largest import LargestBatch
-from memscale.planning.prediction import OOMPrediction
-from memscale.planning.predictor import Budget, OOMPredictor, parts_of
-from memscale.planning.remedies import planned, shorthands
-from memscale.simulation.results import as_hardware
+from memscale.core import BudgetError, ConfigError, MemscaleError
+from memscale.hardware import Hardware
+from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, parts_of, planned, shorthands
+from memscale.simulation import as_hardware
 
 DOES_NOT_FIT = 3
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable
 
 DTYPES = {
     "fp32": torch.float32,

@@ -15,8 +15,8 @@ import optree
 import torch
 from torch import nn
 
-from memscale.core.errors import RuntimeUnavailable
-from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
+from memscale.core import RuntimeUnavailable
+from memscale.simulation.measured import AllocatorTrace, measure, training_roles
 
 HEAD_WIDTH = 64  # as in GPT-2
 MAX_SEQ = 1024  # as in GPT-2

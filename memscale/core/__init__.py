@@ -1,1 +1,76 @@
 """What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory."""
+
+from memscale.core import batches, pytrees
+from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
+from memscale.core.batches import Loss, call, check_batch, check_loss, scalar_loss
+from memscale.core.documents import Document
+from memscale.core.errors import (
+    BudgetError,
+    ConfigError,
+    CorrectnessError,
+    MemscaleError,
+    PlanError,
+    PolicyFallbackNeeded,
+    RuntimeUnavailable,
+    TransformError,
+)
+from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
+from memscale.core.paths import matches, misfit
+from memscale.core.pytrees import tensors, unflatten
+from memscale.core.simulating import simulating, simulation
+from memscale.core.tiers import TIERS, check_tier
+from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
+from memscale.core.validation import Check, Misfit, boolean, integer, validate
+from memscale.core.values import Value, factory, from_data, spellings
+from memscale.core.versions import changed_error, described, version, versions
+
+__all__ = [
+    "TIERS",
+    "Assembled",
+    "BudgetError",
+    "Check",
+    "ConfigError",
+    "CorrectnessError",
+    "Document",
+    "Loss",
+    "MemscaleError",
+    "Misfit",
+    "PlanError",
+    "PolicyFallbackNeeded",
+    "RuntimeUnavailable",
+    "TransformError",
+    "Value",
+    "assembled_in",
+    "available_host_bytes",
+    "batches",
+    "boolean",
+    "budget_bytes",
+    "call",
+    "cgroup_limit_bytes",
+    "changed_error",
+    "check_batch",
+    "check_loss",
+    "check_tier",
+    "described",
+    "factory",
+    "format_bytes",
+    "format_flops",
+    "format_seconds",
+    "from_data",
+    "integer",
+    "is_of_modules",
+    "matches",
+    "misfit",
+    "modules_in",
+    "pytrees",
+    "read_or_empty",
+    "scalar_loss",
+    "simulating",
+    "simulation",
+    "spellings",
+    "tensors",
+    "unflatten",
+    "validate",
+    "version",
+    "versions",
+]

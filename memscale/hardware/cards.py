@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 
-from memscale.core.documents import Document
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
+from memscale.core import (
+    ConfigError,
+    Document,
+    RuntimeUnavailable,
+    available_host_bytes,
+    cgroup_limit_bytes,
+    read_or_empty,
+)
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.cards import Card, by_device_name, by_name
 

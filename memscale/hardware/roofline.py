@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
 from memscale.hardware.flops import flops_of
 from memscale.hardware.traffic import traffic_of

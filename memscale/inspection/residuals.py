@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from memscale.core import pytrees
-from memscale.regions.scope import Scope
-from memscale.regions.uncompiled import OperatorWatch
+from memscale.regions import OperatorWatch, Scope
+from memscale.transforms import listeners
 from memscale.transforms.checkpoint import is_view
-from memscale.transforms.labels import listeners
 
 
 @dataclasses.dataclass(frozen=True)

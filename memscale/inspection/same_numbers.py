@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.core.errors import CorrectnessError
+from memscale.core import CorrectnessError
 from memscale.inspection.verification import compare, results_of_step
 
 

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import batches
-from memscale.core.batches import Loss
-from memscale.core.errors import ConfigError, CorrectnessError
-from memscale.core.pytrees import tensors, unflatten
-from memscale.regions.scope import Scope
-from memscale.regions.untouched import untouched
+from memscale.core import ConfigError, CorrectnessError, Loss, batches, tensors, unflatten
+from memscale.regions import Scope, untouched
 
 _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _WORST = 8  # lines in a report

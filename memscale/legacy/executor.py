@@ -9,15 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from memscale.algebra.apply import install, uninstall
-from memscale.algebra.plan import Plan
-from memscale.algebra.region import Former
+from memscale.algebra import Former, Plan, install, uninstall
 from memscale.config import Config
-from memscale.core.errors import TransformError
-from memscale.core.units import format_bytes
-from memscale.hardware.device import Hardware
+from memscale.core import TransformError, format_bytes
+from memscale.hardware import Hardware
 from memscale.runtime import Runtime
-from memscale.simulation.results import Profile
+from memscale.simulation import Profile
 
 ATTRIBUTE = "_memscale_executor"
 _LOG = logging.getLogger("memscale")

@@ -10,9 +10,8 @@ from fractions import Fraction
 from torch import nn
 
 from memscale.config import Config
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.runtime import Runtime
-from memscale.runtime.config import AsyncOffloadConfig
+from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.runtime import AsyncOffloadConfig, Runtime
 
 _LOG = logging.getLogger("memscale")
 _VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"

@@ -12,21 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform, compose, identity
-from memscale.algebra.plan import Plan
+from memscale.algebra import Plan, Transform, compose, identity
 from memscale.config import Config
-from memscale.core import batches
-from memscale.core.errors import ConfigError, RuntimeUnavailable, TransformError
-from memscale.core.pytrees import tensors
-from memscale.hardware.device import Hardware
-from memscale.inspection.same_numbers import check_same_numbers
+from memscale.core import ConfigError, RuntimeUnavailable, TransformError, batches, tensors
+from memscale.hardware import Hardware
+from memscale.inspection import check_same_numbers
 from memscale.legacy.executor import ATTRIBUTE, Executor, say
 from memscale.legacy.offloading import with_runtime
-from memscale.planning.blocks import repeated_blocks
-from memscale.planning.prediction import taken_bytes
-from memscale.runtime.config import AsyncOffloadConfig
-from memscale.simulation.profiler import MemoryProfiler
-from memscale.simulation.results import Profile
+from memscale.planning import repeated_blocks, taken_bytes
+from memscale.runtime import AsyncOffloadConfig
+from memscale.simulation import MemoryProfiler, Profile
 from memscale.transforms import checkpoint, offload
 
 _LOG = logging.getLogger("memscale")

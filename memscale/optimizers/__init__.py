@@ -2,4 +2,6 @@
 
 from memscale.optimizers.loss_scale import LossScale
 
-__all__ = ["LossScale"]
+__all__ = [
+    "LossScale",
+]

@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from memscale.core import pytrees
-from memscale.core.errors import ConfigError, CorrectnessError
+from memscale.core import ConfigError, CorrectnessError, pytrees
 
 T = TypeVar("T")
 

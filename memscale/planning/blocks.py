@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from memscale.core.paths import matches
+from memscale.core import matches
 
 # Two blocks count as alike when at least this share of the smaller one's parameters has the same name and
 # shape in the other. ResNet's first block of a stage (another input width and a shortcut) shares 5 of 6.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memscale.core.units import format_bytes
+from memscale.core import format_bytes
 
 # How far beyond the largest size that fits a curve is believed. A phase that small sizes do not show (the optimizer
 # hides it) may take over on the way, and a batch far too large would be made for nothing.

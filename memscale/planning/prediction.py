@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memscale.algebra.plan import Plan
-from memscale.core.documents import Document
-from memscale.core.errors import ConfigError
-from memscale.core.units import format_bytes
-from memscale.simulation.results import Profile
+from memscale.algebra import Plan
+from memscale.core import ConfigError, Document, format_bytes
+from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
 _ROWS = 5

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra.apply import PlanLike
-from memscale.algebra.plan import Plan, as_plan
+from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
-from memscale.core import batches
-from memscale.core.batches import Loss
-from memscale.core.errors import BudgetError, ConfigError, MemscaleError
-from memscale.core.units import budget_bytes, format_bytes
-from memscale.hardware.device import Hardware
+from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, batches, budget_bytes, format_bytes
+from memscale.hardware import Hardware
 from memscale.planning.largest import LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
-from memscale.simulation.profiler import MemoryProfiler
+from memscale.simulation import MemoryProfiler
 
 Budget = int | float | str
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.

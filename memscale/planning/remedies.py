@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform, chain, compose
-from memscale.algebra.plan import Plan
-from memscale.core import batches, pytrees
-from memscale.core.paths import matches
-from memscale.hardware.device import Hardware
+from memscale.algebra import Plan, Transform, chain, compose
+from memscale.core import batches, matches, pytrees
+from memscale.hardware import Hardware
 from memscale.planning.blocks import repeated_blocks
 from memscale.transforms import cast, checkpoint, offload, tile
 

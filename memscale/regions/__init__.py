@@ -1,1 +1,69 @@
 """What a region depends on, and how it is run again."""
+
+from memscale.regions import functorch_state, hidden_changes
+from memscale.regions.arguments import Remembered, arguments
+from memscale.regions.environment import Environment
+from memscale.regions.functorch_state import Keeper, without_levels_above
+from memscale.regions.hidden_changes import moved, refused, storages
+from memscale.regions.saved_tensors import hooks_around, recomputes, recomputing
+from memscale.regions.scope import (
+    NOWHERE,
+    Attributes,
+    Content,
+    Place,
+    Scope,
+    as_it_was,
+    code_names,
+    holds,
+    put_back,
+    read,
+    write,
+)
+from memscale.regions.snapshot import Habits, Snapshot
+from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
+from memscale.regions.uncompiled import OperatorWatch, uncompiled, without_dynamo
+from memscale.regions.unrecorded import is_unrecorded, unrecorded
+from memscale.regions.untouched import untouched
+from memscale.regions.views import rewinding, wait_for_recomputes
+
+__all__ = [
+    "NOWHERE",
+    "Attributes",
+    "Content",
+    "Environment",
+    "Habits",
+    "Keeper",
+    "Note",
+    "OperatorWatch",
+    "Origin",
+    "Place",
+    "Remembered",
+    "Scope",
+    "Snapshot",
+    "arguments",
+    "as_it_was",
+    "code_names",
+    "functorch_state",
+    "hidden_changes",
+    "holds",
+    "hooks_around",
+    "is_stand_in",
+    "is_unrecorded",
+    "moved",
+    "origin_of",
+    "put_back",
+    "read",
+    "recomputes",
+    "recomputing",
+    "refused",
+    "rewinding",
+    "stand_for",
+    "storages",
+    "uncompiled",
+    "unrecorded",
+    "untouched",
+    "wait_for_recomputes",
+    "without_dynamo",
+    "without_levels_above",
+    "write",
+]

@@ -23,9 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memscale.core import pytrees
-from memscale.core.assembled import Assembled
-from memscale.core.errors import TransformError
+from memscale.core import Assembled, TransformError, pytrees
 from memscale.regions.scope import LARGEST_CONTAINER, Scope
 
 _MOST_OBJECTS = 4096

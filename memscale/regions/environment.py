@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 
-from memscale.core.errors import CorrectnessError
+from memscale.core import CorrectnessError
 from memscale.regions.modes import modes
 
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from memscale.core.errors import TransformError
-from memscale.core.versions import version
+from memscale.core import TransformError, version
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core.assembled import Assembled
+from memscale.core import Assembled
 from memscale.regions.views import lasting
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
@@ -38,7 +38,7 @@ _STATEFUL = {*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functool
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_forward_") and name not in _CALLED))
-_NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
+NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
 
 
 class Names:
@@ -193,7 +193,7 @@ class Scope:
 
     def include(self, thing: Any) -> None:
         """Add what `thing`, a module or function among the arguments, depends on."""
-        self._visit(thing, _NOWHERE)
+        self._visit(thing, NOWHERE)
 
     def flags(self) -> tuple[bool, ...]:
         """Which of the modules are in training mode."""
@@ -257,9 +257,9 @@ class Scope:
                 if isinstance(value, torch.Tensor):
                     self.tensors.append((position, key, value))
                 elif type(value) in _STATEFUL and not (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
-                    self._visit(value, _NOWHERE)
+                    self._visit(value, NOWHERE)
             for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
-                self._visit_names(mapping, names, _NOWHERE)
+                self._visit_names(mapping, names, NOWHERE)
             if own["_parameters"]:
                 self._add(lasting(own["_parameters"]))
             if own["_buffers"]:
@@ -273,7 +273,7 @@ class Scope:
         for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
             # Those of torch (FSDP) have state that goes on from the forward to the recompute.
             if not str(getattr(hook, "__module__", "torch.")).startswith("torch."):
-                self._visit(hook, _NOWHERE)
+                self._visit(hook, NOWHERE)
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__

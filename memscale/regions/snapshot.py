@@ -22,10 +22,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from memscale.core import pytrees
-from memscale.core.errors import CorrectnessError
-from memscale.core.simulating import simulating
-from memscale.core.versions import changed_error, described, versions
+from memscale.core import CorrectnessError, changed_error, described, pytrees, simulating, versions
 from memscale.regions.environment import Environment
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.modes import modes

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.core.errors import CorrectnessError
+from memscale.core import CorrectnessError
 
 ABSENT: Any = object()
 _get_ident = threading.get_ident

@@ -4,7 +4,13 @@ Loaded by the first `Profile` that is asked to print or to draw itself, so what 
 """
 
 from memscale.reports.html import write_html
-from memscale.reports.plot import plot_profile
+from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.text import diff_text, profile_text
 
-__all__ = ["diff_text", "plot_profile", "profile_text", "write_html"]
+__all__ = [
+    "diff_text",
+    "plot_profile",
+    "plot_timelines",
+    "profile_text",
+    "write_html",
+]

@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from memscale.core.units import format_bytes
+from memscale.core import format_bytes
 from memscale.reports.drawing import Columns, byte_scale, columns, css_name, placed, thick, time_scale
-from memscale.simulation.results import Profile
+from memscale.simulation import Profile
 
 _COLUMNS = 720
 _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 26, 920, 300

@@ -7,15 +7,14 @@ from html import escape
 from os import PathLike
 from pathlib import Path
 
-from memscale.core.errors import ConfigError
-from memscale.core.units import format_bytes, format_flops, format_seconds
-from memscale.hardware.device import Hardware
+from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
+from memscale.hardware import Hardware
 from memscale.reports.chart import chart, chip
 from memscale.reports.drawing import css_name
 from memscale.reports.module_tree import ROOT, TOP, Held, Part, module_tree
 from memscale.reports.page import SCRIPT, STYLE
 from memscale.reports.text import alike, facts, is_cut, percent
-from memscale.simulation.results import Profile
+from memscale.simulation import Profile
 
 _TENSORS = 100
 _OPEN_DEPTH = 2

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.units import format_bytes, format_seconds
+from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
 from memscale.reports.text import shortened
-from memscale.simulation.measured.allocator_trace import AllocatorTrace
-from memscale.simulation.results import Profile
+from memscale.simulation import Profile
+from memscale.simulation.measured import AllocatorTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
-from memscale.core.units import format_bytes, format_flops, format_seconds
+from memscale.core import format_bytes, format_flops, format_seconds
 from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
-from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
+from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
 _COLUMNS = 120
 _LINES = 35

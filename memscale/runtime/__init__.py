@@ -1,5 +1,6 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
+from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.entry import Handle
 from memscale.runtime.parameters.home import Home, Saved, Visit, home_of, home_on_device
 from memscale.runtime.parameters.homes import Homes
@@ -8,6 +9,7 @@ from memscale.runtime.saved_tensors import Hooks, hooks_here, is_plain
 from memscale.runtime.stats import CopyTimeline, Stats
 
 __all__ = [
+    "AsyncOffloadConfig",
     "CopyTimeline",
     "Handle",
     "Home",

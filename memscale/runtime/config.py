@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core.errors import ConfigError
-from memscale.core.validation import Check, boolean, integer, validate
+from memscale.core import Check, ConfigError, boolean, integer, validate
 
 
 @dataclass(frozen=True, kw_only=True)

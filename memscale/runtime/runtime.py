@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.config import AsyncOffloadConfig

@@ -10,11 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memscale.core.errors import TransformError
-from memscale.core.tiers import check_tier
-from memscale.core.versions import changed_error, version
-from memscale.regions.saved_tensors import hooks_around, recomputes
-from memscale.regions.unrecorded import unrecorded
+from memscale.core import TransformError, changed_error, check_tier, version
+from memscale.regions import hooks_around, recomputes, unrecorded
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
 from memscale.runtime.runtime import Runtime, runtime_for

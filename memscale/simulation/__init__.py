@@ -14,3 +14,16 @@ The journey of `profile(model, batch)`, in the order in which to read:
    (`allocator/` replays CUDA's), and with the times of a roofline.
 6. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
+
+from memscale.simulation.profiler import MemoryProfiler, profile
+from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
+
+__all__ = [
+    "Holding",
+    "MemoryProfiler",
+    "Profile",
+    "ProfileDiff",
+    "as_hardware",
+    "differences",
+    "profile",
+]

@@ -8,10 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core.errors import ConfigError
-from memscale.core.units import format_bytes
-from memscale.hardware.device import Hardware
-from memscale.hardware.roofline import Work, has_rate, seconds
+from memscale.core import ConfigError, format_bytes
+from memscale.hardware import Hardware, Work, has_rate, seconds
 from memscale.simulation.allocator.caching import replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memscale.core.errors import RuntimeUnavailable
+from memscale.core import RuntimeUnavailable
 
 _SMALLEST_MAPPING = 1 << 40
 # Linux refuses a private mapping larger than memory unless asked not to reserve any; other systems are lazy anyway.

@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memscale.core.errors import ConfigError, MemscaleError
-from memscale.hardware.roofline import Work, work_of
+from memscale.core import ConfigError, MemscaleError
+from memscale.hardware import Work, work_of
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (

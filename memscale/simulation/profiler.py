@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra.apply import PlanLike, transform
+from memscale.algebra import PlanLike, transform
 from memscale.config import Config
-from memscale.core.batches import Loss, check_batch, check_loss
-from memscale.core.errors import ConfigError, MemscaleError
-from memscale.hardware.device import Hardware
+from memscale.core import ConfigError, Loss, MemscaleError, check_batch, check_loss
+from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
 from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.kernels.kernels import Kernels

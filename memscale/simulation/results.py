@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memscale.core.documents import Document
-from memscale.core.errors import ConfigError
-from memscale.hardware.device import Hardware
+from memscale.core import ConfigError, Document
+from memscale.hardware import Hardware
 from memscale.simulation.ledger import CATEGORIES
 
 _DOCUMENT = Document("profile", version=1, writer="Profile.to_json()", error=ConfigError)

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 
 from memscale.runtime import Home, Homes, Runtime
-from memscale.runtime.backends.protocol import Backend, Buffer
-from memscale.runtime.backends.trace import TraceBackend
-from memscale.runtime.engine.engine import Engine
-from memscale.runtime.parameters.mapped import MappedTensors
-from memscale.runtime.parameters.movable import is_movable
+from memscale.runtime.backends import Backend, Buffer, TraceBackend
+from memscale.runtime.engine import Engine
+from memscale.runtime.parameters import MappedTensors, is_movable
 
 
 class CountingRuntimes:

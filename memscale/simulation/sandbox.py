@@ -12,12 +12,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from memscale.algebra.region import placing_in
-from memscale.core import batches
-from memscale.core.errors import ConfigError
-from memscale.core.pytrees import tensors as tensors_of
-from memscale.core.simulating import simulation
-from memscale.regions.untouched import untouched
+from memscale.algebra import placing_in
+from memscale.core import ConfigError, batches, simulation
+from memscale.core import tensors as tensors_of
+from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode, NeedsValues

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core.batches import Loss, call, scalar_loss
+from memscale.core import Loss, call, scalar_loss
 
 
 def training_step(

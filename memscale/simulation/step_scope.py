@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.regions.scope import _NOWHERE, Attributes, Scope
+from memscale.regions import NOWHERE, Attributes, Scope
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
@@ -77,7 +77,7 @@ class StepScope(Scope):
         self._objects += 1
         for value in self._add(Attributes(thing.__dict__, 0)).values():  # type: ignore[union-attr]
             if not isinstance(thing, torch.optim.Optimizer):
-                self._visit(value, _NOWHERE)
+                self._visit(value, NOWHERE)
         if isinstance(thing, torch.optim.Optimizer):
             self._visit_optimizer(thing)
 

@@ -2,8 +2,15 @@
 
 from memscale.transforms.cast.factory import cast
 from memscale.transforms.checkpoint import checkpoint
-from memscale.transforms.labels import name
+from memscale.transforms.labels import listeners, name
 from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile
 
-__all__ = ["cast", "checkpoint", "name", "offload", "tile"]
+__all__ = [
+    "cast",
+    "checkpoint",
+    "listeners",
+    "name",
+    "offload",
+    "tile",
+]

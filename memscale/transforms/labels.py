@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 
 T = TypeVar("T", bound=torch.Tensor)
 

@@ -1,1 +1,10 @@
 """The machines an engine runs on."""
+
+from memscale.runtime.backends.protocol import Backend, Buffer
+from memscale.runtime.backends.trace import TraceBackend
+
+__all__ = [
+    "Backend",
+    "Buffer",
+    "TraceBackend",
+]

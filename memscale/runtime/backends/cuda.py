@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from memscale.core.errors import RuntimeUnavailable
-from memscale.core.tiers import TIERS
+from memscale.core import TIERS, RuntimeUnavailable
 from memscale.runtime.backends.host_tiers import HostBuffer, HostTiers
 from memscale.runtime.backends.protocol import Buffer, Event, Stream
 from memscale.runtime.engine.refusals import refuse_in_capture, refuse_in_fork

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from memscale.core.errors import RuntimeUnavailable
-from memscale.core.tiers import TIERS
+from memscale.core import TIERS, RuntimeUnavailable
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.storage.arena import PAGE_BYTES, Arena, Block, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget

@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from memscale.core.errors import CorrectnessError
-from memscale.core.versions import version
+from memscale.core import CorrectnessError, version
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.checking.accesses import Access, Accesses, Clock, join
 from memscale.runtime.engine.engine import Engine

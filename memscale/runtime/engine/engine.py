@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from memscale.core.versions import version
+from memscale.core import version
 from memscale.runtime.backends.protocol import Backend, Buffer
 from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.entry import Entry, Handle, Record, hull, is_unshared

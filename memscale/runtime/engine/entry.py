@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from memscale.core.versions import changed_error, described, version
+from memscale.core import changed_error, described, version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.loader import ALIGNMENT, Loadable, State

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memscale.core.errors import TransformError
+from memscale.core import TransformError
 
 
 def refuse_in_fork(process: int) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from memscale.core.versions import changed_error, described, version
+from memscale.core import changed_error, described, version
 from memscale.runtime.backends.protocol import Buffer, Event
 from memscale.runtime.engine.entry import Layout
 from memscale.runtime.engine.loader import Loadable, State

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from memscale.core.versions import version
+from memscale.core import version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.ahead import MOST_HINTS, Ahead
 from memscale.runtime.engine.engine import Engine

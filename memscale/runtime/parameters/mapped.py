@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from memscale.core.errors import RuntimeUnavailable
+from memscale.core import RuntimeUnavailable
 from memscale.runtime.backends.protocol import Backend, Buffer, Event
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.link import Copy

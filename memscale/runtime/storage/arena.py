@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.storage.spans import FreeSpans
 from memscale.runtime.storage.tiers import TierUse

@@ -6,8 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.host_memory import available_host_bytes
+from memscale.core import ConfigError, RuntimeUnavailable, available_host_bytes
 
 _KEPT_FREE_BYTES = 512 * 1024**2
 

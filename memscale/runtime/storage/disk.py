@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
+from memscale.core import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime.storage.arena import PAGE_BYTES
 from memscale.runtime.storage.courier import Courier, Errand
 from memscale.runtime.storage.mapping import Bytes, Mapping

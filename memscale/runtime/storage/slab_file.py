@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memscale.core.errors import MemscaleError, RuntimeUnavailable
-from memscale.core.host_memory import read_or_empty
+from memscale.core import MemscaleError, RuntimeUnavailable, read_or_empty
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime.storage.mapping import Mapping
 

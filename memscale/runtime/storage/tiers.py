@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from memscale.core.tiers import TIERS
+from memscale.core import TIERS
 
 
 def at_or_below(tiers: Sequence[str], tier: str) -> list[str]:

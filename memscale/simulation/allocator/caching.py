@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 
 _MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 
-from memscale.core.errors import ConfigError
+from memscale.core import ConfigError
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
-from memscale.core.errors import RuntimeUnavailable
-from memscale.hardware.device import Hardware
+from memscale.core import RuntimeUnavailable
+from memscale.hardware import Hardware
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch

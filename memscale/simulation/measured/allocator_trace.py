@@ -18,7 +18,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
-from memscale.core.errors import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import MemoryTimeline
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from memscale.config import Config
-from memscale.core.errors import ConfigError, RuntimeUnavailable
-from memscale.core.pytrees import tensors as tensors_of
-from memscale.hardware.device import Hardware
-from memscale.regions.untouched import untouched
+from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import tensors as tensors_of
+from memscale.hardware import Hardware
+from memscale.regions import untouched
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 from memscale.simulation.results import Moment, Profile

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import pytrees
-from memscale.core.errors import TransformError
+from memscale.core import TransformError, pytrees
 from memscale.transforms.cast.precision import cast_floating, is_castable
 
 _Items = list[tuple[Any, Any]]

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from memscale.core.versions import version
-from memscale.regions.hidden_changes import storages
-from memscale.regions.scope import Content, Scope, holds, read, write
+from memscale.core import version
+from memscale.regions import Content, Scope, holds, read, storages, write
 from memscale.transforms.cast.precision import is_castable
 
 

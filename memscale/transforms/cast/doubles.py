@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core.assembled import Assembled
+from memscale.core import Assembled
 from memscale.transforms.cast.converted import Converted
 from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
 

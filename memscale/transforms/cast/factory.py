@@ -16,15 +16,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform
-from memscale.algebra.region import Transformed
-from memscale.core import pytrees
-from memscale.core.assembled import assembled_in, is_of_modules, modules_in
-from memscale.core.errors import ConfigError, TransformError
-from memscale.core.paths import matches, misfit
-from memscale.core.values import factory
-from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.scope import Scope
+from memscale.algebra import Transform, Transformed
+from memscale.core import (
+    ConfigError,
+    TransformError,
+    assembled_in,
+    factory,
+    is_of_modules,
+    matches,
+    misfit,
+    modules_in,
+    pytrees,
+)
+from memscale.regions import Scope, functorch_state, hidden_changes
 from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles

@@ -14,11 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from memscale.core import pytrees
-from memscale.core.assembled import Assembled
-from memscale.core.errors import TransformError
-from memscale.core.paths import matches
-from memscale.core.versions import version
+from memscale.core import Assembled, TransformError, matches, pytrees, version
 
 NORMS = "<norms>"
 """Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""

@@ -10,12 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from memscale.algebra.composition import Transform
-from memscale.algebra.region import Transformed
-from memscale.core.errors import TransformError
-from memscale.core.values import factory
-from memscale.regions import functorch_state
-from memscale.regions.uncompiled import without_dynamo
+from memscale.algebra import Transform, Transformed
+from memscale.core import TransformError, factory
+from memscale.regions import functorch_state, without_dynamo
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.policies import (
     EverythingSaveable,

@@ -22,13 +22,8 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from memscale.core import pytrees
-from memscale.core.errors import CorrectnessError, TransformError
-from memscale.core.versions import version
-from memscale.regions import functorch_state
-from memscale.regions.arguments import Remembered
-from memscale.regions.environment import Environment
-from memscale.regions.scope import Content, Place, Scope, holds, read, write
+from memscale.core import CorrectnessError, TransformError, pytrees, version
+from memscale.regions import Content, Environment, Place, Remembered, Scope, functorch_state, holds, read, write
 
 _functorch = torch._C._functorch
 

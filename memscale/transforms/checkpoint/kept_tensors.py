@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memscale.core.versions import changed_error, described, version
-from memscale.regions.saved_tensors import hooks_around, recomputes
+from memscale.core import changed_error, described, version
+from memscale.regions import hooks_around, recomputes
 
 
 class Kept:

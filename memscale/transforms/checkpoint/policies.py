@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 
 from torch._ops import OpOverload
 
-from memscale.core.errors import ConfigError
-from memscale.core.tiers import check_tier
-from memscale.core.values import Value, factory
+from memscale.core import ConfigError, Value, check_tier, factory
 
 
 @dataclasses.dataclass(frozen=True)

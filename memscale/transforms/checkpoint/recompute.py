@@ -18,14 +18,8 @@ from typing import Any
 
 import torch
 
-from memscale.core.errors import CorrectnessError
-from memscale.core.versions import changed_error, described, version
-from memscale.regions.arguments import arguments
-from memscale.regions.saved_tensors import recomputing
-from memscale.regions.scope import Scope
-from memscale.regions.snapshot import Habits, Snapshot
-from memscale.regions.unrecorded import unrecorded
-from memscale.regions.views import wait_for_recomputes
+from memscale.core import CorrectnessError, changed_error, described, version
+from memscale.regions import Habits, Scope, Snapshot, arguments, recomputing, unrecorded, wait_for_recomputes
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 

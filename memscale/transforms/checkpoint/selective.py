@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from memscale.core.errors import CorrectnessError
-from memscale.regions.stand_ins import is_stand_in
-from memscale.regions.uncompiled import OperatorWatch
-from memscale.regions.unrecorded import is_unrecorded, unrecorded
+from memscale.core import CorrectnessError
+from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims

@@ -8,13 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.algebra.composition import Transform
-from memscale.algebra.region import Transformed
-from memscale.core.errors import ConfigError, TransformError
-from memscale.core.tiers import check_tier
-from memscale.core.values import factory
-from memscale.regions import functorch_state
-from memscale.regions.uncompiled import uncompiled
+from memscale.algebra import Transform, Transformed
+from memscale.core import ConfigError, TransformError, check_tier, factory
+from memscale.regions import functorch_state, uncompiled
 from memscale.runtime import hooks_here
 from memscale.transforms.offload.functorch import Away
 from memscale.transforms.offload.levels import LevelHooks, hooks_allowed

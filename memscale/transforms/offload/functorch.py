@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from memscale.core.errors import CorrectnessError
-from memscale.regions.functorch_state import Keeper
+from memscale.core import CorrectnessError
+from memscale.regions import Keeper
 from memscale.runtime import Hooks
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
-from memscale.regions.functorch_state import without_levels_above
+from memscale.regions import without_levels_above
 from memscale.runtime import Hooks
 
 _functorch = torch._C._functorch

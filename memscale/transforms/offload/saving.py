@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from memscale.core.errors import TransformError
-from memscale.regions.unrecorded import unrecorded
+from memscale.core import TransformError
+from memscale.regions import unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 from memscale.transforms.offload.levels import LevelHooks
 

@@ -17,16 +17,24 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.algebra.region import Placing
-from memscale.core import pytrees
-from memscale.core.errors import CorrectnessError
-from memscale.core.versions import changed_error, version
-from memscale.regions import functorch_state
-from memscale.regions.hidden_changes import moved, refused
-from memscale.regions.scope import Attributes, Scope, read, write
-from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
-from memscale.regions.uncompiled import uncompiled
-from memscale.regions.unrecorded import unrecorded
+from memscale.algebra import Placing
+from memscale.core import CorrectnessError, changed_error, pytrees, version
+from memscale.regions import (
+    Attributes,
+    Note,
+    Origin,
+    Scope,
+    functorch_state,
+    is_stand_in,
+    moved,
+    origin_of,
+    read,
+    refused,
+    stand_for,
+    uncompiled,
+    unrecorded,
+    write,
+)
 from memscale.runtime import Home, Visit, home_of, hooks_here, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 

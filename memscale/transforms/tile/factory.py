@@ -13,15 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform
-from memscale.algebra.region import Transformed
-from memscale.core import pytrees
-from memscale.core.assembled import is_of_modules
-from memscale.core.errors import ConfigError, TransformError
-from memscale.core.values import factory
-from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.scope import Scope, put_back
-from memscale.regions.views import rewinding
+from memscale.algebra import Transform, Transformed
+from memscale.core import ConfigError, TransformError, factory, is_of_modules, pytrees
+from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed, everything_saveable, nothing_saveable
 from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
 from memscale.transforms.tile.head.linear import is_projection

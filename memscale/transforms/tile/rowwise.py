@@ -17,13 +17,8 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memscale.core import pytrees
-from memscale.core.assembled import modules_in
-from memscale.core.errors import TransformError
-from memscale.regions.arguments import Remembered
-from memscale.regions.scope import Scope, code_names, read
-from memscale.regions.uncompiled import OperatorWatch
-from memscale.regions.unrecorded import is_unrecorded
+from memscale.core import TransformError, modules_in, pytrees
+from memscale.regions import OperatorWatch, Remembered, Scope, code_names, is_unrecorded, read
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memscale.core.errors import CorrectnessError, TransformError
-from memscale.core.versions import version
+from memscale.core import CorrectnessError, TransformError, version
 from memscale.transforms.tile.head.loss import Step
 from memscale.transforms.tile.head.projection import Projection, Tiling
 from memscale.transforms.tile.head.tiled_loss import cross_entropy

@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from memscale.algebra.region import OwnForward
-from memscale.core.errors import TransformError
-from memscale.regions.arguments import Remembered
-from memscale.regions.scope import Scope, put_back
+from memscale.algebra import OwnForward
+from memscale.core import TransformError
+from memscale.regions import Remembered, Scope, put_back
 from memscale.transforms.checkpoint import Checkpointed
 
 # Linear in the rows, and of those of two factors only the given one may hold rows. Not dropout (of an adapter), which

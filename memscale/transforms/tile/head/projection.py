@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from memscale.core.versions import changed_error, described, version
-from memscale.regions.environment import Environment
-from memscale.regions.scope import Scope, as_it_was
+from memscale.core import changed_error, described, version
+from memscale.regions import Environment, Scope, as_it_was
 from memscale.transforms.tile.head.linear import plain_linear
 
 
