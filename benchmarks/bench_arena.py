@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from memscale.runtime.storage.arena import Arena, Block, page_aligned_memory
+from memscale.runtime.storage.arena import Arena, ArenaBlock, page_aligned_memory
 
 LAYERS, WIDTH, MLP, HEADS, KEY_HEADS, HEAD = 32, 4096, 14336, 32, 8, 128
 BFLOAT16, FLOAT32 = 2, 4
@@ -58,7 +58,7 @@ class Steps:
         self.arrivals = [0]
         self.seconds: list[float] = []
 
-    def forward(self, sizes: list[int]) -> list[Block]:
+    def forward(self, sizes: list[int]) -> list[ArenaBlock]:
         blocks = []
         for nbytes in sizes:
             start = time.perf_counter()
@@ -68,7 +68,7 @@ class Steps:
             blocks.append(block)
         return blocks
 
-    def backward(self, blocks: list[Block]) -> None:
+    def backward(self, blocks: list[ArenaBlock]) -> None:
         for block in reversed(blocks):
             self.arena.give(block, after=[Later(self.arrivals, LAG)])
             self.arrivals[0] += 1

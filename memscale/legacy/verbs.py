@@ -156,7 +156,7 @@ def _wrapped(
     async_offload: bool | None,
     async_config: AsyncOffloadConfig | None,
 ) -> Executor:
-    config = _settled(config, async_offload, async_config)
+    config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:
         batches.check_batch(sample_input)
     if config.verify_correctness and sample_input is None:
@@ -213,7 +213,9 @@ def _module_of(target: object, verb: str) -> nn.Module:
     )
 
 
-def _settled(config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None) -> Config:
+def _config_in_force(
+    config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None
+) -> Config:
     """The config with the arguments folded in, after everything that cannot be honoured was refused."""
     if config is None:
         config = Config()

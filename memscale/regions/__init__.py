@@ -1,10 +1,10 @@
 """What a region depends on, and how it is run again."""
 
 from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.arguments import Remembered, arguments
 from memscale.regions.environment import Environment
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
+from memscale.regions.remembered import Remembered, arguments
 from memscale.regions.saved_tensors import hooks_around, recomputes, recomputing
 from memscale.regions.scope import (
     NOWHERE,

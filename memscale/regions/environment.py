@@ -24,7 +24,7 @@ from memscale.regions.modes import modes
 
 
 class Environment:
-    """The environment at one moment. `settle` after the region drops what the region did not use."""
+    """The environment at one moment. `conclude` after the region drops what the region did not use."""
 
     __slots__ = (
         "_autocast",
@@ -57,7 +57,7 @@ class Environment:
         self._global_hooks = _global_hooks()
         self.uses_host_random = False
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Forget the generators that the region did not advance: a recompute need not touch them.
 
         Raises:

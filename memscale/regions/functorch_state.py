@@ -22,12 +22,12 @@ class Keeper:
         raise NotImplementedError
 
 
-class _Local(threading.local):
+class _Inside(threading.local):
     inside = False
     keeper: Keeper | None = None
 
 
-_local = _Local()
+_local = _Inside()
 
 
 def active() -> bool:

@@ -172,14 +172,14 @@ class Snapshot:
         self._kept = [piece for piece in self.pieces() if piece.argument is None]
         return replaced
 
-    def settle(self, argument_versions: list[int]) -> Habits | None:
+    def conclude(self, argument_versions: list[int]) -> Habits | None:
         """After the run: keep copies of what changed only, and say what was learned on a first run.
 
         Raises:
             CorrectnessError: something changed in place of which no copy was taken, so that a recompute would
                 start from the wrong value.
         """
-        self._environment.settle()
+        self._environment.conclude()
         self._find_reassigned()
         kept = self._changed_pieces(argument_versions)
         self._kept = [*kept, *self._reassigned]
@@ -330,7 +330,7 @@ class Snapshot:
                 self._environment.enter(undo)
                 # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
                 watched = not self._environment.dispatched and modes().dispatched
-                with _Watch(changed, made) if changed or watched else nullcontext(), self.watching():
+                with _ChangedWatch(changed, made) if changed or watched else nullcontext(), self.watching():
                     yield {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
             finally:
                 for step in reversed(undo):
@@ -462,7 +462,7 @@ _REMEDY = (
 )
 
 
-class _Watch(OperatorWatch):
+class _ChangedWatch(OperatorWatch):
     """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
 
     Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it

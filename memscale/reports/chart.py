@@ -24,7 +24,7 @@ _Number = TypeVar("_Number", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _PlotArea:
     """Where things are in the picture: positions up to `end`, bytes up to `highest_bytes`."""
 
     end: float
@@ -41,7 +41,7 @@ def chart(profile: Profile) -> str:
     """The picture, the legend with what is live at the peak, and the data as JSON."""
     timeline = profile.timeline
     unit, seconds = time_scale(float(timeline.position[-1])) if timeline.unit == "seconds" else ("", 1.0)
-    frame = _Frame(float(timeline.position[-1]) / seconds or 1.0, max(1, profile.peak_bytes) * 1.08)
+    frame = _PlotArea(float(timeline.position[-1]) / seconds or 1.0, max(1, profile.peak_bytes) * 1.08)
     phases = [(name, begin / seconds) for name, begin in timeline.phases]
     cut = columns(timeline.position, timeline.live_bytes, count=_COLUMNS)
     shown = thick([timeline.live_bytes], profile.peak_bytes)
@@ -88,7 +88,7 @@ def chip(category: str) -> str:
     return f'<span class="chip" style="background:var({css_name(category)})"></span>'
 
 
-def _areas(frame: _Frame, cut: Columns, shown: Sequence[str]) -> Iterator[str]:
+def _areas(frame: _PlotArea, cut: Columns, shown: Sequence[str]) -> Iterator[str]:
     edges = np.linspace(_LEFT, _LEFT + _WIDTH, _COLUMNS + 1)
     below = np.zeros(_COLUMNS)
     for category in shown:
@@ -108,7 +108,7 @@ def _runs(heights: npt.NDArray[np.float64], ends: npt.NDArray[np.float64]) -> It
             yield text, f"{ends[at]:.1f}"
 
 
-def _phases(frame: _Frame, phases: Sequence[tuple[str, float]]) -> Iterator[str]:
+def _phases(frame: _PlotArea, phases: Sequence[tuple[str, float]]) -> Iterator[str]:
     for _, begin in phases[1:]:
         at = f"{frame.x(begin):.1f}"
         yield f'<line class="phase" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_TOP + _HEIGHT}"/>'
@@ -116,13 +116,13 @@ def _phases(frame: _Frame, phases: Sequence[tuple[str, float]]) -> Iterator[str]
         yield f'<text x="{frame.x(begin):.1f}" y="{_TOP - 8}">{escape(name)}</text>'
 
 
-def _peak(frame: _Frame, peak_bytes: int, share: float) -> Iterator[str]:
+def _peak(frame: _PlotArea, peak_bytes: int, share: float) -> Iterator[str]:
     height = f"{frame.y(float(peak_bytes)):.1f}"
     yield f'<line class="top" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{height}" y2="{height}"/>'
     yield f'<circle class="dot" cx="{_LEFT + _WIDTH * share:.1f}" cy="{height}" r="4"/>'
 
 
-def _grid(frame: _Frame, unit: str) -> Iterator[str]:
+def _grid(frame: _PlotArea, unit: str) -> Iterator[str]:
     byte_unit, scale = byte_scale(int(frame.highest_bytes))
     for value in _ticks(frame.highest_bytes / scale):
         height = frame.y(value * scale)

@@ -44,7 +44,7 @@ def analyse(
         by_tier: the most bytes that each tier below the device held.
         capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
     """
-    ledger.settle()
+    ledger.add_in_place()
     sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes)
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)

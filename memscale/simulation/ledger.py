@@ -97,7 +97,7 @@ class Course:
     _undecided: list[int] = field(default_factory=list)
 
     def phase(self, ops: list[OpCall], *, in_backward: bool, in_module: bool, records: bool) -> Phase:
-        """The phase of the operator that is about to be added to `ops`; settles those that waited for it."""
+        """The phase of the operator that is about to be added to `ops`; it is that of those that waited, too."""
         if self.optimizing:
             self._after = True
             self._undecided.clear()
@@ -154,7 +154,7 @@ class Ledger:
         """Mark the beginning of a step."""
         self.steps.append((len(self.events), len(self.ops)))
 
-    def settle(self) -> None:
+    def add_in_place(self) -> None:
         """Let the additions of gradients happen in place where autograd would have done that.
 
         A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode).

@@ -38,10 +38,10 @@ def composition_is_reversed(monkeypatch):
 
 
 def random_state_is_not_restored(monkeypatch):
-    def settle(self):
+    def conclude(self):
         self._random = self._host = None
 
-    monkeypatch.setattr(environment.Environment, "settle", settle)
+    monkeypatch.setattr(environment.Environment, "conclude", conclude)
 
 
 def batchnorm_is_updated_twice(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from memscale.core import TIERS, RuntimeUnavailable
 from memscale.runtime.backends.protocol import Event
-from memscale.runtime.storage.arena import PAGE_BYTES, Arena, Block, page_aligned_memory
+from memscale.runtime.storage.arena import PAGE_BYTES, Arena, ArenaBlock, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime.storage.mapping import Bytes
@@ -27,7 +27,7 @@ class HostBuffer:
 
     tier: str
     nbytes: int
-    room: Block | Extent
+    room: ArenaBlock | Extent
 
     @property
     def place(self) -> tuple[str, int]:

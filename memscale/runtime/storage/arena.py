@@ -32,7 +32,7 @@ _TOLERATED_WASTE = 0.03
 _serials = itertools.count()
 
 
-class Block:
+class ArenaBlock:
     """Bytes of an arena that one tensor owns until they are given back."""
 
     __slots__ = ("_serial", "_span", "_tensor", "nbytes", "offset")
@@ -136,12 +136,12 @@ class Arena:
         # The collector may run a finalizer that gives a block back inside `take`, in the same thread, so `give` may
         # not need the lock. Appending to a deque and removing from a set are each one step.
         self._live: set[int] = set()
-        self._given: deque[tuple[Block, tuple[Event, ...]]] = deque()
+        self._given: deque[tuple[ArenaBlock, tuple[Event, ...]]] = deque()
         self._in_use_bytes = self._high_water_bytes = 0
         self._in_use_span = self._high_water_span = self._planned_span = 0
         self._reserved_bytes = self._reserved_high_water_bytes = 0
 
-    def take(self, nbytes: int) -> Block | None:
+    def take(self, nbytes: int) -> ArenaBlock | None:
         """A block of ``nbytes``, or None where the cap or the system allows no more.
 
         Raises:
@@ -161,7 +161,7 @@ class Arena:
             if start is None:
                 return None
             base = self._bases[bisect_right(self._bases, start) - 1]
-            block = Block(nbytes, start, span, self._slabs[base][start - base : start - base + nbytes])
+            block = ArenaBlock(nbytes, start, span, self._slabs[base][start - base : start - base + nbytes])
             self._live.add(block._serial)
             self._in_use_bytes += nbytes
             self._in_use_span += span
@@ -169,7 +169,7 @@ class Arena:
             self._high_water_span = max(self._high_water_span, self._in_use_span)
             return block
 
-    def give(self, block: Block, *, after: Iterable[Event] = ()) -> None:
+    def give(self, block: ArenaBlock, *, after: Iterable[Event] = ()) -> None:
         """Hand a block back; its bytes are used again once every event of ``after`` is done.
 
         Raises:
@@ -241,7 +241,7 @@ class Arena:
             else:
                 self._given.rotate(-1)
 
-    def _reclaim(self, block: Block) -> None:
+    def _reclaim(self, block: ArenaBlock) -> None:
         self._free.give(block.offset, block._span)
         self._in_use_bytes -= block.nbytes
         self._in_use_span -= block._span

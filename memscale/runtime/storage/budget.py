@@ -66,7 +66,7 @@ class HostBudget:
         if nbytes < 0:
             raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
         with self._lock:
-            self._settle()
+            self._count_released()
             if self.cap_bytes is not None and self._reserved_bytes + nbytes > self.cap_bytes:
                 return False
             available_bytes = self._available_bytes()
@@ -87,10 +87,10 @@ class HostBudget:
             AssertionError: more was released than was ever reserved.
         """
         with self._lock:
-            self._settle()
+            self._count_released()
             return self._reserved_bytes
 
-    def _settle(self) -> None:
+    def _count_released(self) -> None:
         while self._released:
             self._reserved_bytes -= self._released.popleft()
         assert self._reserved_bytes >= 0, f"{-self._reserved_bytes} bytes more were released than were reserved"

@@ -127,14 +127,14 @@ class DiskSlab:
     def used_bytes(self) -> int:
         """Bytes of the file that are taken, in whole pages."""
         with self._lock:
-            self._settle()
+            self._take_up_ended()
             return self._used_bytes
 
     def usage(self) -> TierUse:
         """What the file holds, in whole pages, and held at most."""
         file = self._open_file()
         with self._lock:
-            self._settle()
+            self._take_up_ended()
             return TierUse(self._high_water_bytes, file.size_bytes, self._spans.free_bytes, self._spans.largest_bytes)
 
     def reserve(self, nbytes: int) -> Extent | None:
@@ -148,7 +148,7 @@ class DiskSlab:
             raise ConfigError(f"reserve({nbytes}) must be at least 0; pass a size in bytes")
         file, span = self._open_file(), _in_pages(nbytes)
         with self._lock:
-            self._settle()
+            self._take_up_ended()
             offset = self._spans.take(span)
             if offset is None and self._grow(file, span):
                 offset = self._spans.take(span)
@@ -178,7 +178,7 @@ class DiskSlab:
         """
         file = self._open_file()
         with self._lock:
-            self._settle()
+            self._take_up_ended()
             assert extent in self._live, f"the extent of {extent.nbytes} bytes at {extent.offset} was freed"
             is_new = extent._mapping is None and not extent._pieces and not self._transfers[extent]
             assert is_new, f"the extent of {extent.nbytes} bytes at {extent.offset} was mapped or copied before"
@@ -343,7 +343,7 @@ class DiskSlab:
                     return True
         return False
 
-    def _settle(self) -> None:
+    def _take_up_ended(self) -> None:
         """Take up what `free` and the ends of transfers left behind. The lock is held."""
         while self._ended:
             self._transfers[self._ended.popleft()] -= 1

@@ -88,7 +88,7 @@ class AttentionFlags:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """The arguments of one attention, as ``sdp_params``."""
 
     query: torch.Tensor
@@ -156,7 +156,7 @@ def attention_kernel(
 
     Source: ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     for kernel in flags.ordered(capability):
         if getattr(flags, kernel) and _RULES[kernel](call, capability, flags):
             return kernel
@@ -167,7 +167,7 @@ def attention_kernel(
     )
 
 
-def _takes_flash(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_flash(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """``can_use_flash_attention``."""
     head = call.query.size(-1)
     return (
@@ -187,7 +187,7 @@ def _takes_flash(call: _Call, capability: Capability, flags: AttentionFlags) -> 
     )
 
 
-def _takes_efficient(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_efficient(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """``can_use_mem_efficient_attention``; it shares no heads before PyTorch 2.14."""
     half = call.query.dtype in _HALVES
     # minimum_gemm_alignment: 16 bytes where tensor cores are used.
@@ -205,7 +205,7 @@ def _takes_efficient(call: _Call, capability: Capability, flags: AttentionFlags)
     )
 
 
-def _takes_cudnn(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     """``can_use_cudnn_attention`` for cuDNN 9.0 and later."""
     if flags.cudnn_version < 90000 or (call.dropout_p > 0 and 91100 < flags.cudnn_version < 91400):
         return False
@@ -233,7 +233,7 @@ def _takes_cudnn(call: _Call, capability: Capability, flags: AttentionFlags) -> 
     )
 
 
-def _mask_broadcasts(call: _Call) -> bool:
+def _mask_broadcasts(call: _AttentionCall) -> bool:
     """``check_attn_mask_shape``."""
     mask = call.attn_mask
     if mask is None:
@@ -244,11 +244,11 @@ def _mask_broadcasts(call: _Call) -> bool:
     return all(size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(full), strict=False))
 
 
-def _takes_math(call: _Call, capability: Capability, flags: AttentionFlags) -> bool:
+def _takes_math(call: _AttentionCall, capability: Capability, flags: AttentionFlags) -> bool:
     return True
 
 
-_RULES: Mapping[Kernel, Callable[[_Call, Capability, AttentionFlags], bool]] = {
+_RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], bool]] = {
     "flash": _takes_flash,
     "efficient": _takes_efficient,
     "cudnn": _takes_cudnn,
@@ -317,7 +317,7 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
             capability,
             flags or AttentionFlags.current(),
         )
-        call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = _AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # convert_boolean_attn_mask: minus infinity where the mask is false, in the query's dtype.
             additive = torch.full((), -math.inf, dtype=query.dtype, device=query.device)
@@ -329,7 +329,7 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
         yield
 
 
-def _run_flash(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     head = call.query.size(-1)
     padding = -head % 8
     inputs = [F.pad(x, (0, padding)) if padding else x for x in (call.query, call.key, call.value)]
@@ -340,7 +340,7 @@ def _run_flash(call: _Call, mask: torch.Tensor | None, scale: float | None) -> t
     return cast(torch.Tensor, out[..., :head] if padding else out)
 
 
-def _run_efficient(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_efficient(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     if mask is not None:
         # pad_bias: rows of the mask have to begin at multiples of 8 elements, so a copy with longer rows is made.
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -353,14 +353,14 @@ def _run_efficient(call: _Call, mask: torch.Tensor | None, scale: float | None) 
     return cast(torch.Tensor, out)
 
 
-def _run_cudnn(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_cudnn(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     out = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         call.query, call.key, call.value, mask, call.trains, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
     return cast(torch.Tensor, out)
 
 
-def _run_math(call: _Call, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     out = torch.ops.aten._scaled_dot_product_attention_math.default(
         call.query,
         call.key,

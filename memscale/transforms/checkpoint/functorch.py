@@ -265,7 +265,7 @@ class _Region(torch.autograd.Function):
         devices = {tensor.device for tensor in inputs if tensor.device.type != "cpu"}
         call.environment = Environment(devices, host_random=True, generators=call.scope.generators)
         outputs = call.execute(inputs, first=True)
-        call.environment.settle()
+        call.environment.conclude()
         return outputs
 
     @staticmethod

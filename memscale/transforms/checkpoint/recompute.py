@@ -47,7 +47,7 @@ def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any
             result = fn(*args, **kwargs)
     finally:
         _autograd._pop_saved_tensors_default_hooks()
-    frame.settle()
+    frame.conclude()
     return result
 
 
@@ -91,6 +91,7 @@ class _Frame:
     __slots__ = (
         "_argument_versions",
         "_call",
+        "_concluded",
         "_fn",
         "_inputs",
         "_memory",
@@ -99,7 +100,6 @@ class _Frame:
         "_replaced",
         "_requires_grad",
         "_seen",
-        "_settled",
         "_snapshot",
         "recorder",
     )
@@ -126,7 +126,7 @@ class _Frame:
         self._replaced: set[int] = set()  # those that the region changes in place
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
-        self._settled = False
+        self._concluded = False
         self.recorder = record and record(tensors)
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -148,24 +148,24 @@ class _Frame:
             self.recorder.needed = self.recorder.count
         return placeholder
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """After the run: learn what it changed, and keep the old values of arguments that it changed."""
         assert self._snapshot is not None
         assert self._inputs is not None
         try:
-            habits = self._snapshot.settle(self._argument_versions)
+            habits = self._snapshot.conclude(self._argument_versions)
         except CorrectnessError:
             self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
             raise
         if habits is not None:
             self._memory.habits[self._mode] = habits
         if self.recorder is not None:
-            self.recorder.settle()
+            self.recorder.conclude()
         self._inputs.seal(self._argument_versions)
         for index, old_value in self._snapshot.take_replaced().items():
             self._inputs.replace(index, old_value)
             self._replaced.add(index)
-        self._settled = True
+        self._concluded = True
 
     def recompute(self, wanted: _Placeholder) -> _Found:
         """Run the region again, giving every placeholder that is still alive its tensor; returns that of `wanted`.
@@ -186,7 +186,7 @@ class _Frame:
         fresh: list[torch.Tensor] = []
         found = self._values(refused, fresh)
         rerun = _Rerun(self._seen, live, fresh)
-        last = in_backward and self._settled and not _keeps_graph()
+        last = in_backward and self._concluded and not _keeps_graph()
         with (
             self._snapshot.reinstate(last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
             self._call.again(values := [value for _, value in sorted((found | shared).items())]) as (args, kwargs),
@@ -196,7 +196,7 @@ class _Frame:
             try:
                 # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle
                 # of its run. That is no part of the run, so it must not count as such where operators are numbered.
-                with self._replayer(values) or (nullcontext() if self._settled else unrecorded()):
+                with self._replayer(values) or (nullcontext() if self._concluded else unrecorded()):
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass
@@ -215,7 +215,7 @@ class _Frame:
         return rerun.found[wanted.index]
 
     def _replayer(self, values: list[torch.Tensor]) -> Replayer | None:
-        if self.recorder is None or not self._settled:
+        if self.recorder is None or not self._concluded:
             return None
         return Replayer(self.recorder, values)
 

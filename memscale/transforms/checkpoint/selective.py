@@ -37,7 +37,7 @@ class _Output(NamedTuple):
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
 
 
-class _Watch(OperatorWatch):
+class _Numbering(OperatorWatch):
     """Numbers the operators that a region runs."""
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -66,8 +66,8 @@ class _Watch(OperatorWatch):
         return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
-class Recorder(_Watch):
-    """Keeps what `policy` saves while a region runs; `settle` hands it to the hooks around the region."""
+class Recorder(_Numbering):
+    """Keeps what `policy` saves while a region runs; `conclude` hands it to the hooks around the region."""
 
     def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
@@ -164,7 +164,7 @@ class Recorder(_Watch):
                         outputs[position] = output.clone()
                         self.changed_later.add(index)
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """After the run: hand what is kept to the hooks around the region."""
         # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
         for index in [index for index in self._outputs if index >= self.needed]:
@@ -205,7 +205,7 @@ def _sealed(outputs: list[torch.Tensor], hooks: Hooks | None) -> Kept:
     return kept
 
 
-class Replayer(_Watch):
+class Replayer(_Numbering):
     """Answers from `recorder` for the operators that were kept, and runs the others."""
 
     def __init__(self, recorder: Recorder, inputs: Iterable[torch.Tensor]) -> None:

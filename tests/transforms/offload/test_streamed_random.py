@@ -123,7 +123,7 @@ EFFECTS = {
         functools.partial(
             test_streamed.check_one_region_at_a_time_is_on_the_device, ms.compose(PARAMS, ms.checkpoint())
         ),
-        [(snapshot.Snapshot, "settle", "self._let_go_of_stand_ins()", "pass")],
+        [(snapshot.Snapshot, "conclude", "self._let_go_of_stand_ins()", "pass")],
     ),
     "the memory of a home is given back at once": (
         test_streamed.check_memory_of_a_home_waits_for_the_load_that_reads_it,
