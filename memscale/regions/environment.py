@@ -114,6 +114,11 @@ class Environment:
         self._modes.enter(undo)
 
     @property
+    def draws(self) -> bool:
+        """Whether the region drew random numbers, from generators that all threads share."""
+        return self._random is not None or self._host is not None
+
+    @property
     def dispatched(self) -> bool:
         """Whether operators of the region went to a dispatch mode from outside."""
         return self._modes.dispatched

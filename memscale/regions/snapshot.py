@@ -322,7 +322,7 @@ class Snapshot:
         stand_ins: AbstractContextManager[Mapping[Note, torch.Tensor]] = nullcontext({})
         if self._notes:
             stand_ins = self._notes[0].bring_back(self._notes)
-        with stand_ins as arrived, my_turn() if scope.shared else nullcontext():
+        with stand_ins as arrived, my_turn() if scope.shared or self._environment.draws else nullcontext():
             renewed = self._old_values(last=last)
             fresh.extend(renewed.values())
             try:

@@ -36,7 +36,8 @@ _rewinding = 0  # the thread whose turn it is
 
 @contextmanager
 def my_turn() -> Iterator[None]:
-    """The only recompute, while the body runs, that may write into what is no module's own: closures, globals, lists.
+    """The only recompute, while the body runs, that may write into what is no module's own: closures, globals, lists,
+    and the state of random generators.
 
     Raises:
         CorrectnessError: another thread's recompute does not come to its end.
@@ -44,7 +45,8 @@ def my_turn() -> Iterator[None]:
     global _rewinding
     if not _turn.acquire(timeout=_PATIENCE_SECONDS):
         raise CorrectnessError(
-            "a region with state in closures, globals or lists waited a minute for the recompute of another one in "
+            "a region that draws random numbers, or has state in closures, globals or lists, waited a minute for the "
+            "recompute of another one in "
             "another thread, which has put its own state back for that time; run the two backwards one after the other"
         )
     outer, _rewinding = _rewinding, _get_ident()

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -137,6 +138,7 @@ def test_two_backwards_at_once_over_one_module_leave_the_present_and_give_the_ri
     def run(how, at_once):
         seed()
         net = Net()
+        net.drop = nn.Identity()  # those that draw take turns
         region = how(net)
         region(torch.randn(4, 3)).sum().backward()
         net.zero_grad()
@@ -161,6 +163,29 @@ def test_two_backwards_at_once_over_one_module_leave_the_present_and_give_the_ri
         return bits([x.grad for x in xs])
 
     assert run(ms.checkpoint(), at_once=True) == run(ms.identity, at_once=False)
+
+
+def test_recomputes_that_draw_random_numbers_take_turns(monkeypatch):
+    def run(how, at_once):
+        seed()
+        region = how(Net())
+        xs = [torch.randn(64, 3, requires_grad=True) for _ in range(2)]
+        losses = [region(x).sum() for x in xs]
+        if at_once:
+            monkeypatch.setattr(Paused, "at", staticmethod(lambda: time.sleep(0.05)))
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            monkeypatch.undo()
+        else:
+            for loss in losses:
+                loss.backward()
+        return bits([[x.grad for x in xs], torch.rand(3)])
+
+    for _ in range(10):
+        assert run(ms.checkpoint(), at_once=True) == run(ms.identity, at_once=False)
 
 
 def test_recomputes_that_share_a_closure_take_turns(monkeypatch):

@@ -91,6 +91,7 @@ def test_torch_compile_around_it_leaves_it_as_it_is(how):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_torch_compile_inside_it_is_compiled_once_and_streamed():
     try:
+        torch._dynamo.reset()  # what other tests have compiled leaves its mark on what is compiled next
         torch._dynamo.utils.counters.clear()
         fit, runtime = streamed(model=nn.Sequential(*[torch.compile(layer, backend="aot_eager") for layer in layers()]))
         plain = layers()
