@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core import ConfigError, format_bytes
-from memscale.hardware import Hardware, Work, has_rate, seconds
+from memscale.core import format_bytes
+from memscale.hardware import Hardware, has_rate
 from memscale.simulation.allocator.caching import replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
@@ -49,7 +49,7 @@ def analyse(
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
-    times = _op_seconds(ledger, hardware)
+    times = _op_seconds(ledger)
     first_event, first_op = ledger.steps[-1]
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -185,12 +185,10 @@ def _module(record: StorageRecord) -> str:
     return record.path.rpartition(".")[0] if record.category in _NAMED_FOR_TENSORS else record.path
 
 
-def _op_seconds(ledger: Ledger, hardware: Hardware) -> list[float] | None:
+def _op_seconds(ledger: Ledger) -> list[float] | None:
     """The time of each operator of the last step, None if the hardware's speed is not known."""
-    try:
-        return [seconds(Work(op.flops, op.nbytes, op.dtype), hardware) for op in ledger.ops[ledger.steps[-1][1] :]]
-    except ConfigError:
-        return None
+    times = [op.seconds for op in ledger.ops[ledger.steps[-1][1] :] if op.seconds is not None]
+    return times if len(times) == len(ledger.ops) - ledger.steps[-1][1] else None
 
 
 def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:

@@ -77,10 +77,11 @@ class _Answer:
     layout: ResultLayout
     scratch_bytes: int
     work: Work
+    seconds: float | None
     workspaces: Mapping[str, int]
 
 
-_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), {})
+_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), 0.0, {})
 
 
 class NeedsValues(MemscaleError):
@@ -208,7 +209,8 @@ class HollowMode(TorchDispatchMode):
         shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
         work = work_of(op, args, kwargs, shown)
         scratch_bytes = 0 if layout.is_view else self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops)
-        answer = _Answer(layout, scratch_bytes, work, self._kernels.workspaces(op, args))
+        seconds = self._kernels.seconds(op, args, kwargs, work)
+        answer = _Answer(layout, scratch_bytes, work, seconds, self._kernels.workspaces(op, args))
         if key is not None:
             self._answers[key] = answer
         return answer
@@ -235,7 +237,7 @@ class HollowMode(TorchDispatchMode):
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
-        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype))
+        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, answer.seconds))
         at = len(ledger.ops) - 1
         for library, nbytes in answer.workspaces.items():
             if (library, in_backward) not in self._workspaces:

@@ -66,7 +66,15 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One operator of the step: its name, where it ran, its arithmetic and its memory traffic."""
+    """One operator of the step.
+
+    Attributes:
+        name: of the operator, ``"aten::mm"``.
+        path: of the module that called it, in backward of the one whose forward it belongs to.
+        phase: of the step.
+        flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
+        seconds: how long the device takes for it; None where its speed is not known.
+    """
 
     name: str
     path: str
@@ -74,6 +82,7 @@ class OpCall:
     flops: int = 0
     nbytes: int = 0
     dtype: str = ""
+    seconds: float | None = None
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
-from memscale.core import RuntimeUnavailable
-from memscale.hardware import Hardware
+from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.hardware import Hardware, Work, seconds
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
@@ -35,6 +35,7 @@ class Kernels:
     """The kernels of a device, for a step that is simulated on another."""
 
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
+        self.hardware = hardware
         self.device_type = hardware.device_type
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
@@ -51,6 +52,13 @@ class Kernels:
         if self.is_cuda:
             return cuda_scratch_bytes(str(op), args, result, self.capability, multiprocessors=self.multiprocessors)
         return self._cpu.nbytes(op, args, kwargs, flops)
+
+    def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> float | None:
+        """How long the device takes for this call of `op`, which does `work`; None where its speed is not known."""
+        try:
+            return seconds(work, self.hardware)
+        except ConfigError:
+            return None
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
