@@ -96,7 +96,8 @@ memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: MappedTensors is_movable
 memscale.runtime.storage:
-memscale.simulation: Holding MemoryProfiler Profile ProfileDiff as_hardware differences profile
+memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phase Profile ProfileDiff SimulatedStep
+    Station as_hardware differences profile
 memscale.simulation.allocator:
 memscale.simulation.kernels:
 memscale.simulation.measured: AllocatorTrace measure training_roles

@@ -12,17 +12,27 @@ The journey of `profile(model, batch)`, in the order in which to read:
    deaths, as data.
 5. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's), and with the times of a roofline.
+   `attribution` takes the same books apart by modules and stations, for whoever plans.
 6. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
+from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
+from memscale.simulation.hollow_mode import NeedsValues
+from memscale.simulation.ledger import Phase
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 
 __all__ = [
+    "OUTSIDE",
+    "Attribution",
     "Holding",
     "MemoryProfiler",
+    "NeedsValues",
+    "Phase",
     "Profile",
     "ProfileDiff",
+    "SimulatedStep",
+    "Station",
     "as_hardware",
     "differences",
     "profile",

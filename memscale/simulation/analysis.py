@@ -38,13 +38,12 @@ def analyse(
     """The profile of the last step in `ledger` on `hardware`.
 
     Args:
-        ledger: of at least two steps, the first from a fresh optimizer.
+        ledger: of at least two steps, the first from a fresh optimizer; with `add_in_place` done.
         hardware: the device; on a CUDA device what counts is the blocks that its allocator would hand out.
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
         capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
     """
-    ledger.add_in_place()
     sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes)
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)

@@ -13,7 +13,7 @@ from memscale.algebra import PlanLike, transform
 from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, check_batch, check_loss
 from memscale.hardware import Hardware
-from memscale.simulation.analysis import analyse
+from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
@@ -169,23 +169,38 @@ class MemoryProfiler:
             )
         return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
 
-    def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
+    def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
+        """The step by simulation alone, with what its modules hold and when.
+
+        Args:
+            batch, accumulate: as in `profile`.
+            updates: whether the optimizer steps; without, only forward and backward of a first step are simulated, in
+                half the time.
+
+        Raises:
+            ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
+        """
+        if updates:
+            return self._simulated(self._step(batch, accumulate), batch, _STEPS)
+        assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
+        return self._simulated(training_step(self.model, batch, None, self.loss, accumulate), batch, 1)
+
+    def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
         model = self.model if isinstance(self.model, nn.Module) else None
         with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
-            for _ in range(_STEPS):
+            for _ in range(steps):
                 simulation.step(step)
+        simulation.mode.ledger.add_in_place()
         notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules))
         by_tier: dict[str, int] = {}
         for engine in simulation.runtimes.engines:
             for tier, nbytes in engine.stats().high_water_bytes.items():
                 by_tier[tier] = by_tier.get(tier, 0) + nbytes
-        return analyse(
-            simulation.mode.ledger,
-            self.hardware,
-            notes,
-            {tier: nbytes for tier, nbytes in by_tier.items() if nbytes},
-            capacity_bytes,
-        )
+        moved = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
+        return SimulatedStep(simulation.mode.ledger, self.hardware, notes, moved)
+
+    def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
+        return self._simulated(step, batch, _STEPS).profile(capacity_bytes)
 
     def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
         if not self.config.use_empirical_fallback:

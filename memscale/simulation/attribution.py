@@ -1,0 +1,207 @@
+"""A simulated step as its parts hold it: which module holds how much, at which station of the step, and for how long.
+
+A *part* is a module with all that is below it; what belongs to none is *outside*. A *station* is the time that the step
+spends in one part in one phase; what is outside counts to the station before it. A planner puts a step together from
+the stations of others: bytes of parts add up, and the most at a station is what its parts hold there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memscale.hardware import Hardware
+from memscale.simulation.analysis import analyse
+from memscale.simulation.ledger import Ledger, Phase
+from memscale.simulation.results import Profile
+
+#: The number that stands for what no part holds.
+OUTSIDE = -1
+
+_RESIDENT = ("parameter", "buffer", "optimizer state", "gradient")
+_BLOCK_BYTES = 512  # CUDA's caching allocator hands out multiples of it
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """The books of a simulated step, before anything is added up.
+
+    Attributes:
+        ledger: with `add_in_place` done.
+        hardware: the device that was simulated.
+        notes: what the simulation assumed.
+        by_tier: the most bytes that each tier below the device held.
+    """
+
+    ledger: Ledger
+    hardware: Hardware
+    notes: tuple[str, ...]
+    by_tier: Mapping[str, int]
+
+    def profile(self, capacity_bytes: int | None = None) -> Profile:
+        """What `memscale.profile` says of it."""
+        return analyse(self.ledger, self.hardware, self.notes, self.by_tier, capacity_bytes)
+
+    def attribution(self, paths: Sequence[str]) -> Attribution:
+        """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""
+        return attribute(self.ledger, self.hardware, paths)
+
+
+@dataclass(frozen=True)
+class Station:
+    """Where the step is: in which phase and part, or after that part and before the next (`outside`)."""
+
+    phase: Phase
+    part: int
+    outside: bool
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What each part holds at each station of a step. The last row of each table is what is outside.
+
+    Attributes:
+        stations: in the order in which the step comes to them first.
+        held_bytes: [part, station] the most that the part holds at the station.
+        slack_bytes: [station] by how much the sum of these is above the most that is held at once.
+        states_bytes: [part] optimizer states of its parameters.
+        gradients_bytes: [part] the most that gradients of its parameters take.
+        parameters_bytes: [part] its parameters on the device.
+        kept_bytes: [part] what waits for backward when backward begins, without parameters and the like.
+        seconds: [part, phase] the time of its operators, in the order forward, backward, optimizer.
+    """
+
+    stations: tuple[Station, ...]
+    held_bytes: Bytes
+    slack_bytes: Bytes
+    states_bytes: Bytes
+    gradients_bytes: Bytes
+    parameters_bytes: Bytes
+    kept_bytes: Bytes
+    seconds: npt.NDArray[np.float64]
+
+
+def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attribution:
+    """What the parts at `paths`, none of which is inside another, hold of the last step in `ledger`.
+
+    Args:
+        ledger: with `add_in_place` done.
+        hardware: whose operators' seconds and whose allocator's rounding count.
+        paths: of modules.
+    """
+    begin, first_op = ledger.steps[-1]
+    owners = _Owners(paths)
+    outside = len(paths)
+    # The part of each operator, and its station.
+    of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
+    stations: dict[Station, int] = {}
+    station_of: list[int] = []
+    last = (Phase.FORWARD, OUTSIDE)
+    for op, part in zip(ledger.ops[first_op:], of_op, strict=True):
+        if part != OUTSIDE:
+            last = (op.phase, part)
+        elif op.phase is not last[0]:
+            last = (op.phase, OUTSIDE)
+        station_of.append(stations.setdefault(Station(*last, part == OUTSIDE), len(stations)))
+    if not stations:
+        stations[Station(Phase.FORWARD, OUTSIDE, True)] = 0
+        station_of.append(0)
+
+    sizes = [_size(record.nbytes, hardware) for record in ledger.records]
+    numbers = np.abs(np.array(ledger.events, dtype=np.int64)) - 1
+    signs = np.sign(np.array(ledger.events, dtype=np.int64))
+    deltas = signs * np.array(sizes, dtype=np.int64)[numbers] if len(numbers) else numbers
+    rows = np.array(_rows(ledger, owners, of_op, first_op, begin), dtype=np.int64)
+    rows[rows == OUTSIDE] = outside
+    event_rows = rows[numbers] if len(numbers) else numbers
+
+    parts = len(paths) + 1
+    levels = np.zeros((parts, len(numbers) - begin + 1), dtype=np.int64)
+    np.add.at(levels[:, 0], event_rows[:begin], deltas[:begin])
+    levels[event_rows[begin:], np.arange(1, levels.shape[1])] = deltas[begin:]
+    levels = levels.cumsum(axis=1)
+    event_stations = np.array(
+        [station_of[0], *(station_of[max(0, op - first_op)] for op in ledger.event_ops[begin:])], dtype=np.int64
+    )
+    held = np.zeros((parts, len(stations)), dtype=np.int64)
+    most = np.zeros(len(stations), dtype=np.int64)
+    starts = np.flatnonzero(np.diff(event_stations, prepend=-1))
+    runs = event_stations[starts]
+    np.maximum.at(held.T, runs, np.maximum.reduceat(levels, starts, axis=1).T)
+    np.maximum.at(most, runs, np.maximum.reduceat(levels.sum(axis=0), starts))
+
+    resident = {name: np.zeros(parts, dtype=np.int64) for name in _RESIDENT}
+    alive: set[int] = set()
+    for event in ledger.events[:begin]:
+        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
+    born = {event - 1 for event in ledger.events[begin:] if event > 0}
+    for number in alive | born:
+        if (category := ledger.records[number].category) in resident:
+            resident[category][rows[number]] += sizes[number]
+
+    turn = next((at for at, op in enumerate(ledger.event_ops[begin:], 1) if _is_backward(ledger, op)), levels.shape[1])
+    kept = levels[:, max(0, turn - 1)].copy()
+    for number in alive | {event - 1 for event in ledger.events[begin : begin + turn - 1] if event > 0}:
+        if ledger.records[number].category in _RESIDENT:
+            kept[rows[number]] -= sizes[number]
+
+    seconds = np.zeros((parts, len(_PHASES)))
+    for op, part in zip(ledger.ops[first_op:], of_op, strict=True):
+        seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += op.seconds or 0.0
+    return Attribution(
+        stations=tuple(stations),
+        held_bytes=held,
+        slack_bytes=held.sum(axis=0) - most,
+        states_bytes=resident["optimizer state"],
+        gradients_bytes=resident["gradient"],
+        parameters_bytes=resident["parameter"],
+        kept_bytes=kept,
+        seconds=seconds,
+    )
+
+
+class _Owners:
+    """Which part a path belongs to."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._numbers = {path: number for number, path in enumerate(paths)}
+        self._known: dict[str, int] = {}
+
+    def of(self, path: str) -> int:
+        """The number of the part that holds the module or parameter at `path`; `OUTSIDE` without one."""
+        if path not in self._known:
+            head = path
+            while head and head not in self._numbers:
+                head = head.rpartition(".")[0]
+            self._known[path] = self._numbers.get(head, OUTSIDE) if head else self._numbers.get("", OUTSIDE)
+        return self._known[path]
+
+
+def _rows(ledger: Ledger, owners: _Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
+    """The part that each storage counts to.
+
+    What backward waited for counts to the part that let go of it: the input of a block is the output of the one before,
+    and whether it is there for backward is the block's doing. Everything else counts to what made it.
+    """
+    rows = [owners.of(record.path) for record in ledger.records]
+    for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
+        if event > 0 or op < first_op or ledger.ops[op].phase is not Phase.BACKWARD:
+            continue
+        record = ledger.records[-event - 1]
+        if record.category not in _RESIDENT and record.op >= first_op:
+            rows[-event - 1] = of_op[op - first_op]
+    return rows
+
+
+def _is_backward(ledger: Ledger, op: int) -> bool:
+    return op >= 0 and ledger.ops[op].phase is Phase.BACKWARD
+
+
+def _size(nbytes: int, hardware: Hardware) -> int:
+    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES if hardware.device_type == "cuda" else nbytes

@@ -1,0 +1,79 @@
+"""A step taken apart by modules and stations, and put together again."""
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation import OUTSIDE, Phase
+from tests.support.models import TransformerBlock
+
+
+def _model():
+    return nn.Sequential(nn.Embedding(64, 16), *[TransformerBlock(16) for _ in range(3)], nn.Linear(16, 64))
+
+
+def _step(plan=None):
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    profiler = ms.MemoryProfiler(
+        model, optimizer, loss=lambda y, _: y.square().mean(), plan=plan, hardware=ms.Hardware.named("h100")
+    )
+    return model, profiler.simulated(tokens)
+
+
+def _blocks(model):
+    return [path for path, module in model.named_modules() if isinstance(module, TransformerBlock)]
+
+
+@pytest.mark.parametrize("how", [None, ms.checkpoint(), ms.compose(ms.offload(min_bytes=0), ms.checkpoint())])
+def test_the_parts_add_up_to_the_step(how):
+    model, step = _step()
+    paths = _blocks(model)
+    model, step = _step(None if how is None else dict.fromkeys(paths, how))
+    found = step.attribution(paths)
+    totals = found.held_bytes.sum(axis=0) - found.slack_bytes
+    assert (found.slack_bytes >= 0).all()
+    live = step.profile().timeline.live_bytes
+    exact = max(sum(values) for values in zip(*(live[name] for name in live if name != "rounding"), strict=True))
+    assert exact <= totals.max() <= exact + 512 * len(step.ledger.records)  # blocks of the allocator
+    assert found.seconds.sum() == pytest.approx(step.profile().step_seconds)
+
+
+def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
+    model, _ = _step()
+    paths = _blocks(model)
+    _, plain = _step()
+    _, first = _step({paths[0]: ms.checkpoint()})
+    before, after = plain.attribution(paths), first.attribution(paths)
+    assert after.kept_bytes[0] < before.kept_bytes[0]
+    assert (after.kept_bytes[1:] == before.kept_bytes[1:]).all()
+    assert after.seconds[0, 1] > before.seconds[0, 1]  # the recompute is the region's
+    assert after.seconds[1:] == pytest.approx(before.seconds[1:])
+
+
+def test_stations_come_in_the_order_of_the_step():
+    model, step = _step()
+    paths = _blocks(model)
+    own = [(station.phase, station.part) for station in step.attribution(paths).stations if not station.outside]
+    forward = [(Phase.FORWARD, part) for part in range(len(paths))]
+    backward = [(Phase.BACKWARD, part) for part in reversed(range(len(paths)))]
+    assert own == [*forward, *backward]
+    assert OUTSIDE not in {part for _, part in own}
+
+
+def test_a_step_without_updates_is_its_forward_and_backward():
+    model, _ = _step()
+    optimizer = torch.optim.AdamW(model.parameters())
+    profiler = ms.MemoryProfiler(model, optimizer, loss=lambda y, _: y.square().mean())
+    found = profiler.simulated(torch.zeros(4, 16, dtype=torch.long), updates=False).attribution(_blocks(model))
+    assert {station.phase for station in found.stations} == {Phase.FORWARD, Phase.BACKWARD}
+    assert found.states_bytes.sum() == 0
+    assert found.parameters_bytes.sum() == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_model_that_is_one_part():
+    layer = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    found = ms.MemoryProfiler(layer, loss=lambda y, _: y.sum()).simulated(torch.ones(2, 8)).attribution([""])
+    assert found.parameters_bytes.tolist() == [288, 0]
