@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize docs
+.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost docs
 
 setup: $(READY)
 
@@ -60,6 +60,21 @@ gpu-sanitize: $(READY)
 		echo "gpu-sanitize: there is no compute-sanitizer on PATH; it comes with the CUDA toolkit, in its bin folder" >&2; \
 		exit 1; }
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/runtime/backends/test_cuda_runtime.py -q $(ARGS)
+
+# The CUDA build of PyTorch on stand-in libraries: the bytes of a card, without a card. See tests/ghost/README.md.
+GHOST := .ghost
+
+$(GHOST)/.installed: tests/ghost/setup.sh constraints.txt
+	sh tests/ghost/setup.sh $(GHOST)
+	@touch $@
+
+$(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c) tests/ghost/build_libraries.py
+	$(GHOST)/bin/python tests/ghost/build_libraries.py $(GHOST)/headers/nvidia/cu13/include $(GHOST)/headers/nvidia/cudnn/include
+	@touch $@
+
+ghost: $(GHOST)/.built
+	PYTHONPATH=tests/ghost/stand_in_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
+		$(GHOST)/bin/python -m pytest -m 'cuda and not values' -q $(ARGS)
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

@@ -71,6 +71,7 @@ def growth_bytes(model, x):
     return torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("how", HOW)
 def test_steps_have_the_same_bits(tmp_path, how, depth):
@@ -103,6 +104,7 @@ def test_a_step_needs_less_of_the_device(tmp_path, depth):
         assert growth_bytes(fit, x) < 0.4 * plain
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("how", ["offload", "offload, checkpoint"])
 def test_a_step_on_a_stream_of_the_callers(tmp_path, how):
     """What moves is computed late, on a stream that nothing else waits for."""
@@ -120,6 +122,7 @@ def test_a_step_on_a_stream_of_the_callers(tmp_path, how):
         assert same(found, expected)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("what", ["activations", "params"])
 def test_backward_called_from_another_stream_than_forward(tmp_path, what):
     """Autograd's nodes run on the stream of their forward, which is late; the end of backward, and what receives the
@@ -141,6 +144,7 @@ def test_backward_called_from_another_stream_than_forward(tmp_path, what):
         assert same([loss.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())], expected)
 
 
+@pytest.mark.values
 def test_threads_with_streams_of_their_own_share_a_runtime(tmp_path):
     """Each moves what the other has saved, on a stream that is not that one's."""
     runtime = new_runtime(tmp_path)

@@ -223,6 +223,7 @@ def test_what_is_refused(call, message):
 
 
 @pytest.mark.cuda
+@pytest.mark.values
 def test_on_a_gpu():
     model = Conv().cuda()
     fit = ms.transform(model, {"": ms.checkpoint()})

@@ -149,6 +149,7 @@ def test_values_out_of_range_are_refused(arguments):
 
 
 @pytest.mark.cuda
+@pytest.mark.values
 def test_on_a_gpu():
     model = nn.Linear(4, 1).cuda()
     fit = ms.transform(model, {"": ms.cast(compute=torch.float16)})

@@ -584,9 +584,11 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated:FutureWarning")
 @pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:8"])
 def test_the_replay_is_what_the_allocator_does(text):
     choose = random.Random(0)
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings(text)
     try:

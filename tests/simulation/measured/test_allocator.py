@@ -165,3 +165,27 @@ def test_cuda_peak_and_timeline_agree():
     assert trace.peak_bytes == trace.timeline.total_bytes.max()
     assert trace.end_bytes == trace.start_bytes
     assert np.all(trace.timeline.live_bytes["input"] == MIB)
+
+
+@pytest.mark.cuda
+def test_the_timeline_of_a_cuda_step_is_what_its_allocator_counted():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(3)]).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(512, 256, device="cuda")
+
+    def step():
+        loss = model(x).square().mean()
+        held = loss * 2  # released outside of any operator
+        del held
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    trace = measure(step, device="cuda", roles=training_roles(model, optimizer, x))
+    live = trace.timeline.live_bytes
+    assert trace.timeline.total_bytes.max() == trace.peak_bytes
+    assert trace.end_bytes == torch.cuda.memory_allocated() == trace.start_bytes
+    assert 6 * x.nbytes <= live["activation"].max() < 7 * x.nbytes  # what each linear layer and each GELU keeps
+    assert live["temporary"].max() >= x.nbytes  # born in backward
+    assert live["activation"][-1] == live["temporary"][-1] == 0

@@ -1,0 +1,87 @@
+"""Right numbers where programs look at them: small integer and bool tensors are computed on the host, in place.
+
+The kernel of the device is called first, so the allocator sees what it would see; then the same operator runs on CPU
+tensors over the same addresses, which are ordinary memory here. Masks, positions, lengths and counts are then right,
+and what a model decides by them. Floating point numbers stay garbage. It changed no
+peak by a byte where it was compared, but is a dispatch mode, and so only for models that need it: routers, lengths.
+"""
+
+import ctypes
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+LARGEST = 1 << 24
+
+
+def not_packed():
+    """Tell Hugging Face's models what they would find out: that their positions are those of one sequence a row."""
+    import transformers.masking_utils as masks
+
+    masks.find_packed_sequence_indices = lambda *args, **kwargs: None
+
+
+def on_host(x):
+    """A CPU tensor over the memory of a ghost tensor."""
+    storage = x.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(memory, dtype=x.dtype, count=storage.nbytes() // x.itemsize)
+    return flat.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def is_whole(x):
+    return not (x.is_floating_point() or x.is_complex())
+
+
+class SmallIntegers(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        written = func._schema.is_mutable
+        kept = None
+        if (
+            written
+            and all(map(is_whole, before))
+            and any(x.is_cuda for x in before)
+            and sum(x.numel() for x in before) <= LARGEST
+        ):
+            kept = tree_map(lambda x: on_host(x) if isinstance(x, torch.Tensor) and x.is_cuda else x, (args, kwargs))
+        out = func(*args, **kwargs)
+        if func.is_view or "empty" in func._opname or torch.Tag.nondeterministic_seeded in func.tags:
+            return out
+        if kept is not None:
+            func(*kept[0], **kept[1])
+            return out
+        results = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        if (
+            written
+            or not results
+            or not all(x.is_cuda and is_whole(x) for x in results)
+            or not all(map(is_whole, before))
+        ):
+            return out
+        if sum(x.numel() for x in before + results) > LARGEST:
+            return out
+
+        def moved(x):
+            if isinstance(x, torch.Tensor):
+                return on_host(x) if x.is_cuda else x
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+
+        with torch.utils._python_dispatch._disable_current_modes():
+            host_args, host_kwargs = tree_map(moved, args), tree_map(moved, kwargs)
+            try:
+                real = func(*host_args, **host_kwargs)
+            except NotImplementedError:  # such as histc of integers, which the device has and the host has not
+
+                def double(x):
+                    return x.double() if isinstance(x, torch.Tensor) else x
+
+                real = func(*tree_map(double, host_args), **tree_map(double, host_kwargs))
+            for x, y in zip(results, [y for y in tree_flatten(real)[0] if isinstance(y, torch.Tensor)], strict=False):
+                if x.shape == y.shape:
+                    on_host(x).copy_(y)
+        return out
