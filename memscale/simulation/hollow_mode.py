@@ -35,6 +35,7 @@ from memscale.simulation.kernels.shapes import (
 )
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, Phase, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
+from memscale.simulation.postponed import TooLarge, overwritten, postponed, value_of
 
 aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ _IN_PLACE_WITHOUT_MODE = {
     aten.scatter_add.default,
     aten.put.default,
 }
-_LARGEST_GUESS = 1 << 22
+_LARGEST_GUESS = 1 << 25
 _LARGEST_RUN_BYTES = 1 << 30
 
 _RESIZES = {aten.resize_.default, aten.resize_as_.default}
@@ -145,7 +146,7 @@ class HollowMode(TorchDispatchMode):
         if op in _BY_LENGTHS:
             return self._from_values(op, args, kwargs, tensors, records)
         if op in _READS:
-            return self._read(op, args, kwargs, records, known)
+            return self._read(op, args, kwargs, tensors, records, known)
         try:
             answer = self._answer(op, args, kwargs, tensors, loose)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -153,14 +154,21 @@ class HollowMode(TorchDispatchMode):
         if answer.layout.is_view:
             return self._note(op, op(*args, **kwargs), answer)
         if kind is Kind.IN_PLACE:
-            return self._in_place(op, args, kwargs, records, known, answer)
+            return self._in_place(op, args, kwargs, tensors, records, known, answer)
         if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
             return self._compute(op, args, kwargs, records, answer)
         if records and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(op, args, kwargs, tensors, answer)
         result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
         self._note(op, result, answer)
-        self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
+        if self._follows(op, tensors, records, result):
+            record = self.storages.record(result)
+            constant = op._opname in _CONSTANTS
+            contents = None if constant else [each.later for each in records]
+            record.later = postponed(op, args, kwargs, tensors, contents, result)
+            record.guess = "" if constant else _guess(records)
+        else:
+            self._trust([tensor for tensor in _results(result) if _stands_in(tensor)], SCALAR)
         if op in _IN_PLACE_WITHOUT_MODE:
             self._maybe_in_place(tensors, result)
         elif op is aten._safe_softmax.default:
@@ -258,19 +266,31 @@ class HollowMode(TorchDispatchMode):
         return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
 
     def _in_place(
-        self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], known: bool, answer: _Answer
+        self,
+        op: OpOverload,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        records: list[StorageRecord],
+        known: bool,
+        answer: _Answer,
     ) -> Any:
         if op in _RESIZES:
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
+        written = written_by(op, args, kwargs)
         if known and not any(record.category == "parameter" for record in records):
             op(*args, **kwargs)
         else:
-            for tensor in written_by(op, args, kwargs):
+            later = None
+            if len(written) == 1 and written[0] is args[0] and self._follows(op, tensors, records, args[0]):
+                later = overwritten(op, args, kwargs, tensors, [record.later for record in records])
+            for tensor in written:
                 record = self.storages.record(tensor)
                 # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
-                record.known, record.guess = record.known and _stands_in(tensor), SCALAR
+                record.guess = SCALAR if later is None else _guess(records)
+                record.known, record.later = record.known and later is None and _stands_in(tensor), later
         self._note(op, None, answer)
-        returned = written_by(op, args, kwargs)[: len(op._schema.returns)]
+        returned = written[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _resize(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
@@ -297,20 +317,60 @@ class HollowMode(TorchDispatchMode):
                 record.known, record.guess = True, guess
 
     def _choose(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], answer: _Answer) -> Any:
-        """A choice among activations: of random ones, since the real ones are not computed."""
-        source = tensors[0]
-        random = torch.empty_like(source) if not source.is_floating_point() else torch.randn_like(source)
-        chosen = op(*(random if arg is source else arg for arg in args), **kwargs)
+        """A choice: among activations of random ones, since the real ones are not computed."""
+        source, guess = tensors[0], CHOICE
+        if source.is_floating_point():
+            values = torch.randn_like(source)
+        elif (whole := self.value_of(source)) is not None:
+            values, guess = whole, self.storages.record(source).guess
+        else:
+            values = torch.empty_like(source)
+        chosen = op(*(values if arg is source else arg for arg in args), **kwargs)
         result = _integers_of(chosen, answer.layout.build(self.hollow, tensors))
         self._note(op, result, answer)
-        self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], CHOICE)
+        self._trust([tensor for tensor in _results(result) if not tensor.is_floating_point()], guess)
         return result
 
-    def _read(self, op: OpOverload, args: Any, kwargs: Any, records: list[StorageRecord], known: bool) -> Any:
-        if not known:
+    def _follows(self, op: OpOverload, tensors: list[torch.Tensor], records: list[StorageRecord], result: Any) -> bool:
+        """Whether the values of `result` follow from known ones, so that computing them can be postponed."""
+        if (
+            not isinstance(result, torch.Tensor)
+            or torch.Tag.nondeterministic_seeded in op.tags
+            or op._opname.removeprefix("new_").startswith("empty")
+        ):
+            return False
+        if op._opname in _CONSTANTS:
+            return True
+        # Large floats of before the step are a batch's, of which one on meta says nothing.
+        return all(
+            record.later or (record.known and (record.op >= 0 or is_small(tensor) or not tensor.is_floating_point()))
+            for tensor, record in zip(tensors, records, strict=True)
+        )
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values that `tensor` has, None where they are not known."""
+        record = self.storages.record(tensor)
+        if record.later is None:
+            return tensor if record.known else None
+        try:
+            return value_of(tensor, record.later)
+        except TooLarge:
+            return None
+
+    def _read(
+        self,
+        op: OpOverload,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        records: list[StorageRecord],
+        known: bool,
+    ) -> Any:
+        values = {id(tensor): tensor if known else self.value_of(tensor) for tensor in tensors}
+        if any(value is None for value in values.values()):
             raise NeedsValues(f"{op} reads a value that only a real run computes", self._path())
         self._assume(op, records)
-        return op(*args, **kwargs)
+        return op(*exchanged(args, values), **exchanged(kwargs, values))
 
     def _from_values(
         self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], records: list[StorageRecord]
@@ -321,15 +381,19 @@ class HollowMode(TorchDispatchMode):
             for tensor, record in zip(tensors, records, strict=True)
             if len(tensors) == 1 or not tensor.is_floating_point()
         ]
+        values = {
+            id(tensor): self.value_of(tensor) for tensor, record in zip(tensors, records, strict=True) if record.later
+        }
         if (
-            not all(record.known for record in deciding)
+            not all(record.known or record.later for record in deciding)
             or sum(tensor.nbytes for tensor in tensors) > _LARGEST_RUN_BYTES
+            or any(value is None for value in values.values())
         ):
             raise NeedsValues(f"the shape of what {op} returns depends on values", self._path())
         self._assume(op, deciding)
-        result = op(*args, **kwargs)
+        result = op(*exchanged(args, values), **exchanged(kwargs, values))
         whole = result
-        if not all(record.known for record in records):
+        if not all(record.known or record.later for record in records):
             hollow = result_layout(result, tensors).build(self.hollow, tensors)
             result = _integers_of(result, hollow) if op in _BY_LENGTHS else hollow
         self._note(op, result, _NOTHING)

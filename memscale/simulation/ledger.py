@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from memscale.simulation.postponed import Postponed
+
 #: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
 #: have above the storages in them.
 CATEGORIES = (
@@ -51,6 +53,7 @@ class StorageRecord:
         known: whether its values are real ones, and not address space.
         guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`, or "" for computed ones.
         away: whether it lies on another memory tier, and takes up no byte of the device.
+        later: how to compute its values, where they are known and not computed.
     """
 
     nbytes: int
@@ -62,6 +65,7 @@ class StorageRecord:
     known: bool = False
     guess: str = ""
     away: bool = False
+    later: Postponed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class LiveStorages:
         number = self._live.pop(key, None)
         if number is not None:
             self.ledger.death(number)
+            self.ledger.records[number].later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Record that `storage` now has `nbytes` bytes: a new record at another address."""

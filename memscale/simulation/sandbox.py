@@ -282,9 +282,13 @@ def _reads_checked(mode: HollowMode) -> Iterator[None]:
         original = getattr(torch.Tensor, name)
 
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) in (torch.Tensor, nn.Parameter) and not mode.storages.is_known(tensor):
-                raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode._path())
-            return original(tensor, *args, **kwargs)
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                return original(tensor, *args, **kwargs)
+            with _disable_current_modes():  # values computed for this, by no operator of the step
+                values = mode.value_of(tensor)
+                if values is None:
+                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode._path())
+                return original(values, *args, **kwargs)
 
         return read
 

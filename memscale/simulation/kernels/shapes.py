@@ -166,6 +166,17 @@ def _in_order(layout: ResultLayout, memory_format: torch.memory_format) -> Resul
     return replace(layout, outputs=ordered(layout.outputs))
 
 
+# The fake kernels take bfloat16 only, the real ones more; the real ones, on zeros, would take minutes for a mixture.
+_SAYS_BFLOAT16 = {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()
+
+
+def _of_dtype(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
+    """`layout`, one tensor's, with another dtype."""
+    (nbytes,) = layout.storage_bytes
+    scaled = nbytes // layout.outputs.dtype.itemsize * dtype.itemsize
+    return replace(layout, outputs=replace(layout.outputs, dtype=dtype), storage_bytes=(scaled,))
+
+
 def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any]) -> ResultLayout:
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
@@ -198,16 +209,18 @@ class FakeKernels:
         was_disabled, self._log.disabled = self._log.disabled, True  # it prints a traceback of what is handled here
         try:
             with self._mode, torch.no_grad():
-                fakes = {id(tensor): _like(tensor) for tensor in arguments}
+                narrow = op in _SAYS_BFLOAT16
+                fakes = {id(tensor): _like(tensor, narrow=narrow) for tensor in arguments}
                 result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
-                return _as_real(op, layout, args)
+                return _as_real(op, layout if not narrow else _of_dtype(layout, arguments[0].dtype), args)
         finally:
             self._log.disabled = was_disabled
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _like(tensor: torch.Tensor, *, narrow: bool) -> torch.Tensor:
+    dtype = torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
 
 
 def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:

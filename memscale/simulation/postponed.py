@@ -1,0 +1,202 @@
+"""Values that are too large to compute at every step, and are computed when somebody asks for them.
+
+A model asks something of its positions or its mask (does a sequence begin twice? is nothing padded?) and goes on as the
+answer says. That is one number, of tensors as large as the batch. So an operator whose arguments are
+known leaves behind how to compute its result; the simulation does so where the step reads a number of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.shapes import exchanged
+
+# What a computation may take for one tensor, and what may stay for the next question about it.
+_LARGEST_BYTES = 1 << 30
+_LARGEST_KEPT_BYTES = 1 << 24
+_LARGEST_COPY_BYTES = 1 << 20
+# Over all of a tensor, their result is the same however often a row is repeated in it.
+_IDEMPOTENT = {torch.ops.aten.all.default, torch.ops.aten.any.default, torch.ops.aten.max.default}
+_IDEMPOTENT |= {torch.ops.aten.min.default}
+
+
+class TooLarge(Exception):
+    """The values take more memory than a simulation should."""
+
+
+@dataclass(eq=False, slots=True)
+class Postponed:
+    """The result of an operator, by what it is made of.
+
+    Attributes:
+        op, args, kwargs: the call, each tensor in it exchanged for a `_Seen`.
+        layout: dtype, shape, strides and offset of the result over its storage.
+        before: the whole storage before `op` wrote to its first argument; None for an operator that makes its result.
+    """
+
+    op: OpOverload
+    args: Any
+    kwargs: Any
+    layout: _Layout
+    before: _Seen | None = None
+    _value: torch.Tensor | None = field(default=None, repr=False)
+
+    def value(self, seen: dict[Postponed, torch.Tensor]) -> torch.Tensor:
+        """The result; `seen` has what this evaluation has computed already."""
+        if self._value is not None:
+            return self._value
+        if self not in seen:
+            given = self.args if self.before is None else self.args[1:]
+            parts: dict[int, Any] = {}
+            _evaluate((given, self.kwargs), seen, parts)
+            args, kwargs = _filled(given, parts), _filled(self.kwargs, parts)
+            if self.before is None:
+                value = _run(self.op, args, kwargs, self.layout[1])
+            else:
+                value = self.before.value(seen).clone()
+                self.op(HollowStorages.tensor(value.untyped_storage(), *self.args[0].layout), *args, **kwargs)
+            seen[self] = value
+            if value.untyped_storage().nbytes() <= _LARGEST_KEPT_BYTES:
+                self._value = value
+        return seen[self]
+
+
+_Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """A tensor as an operator saw it: its layout, over contents that are known or postponed."""
+
+    contents: Postponed | torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]
+    layout: _Layout
+
+    def value(self, seen: dict[Postponed, torch.Tensor]) -> torch.Tensor:
+        dtype, shape, stride, offset = self.layout
+        if not isinstance(self.contents, Postponed):
+            storage = self.contents if isinstance(self.contents, torch.UntypedStorage) else self.contents()
+            if storage is None:
+                raise TooLarge
+            return HollowStorages.tensor(storage, dtype, shape, stride, offset)
+        value = self.contents.value(seen)
+        if self.layout == self.contents.layout:
+            return value
+        _, whole, strides, first = self.contents.layout
+        _check(value.dtype, whole)
+        if value.stride() != strides:
+            value = torch.empty_strided(whole, strides, dtype=value.dtype).copy_(value)
+        return HollowStorages.tensor(
+            value.untyped_storage(), dtype, shape, stride, offset - first + int(value.storage_offset())
+        )
+
+
+def postponed(
+    op: OpOverload,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[torch.Tensor],
+    contents: Sequence[Postponed | None] | None,
+    result: torch.Tensor,
+) -> Postponed:
+    """How to compute `result`, which `op` returned for `tensors`.
+
+    Args:
+        contents: those of their storages, None where they are there; or None if their values do not matter.
+    """
+    if contents is None:
+        views = {id(tensor): _shape_of(tensor) for tensor in tensors}
+    else:
+        views = {
+            id(tensor): _Seen(_contents(tensor.untyped_storage()) if content is None else content, _layout(tensor))
+            for tensor, content in zip(tensors, contents, strict=True)
+        }
+    return Postponed(op, exchanged(args, views), exchanged(kwargs, views), _layout(result))
+
+
+def overwritten(
+    op: OpOverload, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], contents: Sequence[Postponed | None]
+) -> Postponed:
+    """How to compute the storage of ``args[0]``, which `op` writes to; `contents` are those of before."""
+    storage, dtype = args[0].untyped_storage(), args[0].dtype
+    whole = HollowStorages.tensor(storage, dtype, (storage.nbytes() // dtype.itemsize,), (1,))
+    written = postponed(op, args, kwargs, tensors, contents, whole)
+    written.before = _Seen(written.args[0].contents, written.layout)
+    return written
+
+
+def value_of(tensor: torch.Tensor, contents: Postponed) -> torch.Tensor:
+    """The values of `tensor`, whose storage has `contents`.
+
+    Raises:
+        TooLarge: they would take too much memory, or what they are made of is gone.
+    """
+    return _Seen(contents, _layout(tensor)).value({})
+
+
+def _contents(storage: torch.UntypedStorage) -> torch.UntypedStorage | Callable[[], torch.UntypedStorage | None]:
+    """A copy of what may change, and no more than a weak reference to what is large: its death is to be noticed."""
+    return storage.clone() if storage.nbytes() <= _LARGEST_COPY_BYTES else weakref.ref(storage)
+
+
+def _shape_of(tensor: torch.Tensor) -> _Seen:
+    """A tensor of this shape and dtype which is one element, repeated."""
+    return _Seen(torch.UntypedStorage(16), (tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim(), 0))
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _evaluate(tree: Any, seen: dict[Postponed, torch.Tensor], parts: dict[int, Any]) -> None:
+    if isinstance(tree, _Seen):
+        parts[id(tree)] = tree.value(seen)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _evaluate(item, seen, parts)
+    elif isinstance(tree, dict):
+        _evaluate(list(tree.values()), seen, parts)
+
+
+def _filled(tree: Any, parts: dict[int, Any]) -> Any:
+    if isinstance(tree, _Seen):
+        return parts[id(tree)]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_filled(item, parts) for item in tree])
+    if isinstance(tree, dict):
+        return {key: _filled(item, parts) for key, item in tree.items()}
+    return tree
+
+
+def _run(op: OpOverload, args: Any, kwargs: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """``op(*args, **kwargs)``, computed once for all rows that are one row repeated (a batch of positions)."""
+    if torch.Tag.pointwise not in op.tags and op not in _IDEMPOTENT:
+        _check(torch.int64, shape)
+        return op(*args, **kwargs)  # type: ignore[no-any-return]
+    given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    dims = max((arg.dim() for arg in given), default=0)
+    repeated = [dim for dim in range(-dims, 0) if all(_is_repeated(arg, dim) for arg in given)]
+    for dim in repeated:
+        args = [arg.narrow(dim, 0, 1) if _has(arg, dim) else arg for arg in args]
+    _check(torch.int64, torch.broadcast_shapes(*(arg.shape for arg in args if isinstance(arg, torch.Tensor))))
+    result: torch.Tensor = op(*args, **kwargs)
+    return result.expand(shape)
+
+
+def _has(arg: Any, dim: int) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.dim() >= -dim and arg.shape[dim] > 1
+
+
+def _is_repeated(tensor: torch.Tensor, dim: int) -> bool:
+    return tensor.dim() < -dim or tensor.shape[dim] == 1 or (tensor.shape[dim] > 1 and tensor.stride(dim) == 0)
+
+
+def _check(dtype: torch.dtype, shape: Sequence[int]) -> None:
+    if torch.Size(shape).numel() * dtype.itemsize > _LARGEST_BYTES:
+        raise TooLarge
