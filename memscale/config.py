@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Any
 
-from memscale.core import Check, ConfigError, Misfit, boolean, integer, validate
+from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, validate
 from memscale.runtime import AsyncOffloadConfig
 
 _MAX_PORT = 65535
@@ -72,13 +72,6 @@ def _real(rule: str, remedy: str, holds: Callable[[float], bool]) -> Check:
         return number
 
     return check
-
-
-def _optional(check: Check) -> Check:
-    def check_unless_none(value: object) -> Any:
-        return None if value is None else check(value)
-
-    return check_unless_none
 
 
 def _mode(value: object) -> OptimizationMode:
@@ -240,12 +233,12 @@ setattr(  # noqa: B010
 _CONFIG_CHECKS: dict[str, Check] = {
     **{field.name: boolean for field in dataclasses.fields(Config) if field.type == "bool"},
     "mode": _mode,
-    "max_cpu_offload_gb": _optional(
+    "max_cpu_offload_gb": optional(
         _real("finite and at least 0", "pass GB of 10**9 bytes, or None for no cap", lambda gb: gb >= 0)
     ),
     "target_gpu_utilization": _real("above 0 and at most 1", "pass a share such as 0.85", lambda share: 0 < share <= 1),
     "warmup_steps": integer(0),
-    "log_file": _optional(_path),
-    "observability_port": _optional(integer(0, _MAX_PORT)),
-    "async_config": _optional(_async_config),
+    "log_file": optional(_path),
+    "observability_port": optional(integer(0, _MAX_PORT)),
+    "async_config": optional(_async_config),
 }

@@ -45,7 +45,7 @@ BAD = {
     **{name: [0, 1, None, "yes", 1.0] for name in SWITCHES},
 }
 BAD_ASYNC = {
-    "pool_bytes": [0, -1, 1.5, "1GiB", True, None],
+    "pool_bytes": [0, -1, 1.5, "1GiB", True],
     "prefetch_depth": [-1, 0.5, True],
     "min_bytes": [-1, 2.0, False],
     "streams": [0, 17, 1.0, True],

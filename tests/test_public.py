@@ -76,9 +76,10 @@ memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
     PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
     boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described factory
-    format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit modules_in pytrees
-    read_or_empty scalar_loss simulating simulation spellings tensors unflatten validate version versions
-memscale.hardware: Hardware Work has_rate seconds work_of
+    format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit modules_in optional
+    pytrees read_or_empty scalar_loss simulating simulation spellings tensors unflatten validate version versions
+memscale.hardware: Direction Hardware Work copy_seconds has_rate host_seconds issue_seconds knows_copies seconds
+    work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale
@@ -91,7 +92,7 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
 memscale.reports: diff_text plot_profile plot_timelines profile_text write_html
 memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime
     home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
-memscale.runtime.backends: Backend Buffer TraceBackend
+memscale.runtime.backends: Backend Buffer Event Stream TraceBackend
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: MappedTensors is_movable
@@ -100,6 +101,7 @@ memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phas
     Station as_hardware differences profile
 memscale.simulation.allocator:
 memscale.simulation.kernels:
+memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.transforms: cast checkpoint listeners name offload tile
 memscale.transforms.cast:

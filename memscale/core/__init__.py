@@ -20,7 +20,7 @@ from memscale.core.pytrees import tensors, unflatten
 from memscale.core.simulating import simulating, simulation
 from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
-from memscale.core.validation import Check, Misfit, boolean, integer, validate
+from memscale.core.validation import Check, Misfit, boolean, integer, optional, validate
 from memscale.core.values import Value, factory, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
 
@@ -62,6 +62,7 @@ __all__ = [
     "matches",
     "misfit",
     "modules_in",
+    "optional",
     "pytrees",
     "read_or_empty",
     "scalar_loss",

@@ -39,6 +39,13 @@ def integer(low: int, high: int | None = None) -> Check:
     return check
 
 
+def optional(check: Check) -> Check:
+    def check_unless_none(value: object) -> Any:
+        return None if value is None else check(value)
+
+    return check_unless_none
+
+
 def validate(record: Any, checks: Mapping[str, Check]) -> None:
     """Put every field of a frozen ``record`` in its normal form, or raise one error for all bad ones."""
     owner = type(record).__name__

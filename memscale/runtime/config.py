@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core import Check, ConfigError, boolean, integer, validate
+from memscale.core import Check, ConfigError, boolean, integer, optional, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +13,10 @@ class AsyncOffloadConfig:
     """Sizes the engine that moves tensors off the device while it computes.
 
     Args:
-        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1.
+        pool_bytes: bytes of pinned host memory that the engine may hold; at least 1. None is what moves needs, as far
+            as the host has it.
         prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
-        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes``.
+        min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes`` if given.
         streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
         debug: check every copy for hazards and log each move.
 
@@ -26,7 +27,7 @@ class AsyncOffloadConfig:
     2
     """
 
-    pool_bytes: int = 2 * 1024**3
+    pool_bytes: int | None = None
     prefetch_depth: int = 2
     min_bytes: int = 1024**2
     streams: int = 2
@@ -34,7 +35,7 @@ class AsyncOffloadConfig:
 
     def __post_init__(self) -> None:
         validate(self, _CHECKS)
-        if self.min_bytes > self.pool_bytes:
+        if self.pool_bytes is not None and self.min_bytes > self.pool_bytes:
             raise ConfigError(
                 f"AsyncOffloadConfig(min_bytes={self.min_bytes}) must be at most "
                 f"pool_bytes={self.pool_bytes}, or nothing could ever move; lower it or raise pool_bytes"
@@ -42,7 +43,7 @@ class AsyncOffloadConfig:
 
 
 _CHECKS: Mapping[str, Check] = {
-    "pool_bytes": integer(1),
+    "pool_bytes": optional(integer(1)),
     "prefetch_depth": integer(0),
     "min_bytes": integer(0),
     "streams": integer(1, 16),

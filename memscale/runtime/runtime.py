@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,9 +22,6 @@ from memscale.runtime.parameters.home import AT_HOME, Home
 from memscale.runtime.parameters.homes import Homes
 from memscale.runtime.stats import CopyTimeline, Stats
 from memscale.runtime.storage.budget import HostBudget
-
-if TYPE_CHECKING:
-    from memscale.runtime.backends.trace import TraceBackend
 
 
 class Runtime:
@@ -47,7 +44,8 @@ class Runtime:
             temporary files that is not in RAM.
         disk_bytes: the most bytes on disk; `None` is as much as there is.
         host_bytes: the most bytes of RAM that tensors of accelerators may take, pinned and pageable together; `None`
-            is as much as there is. Pinned are at most ``config.pool_bytes`` of them, for each device.
+            is as much as there is. Pinned are at most ``config.pool_bytes`` of them, for each device, where that is
+            given.
         backend: what moves the tensors of every device, in place of the one that fits the device.
 
     Raises:
@@ -157,7 +155,9 @@ class Runtime:
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
         if isinstance(tensor, FakeTensor) or kind == "meta":
-            return self.counting_backend(kind)
+            from memscale.runtime.backends.trace import TraceBackend
+
+            return TraceBackend(self.caps(kind))
         if kind == "cpu":
             return HostBackend(self._disk_directory, disk_bytes=self._disk_bytes, threads=self.config.streams)
         if kind == "cuda":
@@ -165,7 +165,7 @@ class Runtime:
 
             return CudaBackend(
                 tensor.device,
-                pinned_bytes=self._caps()["pinned"] or 0,
+                pinned_bytes=self._caps()["pinned"],
                 budget=self._budget,
                 disk_bytes=self._disk_bytes,
                 disk_directory=self._disk_directory,
@@ -175,11 +175,9 @@ class Runtime:
             "leave offload() out of the plan on this device"
         )
 
-    def counting_backend(self, device_type: str) -> TraceBackend:
-        """A backend that moves nothing, and counts what would be moved under this runtime's caps."""
-        from memscale.runtime.backends.trace import TraceBackend
-
-        return TraceBackend({"disk": self._disk_bytes} if device_type == "cpu" else self._caps())
+    def caps(self, device_type: str) -> dict[str, int | None]:
+        """The most bytes on each tier below a device of this type, nearest first; `None` for no cap."""
+        return {"disk": self._disk_bytes} if device_type == "cpu" else self._caps()
 
     def _new_homes(self, engine: Engine) -> Homes:
         return Homes(engine, AT_HOME)
@@ -188,7 +186,7 @@ class Runtime:
         """The most bytes on each tier below an accelerator."""
         pinned, pageable = self.config.pool_bytes, None
         if self._host_bytes is not None:
-            pinned = min(pinned, self._host_bytes)
+            pinned = self._host_bytes if pinned is None else min(pinned, self._host_bytes)
             pageable = self._host_bytes - pinned
         return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 

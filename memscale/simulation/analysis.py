@@ -14,6 +14,7 @@ from memscale.simulation.allocator.caching import replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
+from memscale.simulation.schedule.clock import CAUSES, Clock, Stall
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
@@ -30,25 +31,27 @@ class _Peak:
 
 def analyse(
     ledger: Ledger,
-    hardware: Hardware,
+    clock: Clock,
     notes: tuple[str, ...],
     by_tier: Mapping[str, int] | None = None,
     capacity_bytes: int | None = None,
 ) -> Profile:
-    """The profile of the last step in `ledger` on `hardware`.
+    """The profile of the last step in `ledger`.
 
     Args:
         ledger: of at least two steps, the first from a fresh optimizer; with `add_in_place` done.
-        hardware: the device; on a CUDA device what counts is the blocks that its allocator would hand out.
+        clock: when each of its operators ran, and on what; on a CUDA device what counts is the blocks that its
+            allocator would hand out.
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
         capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
     """
+    hardware = clock.hardware
     sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes)
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
-    times = _op_seconds(ledger)
+    times = _times(ledger, clock)
     first_event, first_op = ledger.steps[-1]
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -59,9 +62,14 @@ def analyse(
     if rounding := steady.nbytes - sum(by_category.values()):
         by_category[_ROUNDING] = by_module["allocator"][_ROUNDING] = rounding
     changes, positions, phases = _timeline(ledger, sizes, times)
+    exposed_seconds: dict[str, float] = defaultdict(float)
     seconds_by_module: dict[str, float] = defaultdict(float)
-    for op, time in zip(ledger.ops[first_op:], times or (), strict=False):
-        seconds_by_module[op.path] += time
+    if times.known:
+        for op, begin, end in zip(ledger.ops[first_op:], times.begins, times.ends, strict=True):
+            seconds_by_module[op.path] += end - begin
+        for stall in times.stalls:
+            exposed_seconds[stall.cause] += stall.end - stall.begin
+            seconds_by_module[ledger.ops[stall.op].path if stall.op < len(ledger.ops) else ""] += stall.end - stall.begin
     largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
@@ -76,11 +84,12 @@ def analyse(
         by_tier=dict(by_tier or {}),
         holdings=tuple(_holding(ledger, number) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
-        step_seconds=None if times is None else sum(times),
+        step_seconds=times.seconds if times.known else None,
+        exposed_seconds=dict(sorted(exposed_seconds.items(), key=lambda item: CAUSES.index(item[0]))),
         seconds_by_module=dict(sorted(seconds_by_module.items())),
         changes=changes,
         positions=positions,
-        position_unit="operators" if times is None else "seconds",
+        position_unit="seconds" if times.known else "operators",
         phases=phases,
     )
 
@@ -184,10 +193,30 @@ def _module(record: StorageRecord) -> str:
     return record.path.rpartition(".")[0] if record.category in _NAMED_FOR_TENSORS else record.path
 
 
-def _op_seconds(ledger: Ledger) -> list[float] | None:
-    """The time of each operator of the last step, None if the hardware's speed is not known."""
-    times = [op.seconds for op in ledger.ops[ledger.steps[-1][1] :] if op.seconds is not None]
-    return times if len(times) == len(ledger.ops) - ledger.steps[-1][1] else None
+@dataclass(frozen=True)
+class _Times:
+    """When the operators of the last step run, from its beginning; one after the other if their times are not known."""
+
+    known: bool
+    begins: list[float]
+    ends: list[float]
+    stalls: list[Stall]
+    seconds: float
+
+
+def _times(ledger: Ledger, clock: Clock) -> _Times:
+    first_op = ledger.steps[-1][1]
+    if not clock.timed:
+        count = len(ledger.ops) - first_op
+        return _Times(False, [float(at) for at in range(count)], [float(at + 1) for at in range(count)], [], count)
+    zero = clock.steps[-1]
+    return _Times(
+        True,
+        [begin - zero for begin in clock.begins[first_op:]],
+        [end - zero for end in clock.ends[first_op:]],
+        [stall for stall in clock.stalls if stall.begin >= zero],
+        clock.end - zero,
+    )
 
 
 def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:
@@ -228,13 +257,10 @@ def _holding(ledger: Ledger, number: int) -> Holding:
 
 
 def _timeline(
-    ledger: Ledger, sizes: list[int], times: list[float] | None
+    ledger: Ledger, sizes: list[int], times: _Times
 ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[tuple[str, float], ...]]:
     """The changes of the last step, their positions, and where its phases begin."""
     begin, first_op = ledger.steps[-1]
-    ends = [0.0]
-    for index in range(first_op, len(ledger.ops)):
-        ends.append(ends[-1] + (1.0 if times is None else times[index - first_op]))
     alive: dict[int, None] = {}
     for event in ledger.events[:begin]:
         _apply(event, alive, sizes)
@@ -253,12 +279,12 @@ def _timeline(
     positions = [0.0] * len(changes)
     for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
         # An operator's results are there while it runs, and what it was the last to need until it is done.
-        at = ends[max(0, op - first_op + (event < 0))]
+        at = 0.0 if op < first_op else (times.begins if event > 0 else times.ends)[op - first_op]
         for category, nbytes in parts(abs(event) - 1):
             changes.append((category, nbytes if event > 0 else -nbytes))
             positions.append(max(at, positions[-1]) if positions else at)
     phases: list[tuple[str, float]] = []
     for index, op_call in enumerate(ledger.ops[first_op:]):
         if not phases or phases[-1][0] != op_call.phase.value:
-            phases.append((op_call.phase.value, ends[index]))
+            phases.append((op_call.phase.value, times.begins[index]))
     return tuple(changes), tuple(positions), tuple(phases)

@@ -17,6 +17,7 @@ from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.results import Profile
+from memscale.simulation.schedule.clock import Clock
 
 #: The number that stands for what no part holds.
 OUTSIDE = -1
@@ -34,23 +35,23 @@ class SimulatedStep:
 
     Attributes:
         ledger: with `add_in_place` done.
-        hardware: the device that was simulated.
+        clock: when its operators and copies ran, and on what.
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
     """
 
     ledger: Ledger
-    hardware: Hardware
+    clock: Clock
     notes: tuple[str, ...]
     by_tier: Mapping[str, int]
 
     def profile(self, capacity_bytes: int | None = None) -> Profile:
         """What `memscale.profile` says of it."""
-        return analyse(self.ledger, self.hardware, self.notes, self.by_tier, capacity_bytes)
+        return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
 
     def attribution(self, paths: Sequence[str]) -> Attribution:
         """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""
-        return attribute(self.ledger, self.hardware, paths)
+        return attribute(self.ledger, self.clock.hardware, paths)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from memscale.simulation.kernels.shapes import (
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, Phase, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.postponed import TooLarge, overwritten, postponed, value_of
+from memscale.simulation.schedule.clock import Clock
 
 aten = torch.ops.aten
 
@@ -100,9 +101,10 @@ class HollowMode(TorchDispatchMode):
     Args:
         kernels: those of the device that is simulated.
         residents: the category and the name of storages of before the step, by address of their storage object.
+        clock: of that device, which each operator moves on.
     """
 
-    def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]]) -> None:
+    def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]], clock: Clock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.storages = LiveStorages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
@@ -112,6 +114,7 @@ class HollowMode(TorchDispatchMode):
         self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
         self._kernels = kernels
+        self._clock = clock
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
         self._fake = FakeKernels()
@@ -246,6 +249,10 @@ class HollowMode(TorchDispatchMode):
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, answer.seconds))
+        if self.storages.away:
+            self._clock.host_operator(work.nbytes)
+        else:
+            self._clock.operator(answer.seconds)
         at = len(ledger.ops) - 1
         for library, nbytes in answer.workspaces.items():
             if (library, in_backward) not in self._workspaces:

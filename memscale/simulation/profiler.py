@@ -197,7 +197,7 @@ class MemoryProfiler:
             for tier, nbytes in engine.stats().high_water_bytes.items():
                 by_tier[tier] = by_tier.get(tier, 0) + nbytes
         moved = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
-        return SimulatedStep(simulation.mode.ledger, self.hardware, notes, moved)
+        return SimulatedStep(simulation.mode.ledger, simulation.clock, notes, moved)
 
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         return self._simulated(step, batch, _STEPS).profile(capacity_bytes)

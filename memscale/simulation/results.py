@@ -98,9 +98,13 @@ class Profile:
         by_tier: the most bytes that each tier below the device held, by its name; empty without offloading.
         holdings: the largest storages at the peak, the largest first.
         flops: floating point operations of the step in products, convolutions and attention.
-        step_seconds: the step's time by the roofline of the hardware (a lower bound in practice), or as measured;
-            None if the hardware's speed is not known.
-        seconds_by_module: its parts by module path; empty if not known.
+        step_seconds: the step's time as it is scheduled: operators by the roofline of the hardware (a lower bound in
+            practice), copies by its links, each waiting for what it has to; or as measured. None if the hardware's
+            speed is not known.
+        exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
+            not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of the
+            disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.
+        seconds_by_module: its parts by module path, each with the waits before its operators; empty if not known.
         changes: (index in ``CATEGORIES``, bytes) of each event of the steady step; what is there before it, summed by
             category, comes first.
         positions: when each of them was, in `position_unit`.
@@ -128,6 +132,7 @@ class Profile:
     holdings: tuple[Holding, ...]
     flops: int
     step_seconds: float | None
+    exposed_seconds: Mapping[str, float]
     seconds_by_module: Mapping[str, float]
     changes: tuple[tuple[int, int], ...] = dataclasses.field(repr=False)
     positions: tuple[float, ...] = dataclasses.field(repr=False)
@@ -138,6 +143,11 @@ class Profile:
     def fragmentation_bytes(self) -> int | None:
         """What the caching allocator holds at its most above the most it has handed out; None without one."""
         return None if self.reserved_peak_bytes is None else self.reserved_peak_bytes - self.peak_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The pinned memory of the host that the step needs: the most that lies there at once."""
+        return self.by_tier.get("pinned", 0)
 
     @property
     def by_module(self) -> dict[str, int]:

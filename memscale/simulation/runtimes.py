@@ -1,4 +1,5 @@
-"""The runtimes of a simulated step: each counts what the one in whose place it is would move, and moves nothing."""
+"""The runtimes of a simulated step: each counts what the one in whose place it is would move, and when,
+and moves nothing."""
 
 from __future__ import annotations
 
@@ -6,17 +7,20 @@ from collections.abc import Callable
 
 import torch
 
+from memscale.hardware import knows_copies
 from memscale.runtime import Home, Homes, Runtime
 from memscale.runtime.backends import Backend, Buffer, TraceBackend
 from memscale.runtime.engine import Engine
 from memscale.runtime.parameters import MappedTensors, is_movable
+from memscale.simulation.schedule.backend import ClockedBackend
+from memscale.simulation.schedule.clock import Clock
 
 
 class CountingRuntimes:
     """One for each runtime that the step uses.
 
     Args:
-        device_type: of the device that is simulated, whatever the tensors say.
+        clock: of the device that is simulated, whatever the tensors say.
         away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
         references: how many tensors refer to a storage for the simulation's own sake.
 
@@ -26,11 +30,11 @@ class CountingRuntimes:
 
     def __init__(
         self,
-        device_type: str,
+        clock: Clock,
         away: Callable[[int], torch.Tensor],
         references: Callable[[torch.UntypedStorage], int],
     ) -> None:
-        self.device_type = device_type
+        self.clock = clock
         self.away = away
         self.references = references
         self.at_home: dict[int, Home] = {}
@@ -61,7 +65,9 @@ class CountingRuntime(Runtime):
         return self._step.at_home
 
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
-        return self._real.counting_backend(self._step.device_type)
+        clock = self._step.clock
+        caps = self._real.caps(clock.hardware.device_type)
+        return ClockedBackend(caps, clock) if knows_copies(clock.hardware) else TraceBackend(caps)
 
     def _new_engine(self, tensor: torch.Tensor) -> Engine:
         engine = super()._new_engine(tensor)

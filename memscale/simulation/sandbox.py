@@ -22,6 +22,7 @@ from memscale.simulation.hollow_mode import HollowMode, NeedsValues
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.runtimes import CountingRuntimes
+from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
 
 
@@ -54,7 +55,8 @@ class Simulation:
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
         self._kernels = kernels
-        self.runtimes = CountingRuntimes(kernels.device_type, self._away, self._references)
+        self.clock = Clock(kernels.hardware)
+        self.runtimes = CountingRuntimes(self.clock, self._away, self._references)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -69,7 +71,7 @@ class Simulation:
             stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.mode = HollowMode(self._kernels, self._residents())
+            self.mode = HollowMode(self._kernels, self._residents(), self.clock)
             stack.callback(self.mode.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -97,8 +99,10 @@ class Simulation:
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
         self.mode.ledger.begin_step()
+        self.clock.begin_step()
         self.mode.course = Course()
         step()
+        self.clock.end_step()
         self.mark_gradients()
         self._forget_former_contents()
 

@@ -81,6 +81,7 @@ def shown(**changes):
         "holdings": HOLDINGS,
         "flops": 12_900_000_000,
         "step_seconds": sum(SECONDS.values()),
+        "exposed_seconds": {},
         "seconds_by_module": SECONDS,
         "changes": (*resident, *transient, *((index, -nbytes) for index, nbytes in transient)),
         "positions": (0.0, 0.0, 0.0, 0.01, 0.02, 0.0215, 0.026),

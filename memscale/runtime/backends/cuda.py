@@ -97,7 +97,7 @@ class CudaBackend:
 
     Args:
         device: the device; None is the current one.
-        pinned_bytes: the most that is pinned.
+        pinned_bytes: the most that is pinned; None is what `budget` allows.
         budget: the RAM that pinned and pageable memory together may take, of all devices that share it; None is what
             the machine has.
         disk_bytes: the most bytes on disk; None is what the disk has.
@@ -113,7 +113,7 @@ class CudaBackend:
         self,
         device: torch.device | None = None,
         *,
-        pinned_bytes: int,
+        pinned_bytes: int | None,
         budget: HostBudget | None = None,
         disk_bytes: int | None = None,
         disk_directory: str | os.PathLike[str] | None = None,

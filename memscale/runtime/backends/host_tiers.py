@@ -43,7 +43,7 @@ class HostTiers:
     Args:
         pin: registers a slab for copies that need no help of the CPU; MemoryError where the system pins no more.
         unpin: undoes it.
-        pinned_bytes: the most that is pinned.
+        pinned_bytes: the most that is pinned; None is what `budget` allows.
         budget: the RAM that pinned and pageable memory together may take.
         disk_bytes: the most bytes on disk; None is what the disk has.
         disk_directory: where; None is the first temporary directory that is not in RAM.
@@ -54,7 +54,7 @@ class HostTiers:
         pin: Callable[[torch.Tensor], None],
         unpin: Callable[[torch.Tensor], None],
         *,
-        pinned_bytes: int,
+        pinned_bytes: int | None,
         budget: HostBudget,
         disk_bytes: int | None = None,
         disk_directory: str | os.PathLike[str] | None = None,
@@ -63,7 +63,9 @@ class HostTiers:
         self._budget = budget
         self._arenas = {
             "pinned": Arena(
-                self._new_pinned, cap_bytes=pinned_bytes, slab_bytes=_SLAB_BYTES, release_slab=self._end_pinned
+                self._new_pinned,
+                cap_bytes=UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
+                slab_bytes=_SLAB_BYTES, release_slab=self._end_pinned
             ),
             "pageable": Arena(
                 self._new_pageable, cap_bytes=UNLIMITED_BYTES, slab_bytes=_SLAB_BYTES, release_slab=self._end_pageable

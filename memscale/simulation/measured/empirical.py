@@ -116,6 +116,7 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         holdings=(),
         flops=0,
         step_seconds=trace.seconds,
+        exposed_seconds={},
         seconds_by_module={},
         changes=tuple(changes[at] for at in order),
         positions=tuple(positions[at] for at in order),

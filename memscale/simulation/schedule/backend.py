@@ -1,0 +1,95 @@
+"""The backend of a simulated step: it moves nothing, and says when what it was asked for would have happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from memscale.runtime.backends import Buffer, Event, Stream, TraceBackend
+from memscale.simulation.schedule.clock import Clock, Transfer
+
+
+class _Point:
+    """A point in the queue of the device."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.end = clock.point()
+
+    def done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def span(self) -> None:
+        # Not even once it is done: the engine would take the gaps between such points as its measure of how far to load
+        # ahead, and the memory of a step is that of the most that it may.
+        return None
+
+    def error(self) -> None:
+        return None
+
+
+class _Copied:
+    """The end of a copy."""
+
+    def __init__(self, clock: Clock, transfer: Transfer) -> None:
+        self._clock = clock
+        self._begin, self.end = transfer.begin, transfer.end
+        self.carried = transfer.carried
+        self.cause = "disk" if transfer.tier == "disk" else "room" if transfer.direction == "out" else "input"
+
+    def done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def span(self) -> tuple[float, float] | None:
+        return (self._begin, self.end) if self.done() else None
+
+    def error(self) -> None:
+        return None
+
+
+class ClockedBackend(TraceBackend):
+    """A `TraceBackend` on which everything takes the time that it would take.
+
+    Args:
+        caps: as of `TraceBackend`.
+        clock: that of the step, which all of its engines share.
+    """
+
+    def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
+        super().__init__(caps)
+        self._clock = clock
+
+    def record(self, stream: int | None = None) -> Event:
+        """See `Backend.record`."""
+        return _Point(self._clock)
+
+    def copy(
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
+    ) -> Event:
+        """See `Backend.copy`."""
+        buffer = target if isinstance(source, torch.Tensor) else source
+        assert not isinstance(buffer, torch.Tensor)
+        ready = max((_end(event) for event in after), default=0.0)
+        return _Copied(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready))
+
+    def wait(self, event: Event, stream: int | None = None) -> None:
+        """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
+        if isinstance(event, _Copied) and event.carried:
+            self._clock.hold_up(event.end, event.cause)
+        elif isinstance(event, _Copied):
+            self._clock.come_after(event.end, event.cause)
+
+    def synchronize(self, event: Event) -> None:
+        """See `Backend.synchronize`."""
+        cause = event.cause if isinstance(event, _Copied) else "host"
+        self._clock.hold_up(_end(event), cause)
+
+    def clock(self) -> float:
+        """See `Backend.clock`."""
+        return self._clock.now
+
+
+def _end(event: Event) -> float:
+    assert isinstance(event, (_Point, _Copied))
+    return event.end

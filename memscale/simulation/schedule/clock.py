@@ -1,0 +1,161 @@
+"""The clock of a simulated step: the queue of the device, those of the link and the disk, and the host that issues."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memscale.hardware import Direction, Hardware, copy_seconds, host_seconds, issue_seconds
+
+#: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
+#: either of them because of the disk, or the host has not handed over the next operator.
+CAUSES = ("input", "room", "disk", "host")
+
+# A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
+_MOST_QUEUED = 1024
+
+
+class Stall(NamedTuple):
+    """The device stands still from `begin` to `end`, before its operator number `op`."""
+
+    begin: float
+    end: float
+    cause: str
+    op: int
+
+
+class Transfer(NamedTuple):
+    """A copy of `nbytes` from the device ("out") to `tier`, or back ("in")."""
+
+    begin: float
+    end: float
+    direction: Direction
+    tier: str
+    nbytes: int
+    carried: bool  # whether the CPU takes part, so that who waits for it waits on the host
+
+
+class Clock:
+    """Times in seconds since the clock was made. Every queue works in order, so each time is known when it is asked for.
+
+    On a CPU the host is the device: what waits, waits at once.
+
+    >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
+    ...                        device_to_host_bytes_per_second=1e9, measured=True))
+    >>> clock.operator(1e-3)
+    >>> back = clock.copy("in", "pinned", 2_000_000, clock.now)
+    >>> clock.come_after(back.end, "input")
+    >>> clock.operator(1e-3)
+    >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
+    ('3.01 ms', ['host', 'input'])
+
+    Attributes:
+        now: where the host is.
+        steps: when each step began.
+        end: when the last one was over.
+        timed: whether all that the operators take is known.
+        begins, ends: of each operator on the device; of one that runs on the host, when the device was through by then.
+        stalls: when the device stood still.
+        transfers: the copies.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.now = self.end = 0.0
+        self.timed = True
+        self.steps: list[float] = []
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        self.stalls: list[Stall] = []
+        self.transfers: list[Transfer] = []
+        self._is_host = hardware.device_type == "cpu"
+        self._issue_seconds = issue_seconds(hardware)
+        self._end = 0.0  # of all that the device was given
+        self._awaited: list[tuple[float, str]] = []  # what its next operator comes after
+        self._held_up: list[tuple[float, float, str]] = []  # when the host waited since the device's last operator
+        self._link_ends = {"out": 0.0, "in": 0.0}
+        self._carried_ends = {"out": 0.0, "in": 0.0}  # of the copies in which the CPU takes part
+        self._disk_end = 0.0
+
+    def begin_step(self) -> None:
+        """A step begins where the device has caught up with the host."""
+        self._catch_up()
+        self.steps.append(self._end)
+
+    def end_step(self) -> None:
+        """It ends likewise. What is still on its way holds up the next one."""
+        self._catch_up()
+        self.end = self._end
+
+    def operator(self, seconds: float | None) -> None:
+        """The host issues an operator that takes so long; nothing is launched for one that takes no time."""
+        if seconds is None:
+            self.timed, seconds = False, 0.0
+        if seconds:
+            self.now += self._issue_seconds
+            if len(self.ends) >= _MOST_QUEUED:
+                self.now = max(self.now, self.ends[-_MOST_QUEUED])
+            self._catch_up()
+        self.begins.append(self._end)
+        self._end += seconds
+        self.ends.append(self._end)
+        if self._is_host:
+            self.now = self._end
+
+    def host_operator(self, nbytes: int) -> None:
+        """The host itself computes, and reads and writes so many bytes of its memory."""
+        self.now += host_seconds(nbytes)
+        self.begins.append(self._end)
+        self.ends.append(self._end)
+
+    def point(self) -> float:
+        """When the device is through with all that it was given so far."""
+        return max(self._end, self.now, *(end for end, _ in self._awaited))
+
+    def come_after(self, end: float, cause: str) -> None:
+        """Let what the device is given from here on come after `end`."""
+        if self._is_host:
+            self.hold_up(end, cause)
+        elif end > self._end:
+            self._awaited.append((end, cause))
+
+    def hold_up(self, end: float, cause: str) -> None:
+        """Let the host wait until `end`."""
+        if end > self.now:
+            self._held_up.append((self.now, end, cause))
+            self.now = end
+
+    def copy(self, direction: Direction, tier: str, nbytes: int, ready: float) -> Transfer:
+        """A copy that may start when it is `ready`, and not before the ones that were asked for earlier."""
+        begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
+        if tier == "disk":
+            begin = max(begin, self._disk_end)
+        # What comes behind a copy that the CPU carries is carried, too, so that it does not overtake.
+        carried = self._is_host or tier != "pinned" or self._carried_ends[direction] > self.now
+        end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
+        if tier == "disk":
+            self._disk_end = end
+        if not self._is_host:
+            self._link_ends[direction] = end
+        if carried:
+            self._carried_ends[direction] = end
+        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried))
+        return self.transfers[-1]
+
+    def _catch_up(self) -> None:
+        """Let the device stand still until the host is there, and then for what it has to come after."""
+        at = self._end
+        for begin, end, cause in self._held_up:
+            at = self._stand_still(at, begin, "host")
+            at = self._stand_still(at, end, cause)
+        at = self._stand_still(at, self.now, "host")
+        for end, cause in self._awaited:
+            at = self._stand_still(at, end, cause)
+        self._end = at
+        self._held_up.clear()
+        self._awaited.clear()
+
+    def _stand_still(self, begin: float, end: float, cause: str) -> float:
+        if end > begin:
+            self.stalls.append(Stall(begin, end, cause, len(self.ends)))
+            return end
+        return begin
