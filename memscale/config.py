@@ -10,7 +10,6 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
-from typing import Any
 
 from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, validate
 from memscale.runtime import AsyncOffloadConfig

@@ -6,8 +6,8 @@ from typing import Literal
 
 from memscale.hardware.device import Hardware
 
-# Of the link's rate on the data sheet. Copies of pinned memory reach 57 of 63 GB/s on an H100 (NVIDIA/nvbandwidth#6), 25
-# of 31.5 on an A100 (NVIDIA/nvbandwidth#42) and 12.2 to 12.9 of 15.75 on a P100 (mpicbg-scicomp/gearshifft#82).
+# Of the link's rate on the data sheet. Copies of pinned memory reach 57 of 63 GB/s on an H100 (NVIDIA/nvbandwidth#6),
+# 25 of 31.5 on an A100 (NVIDIA/nvbandwidth#42) and 12.2 to 12.9 of 15.75 on a P100 (mpicbg-scicomp/gearshifft#82).
 _LINK_SHARE = 0.85
 
 # From the end of one copy to the start of the next that waits behind it, and a request of the disk.

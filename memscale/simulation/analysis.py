@@ -69,7 +69,9 @@ def analyse(
             seconds_by_module[op.path] += end - begin
         for stall in times.stalls:
             exposed_seconds[stall.cause] += stall.end - stall.begin
-            seconds_by_module[ledger.ops[stall.op].path if stall.op < len(ledger.ops) else ""] += stall.end - stall.begin
+            seconds_by_module[ledger.ops[stall.op].path if stall.op < len(ledger.ops) else ""] += (
+                stall.end - stall.begin
+            )
     largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import ConfigError, MemscaleError
-from memscale.hardware import Work, work_of
+from memscale.hardware import Work, host_seconds, work_of
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
@@ -248,11 +248,13 @@ class HollowMode(TorchDispatchMode):
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
-        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, answer.seconds))
-        if self.storages.away:
-            self._clock.host_operator(work.nbytes)
+        if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
+            on_host = host_seconds(work.nbytes)
+            self._clock.host_operator(on_host)
+            ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, on_host))
         else:
             self._clock.operator(answer.seconds)
+            ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, answer.seconds))
         at = len(ledger.ops) - 1
         for library, nbytes in answer.workspaces.items():
             if (library, in_backward) not in self._workspaces:

@@ -77,7 +77,7 @@ class OpCall:
         path: of the module that called it, in backward of the one whose forward it belongs to.
         phase: of the step.
         flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
-        seconds: how long the device takes for it; None where its speed is not known.
+        seconds: how long the device takes for it, or the host if that computes it; None where its speed is not known.
     """
 
     name: str

@@ -102,8 +102,8 @@ class Profile:
             practice), copies by its links, each waiting for what it has to; or as measured. None if the hardware's
             speed is not known.
         exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
-            not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of the
-            disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.
+            not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of
+            the disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.
         seconds_by_module: its parts by module path, each with the waits before its operators; empty if not known.
         changes: (index in ``CATEGORIES``, bytes) of each event of the steady step; what is there before it, summed by
             category, comes first.

@@ -65,7 +65,8 @@ class HostTiers:
             "pinned": Arena(
                 self._new_pinned,
                 cap_bytes=UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
-                slab_bytes=_SLAB_BYTES, release_slab=self._end_pinned
+                slab_bytes=_SLAB_BYTES,
+                release_slab=self._end_pinned,
             ),
             "pageable": Arena(
                 self._new_pageable, cap_bytes=UNLIMITED_BYTES, slab_bytes=_SLAB_BYTES, release_slab=self._end_pageable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memscale.hardware import Direction, Hardware, copy_seconds, host_seconds, issue_seconds
+from memscale.hardware import Direction, Hardware, copy_seconds, issue_seconds
 
 #: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
 #: either of them because of the disk, or the host has not handed over the next operator.
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
 
 
 class Clock:
-    """Times in seconds since the clock was made. Every queue works in order, so each time is known when it is asked for.
+    """Times in seconds since the clock was made. Queues work in order, so each time is known when it is asked for.
 
     On a CPU the host is the device: what waits, waits at once.
 
@@ -101,9 +101,9 @@ class Clock:
         if self._is_host:
             self.now = self._end
 
-    def host_operator(self, nbytes: int) -> None:
-        """The host itself computes, and reads and writes so many bytes of its memory."""
-        self.now += host_seconds(nbytes)
+    def host_operator(self, seconds: float) -> None:
+        """The host itself computes."""
+        self.now += seconds
         self.begins.append(self._end)
         self.ends.append(self._end)
 
