@@ -85,7 +85,7 @@ memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale
 memscale.planning: Budget LargestBatch OOMPrediction OOMPredictor OOMRisk parts_of planned repeated_blocks
     shorthands taken_bytes
-memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered
+memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
     Scope Snapshot arguments as_it_was code_names functorch_state hidden_changes holds hooks_around is_stand_in
     is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write

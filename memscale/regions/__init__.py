@@ -5,6 +5,7 @@ from memscale.regions.environment import Environment
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
 from memscale.regions.remembered import Remembered, arguments
+from memscale.regions.rewind import Rewind
 from memscale.regions.saved_tensors import hooks_around, recomputes, recomputing
 from memscale.regions.scope import (
     NOWHERE,
@@ -38,6 +39,7 @@ __all__ = [
     "Origin",
     "Place",
     "Remembered",
+    "Rewind",
     "Scope",
     "Snapshot",
     "arguments",

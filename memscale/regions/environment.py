@@ -6,20 +6,18 @@ the same precision with the same kernels, and leaves no trace in any generator.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 
 from memscale.core import CorrectnessError
+from memscale.regions import randomness
 from memscale.regions.modes import modes
 
 
@@ -27,31 +25,30 @@ class Environment:
     """The environment at one moment. `conclude` after the region drops what the region did not use."""
 
     __slots__ = (
-        "_autocast",
-        "_devices",
-        "_flags",
         "_global_hooks",
         "_host",
         "_host_positions",
         "_kinds",
         "_modes",
         "_parametrizations",
+        "_position",
         "_random",
+        "_settings",
         "uses_host_random",
     )
 
     def __init__(
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[torch.Generator] = ()
     ) -> None:
-        self._devices = sorted(devices, key=str)
         self._random: list[tuple[torch.Generator, torch.Tensor]] | None = [
-            (generator, generator.get_state()) for generator in (*_generators(self._devices), *generators)
+            (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
         ]
-        self._host_positions = _host_positions()
-        self._host: tuple[Any, Any] | None = _host_state() if host_random or not _can_notice() else None
-        self._kinds = _kinds(self._devices)
-        self._autocast = _autocast(self._kinds)
-        self._flags = _flags()
+        self._position = randomness.position()  # of the first
+        self._host_positions = randomness.host_positions()
+        takes_host = host_random or not randomness.can_notice()
+        self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
+        self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
+        self._settings = _settings(self._kinds)
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
         self._global_hooks = _global_hooks()
@@ -64,13 +61,18 @@ class Environment:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
         """
         if self._random is not None:
-            used = [(gen, state) for gen, state in self._random if not _same(gen.get_state(), state)]
+            used, others = [], self._random
+            if self._position is not None:
+                first, *others = others
+                if randomness.position() != self._position:
+                    used.append(first)
+            used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
             self._random = used or None
         if self._host is not None:
-            self.uses_host_random = _differs(self._host, _host_state())
+            self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:
                 self._host = None
-        elif _host_positions() != self._host_positions:
+        elif randomness.host_positions() != self._host_positions:
             raise CorrectnessError(
                 "the region drew random numbers from Python's random or from NumPy, which it had not done on its first "
                 "call, so a recompute could not repeat them; draw them outside the region, or use torch's generator"
@@ -93,18 +95,10 @@ class Environment:
             undo.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
         if self._host is not None:
-            undo.append(partial(_set_host_state, _host_state()))
-            _set_host_state(self._host)
-        autocast = _autocast(self._kinds)
-        if autocast != self._autocast:
-            for kind, enabled, dtype, cache in self._autocast:
-                context = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                context.__enter__()
-                undo.append(partial(context.__exit__, None, None, None))
-        flags = _flags()
-        if flags != self._flags:
-            undo.append(partial(_set_flags, flags, self._flags))
-            _set_flags(self._flags, flags)
+            undo.append(partial(randomness.set_host_state, randomness.host_state()))
+            randomness.set_host_state(self._host)
+        if (settings := _settings(self._kinds)) != self._settings:
+            self._enter_settings(settings, undo)
         if parametrize._cache_enabled or self._parametrizations is not None:  # `parametrize.cached()`
             undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
             _set_parametrizations(self._parametrizations is not None, dict(self._parametrizations or {}))
@@ -112,6 +106,19 @@ class Environment:
             undo.append(partial(_set_global_hooks, hooks))
             _set_global_hooks(self._global_hooks)
         self._modes.enter(undo)
+
+    def _enter_settings(self, present: list[Any], undo: list[Callable[[], Any]]) -> None:
+        count = len(_FLAGS)
+        if (autocast := self._settings[count:]) != present[count:]:
+            cache, *of_kinds = autocast
+            for kind, enabled, dtype in zip(self._kinds, of_kinds[::2], of_kinds[1::2], strict=True):
+                context = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                context.__enter__()
+                undo.append(partial(context.__exit__, None, None, None))
+        flags, then = present[:count], self._settings[:count]
+        if flags != then:
+            undo.append(partial(_set_flags, flags, then))
+            _set_flags(then, flags)
 
     @property
     def draws(self) -> bool:
@@ -122,84 +129,6 @@ class Environment:
     def dispatched(self) -> bool:
         """Whether operators of the region went to a dispatch mode from outside."""
         return self._modes.dispatched
-
-
-def _generators(devices: list[torch.device]) -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    for device in devices:
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
-        elif device.type == "mps":
-            generators.append(torch.mps._get_default_mps_generator())
-        elif device.type == "xpu":
-            index = torch.xpu.current_device() if device.index is None else device.index
-            generators.append(torch.xpu.default_generators[index])
-    return generators
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Read as raw bytes (generator states live in host memory): any tensor operator here, `numpy()` included, would
-    # be seen by the caller's dispatch modes, and a fake mode refuses real tensors.
-    return ctypes.string_at(a.data_ptr(), a.nbytes) == ctypes.string_at(b.data_ptr(), b.nbytes)
-
-
-def _position_of_python() -> Any:
-    """Where Python's generator keeps its position among the 624 numbers it draws at a time (CPython's layout)."""
-    try:
-        position: Any = ctypes.c_int.from_address(id(random._inst) + object.__basicsize__)
-        position.owner = random._inst  # its memory must outlive the pointer
-        return position if position.value == random.getstate()[1][-1] else None
-    except (AttributeError, ValueError):
-        return None
-
-
-def _position_of_numpy() -> Any:
-    """The same for NumPy's legacy generator, by the address it publishes for C callers."""
-    try:
-        bits = np.random.mtrand._rand._bit_generator
-        position: Any = ctypes.c_int.from_address(bits.ctypes.state_address + 624 * 4)
-        position.owner = bits  # `numpy.random.set_bit_generator` may drop it
-        state: Any = np.random.get_state(legacy=True)
-        return position if position.value == state[2] else None
-    except (AttributeError, ValueError):
-        return None
-
-
-# Reading a whole state takes 10 to 40 microseconds, a position 0.1: enough to notice that numbers were drawn.
-@functools.cache  # found when a region first runs, for numpy.random takes 10 ms to import
-def _positions() -> list[Any]:
-    return [position for position in (_position_of_python(), _position_of_numpy()) if position is not None]
-
-
-def _can_notice() -> bool:
-    return len(_positions()) == 2  # otherwise (another interpreter, another layout) whole states are always taken
-
-
-def _host_positions() -> list[int]:
-    return [position.value for position in _positions()]
-
-
-def _host_state() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_host_state(state: tuple[Any, Any]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-
-
-def _differs(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-
-
-def _autocast(kinds: list[str]) -> list[tuple[str, bool, torch.dtype, bool]]:
-    cache = torch.is_autocast_cache_enabled()
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache) for kind in kinds]
-
-
-def _kinds(devices: list[torch.device]) -> list[str]:
-    return sorted({"cpu", *(device.type for device in devices if device.type != "meta")}) if devices else ["cpu"]
 
 
 def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
@@ -236,14 +165,25 @@ _FLAGS = [
     )
     if flag is not None
 ]
-_READ = [read for _, read, _ in _FLAGS]
+_READ = [*(read for _, read, _ in _FLAGS), torch.is_autocast_cache_enabled]
+_CPU = {"cpu"}
 
 
-def _flags() -> list[Any]:
+@functools.cache
+def _readers(kind: str) -> list[Callable[[], Any]]:
+    return [partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)]
+
+
+_READ_ON_CPU = [*_READ, *_readers("cpu")]
+
+
+def _settings(kinds: set[str]) -> list[Any]:
+    """Flags, then autocast; in one go, for most regions do nothing else that takes as long."""
+    readers = _READ_ON_CPU if kinds is _CPU else [*_READ, *(read for kind in kinds for read in _readers(kind))]
     try:
-        return [read() for read in _READ]
+        return [read() for read in readers]
     except RuntimeError:  # the older and the newer names for TF32 were both used: PyTorch refuses to read some
-        return [_read(read) for read in _READ]
+        return [_read(read) for read in readers]
 
 
 def _read(read: Callable[[], Any]) -> Any:

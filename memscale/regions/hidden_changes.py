@@ -48,9 +48,8 @@ def _storage_or_itself(tensor: torch.Tensor) -> Any:
         return tensor
 
 
-def assigned(tensors: Sequence[torch.Tensor], before: Sequence[Any]) -> list[int]:
-    """Which of `tensors` were given another storage since they had those of `before`, which the caller holds."""
-    now = storages(tensors)
+def assigned(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
+    """Which tensors were given another storage: they have those of `now`, and had those of `before`, which is held."""
     if all(map(operator.is_, now, before)):
         return []
     return [
@@ -156,7 +155,7 @@ def refused(
 
     with Writes(copy) if watch else nullcontext():
         yield
-    replaced = assigned(tensors, held)
+    replaced = assigned(storages(tensors), held)
     changed = [index for index in copies if version(tensors[index]) == versions[index]]
     if not replaced and not changed:
         return

@@ -17,19 +17,8 @@ from memscale.regions.hidden_changes import extent, overlap, storages
 Name = tuple[int, Any] | int  # (position of a place, key in it), or the index of an argument
 
 
-class _Form(NamedTuple):
-    """How a tensor lies in its piece."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    base: int  # the same for tensors that are views of one another to autograd
-    requires_grad: bool
-    is_leaf: bool
-
-
 class Piece:
-    """Tensors that overlap, and what they held.
+    """A tensor that overlaps with no other, and what it held.
 
     Attributes:
         names: the names of the tensors, each with the position of its tensor among these.
@@ -39,21 +28,16 @@ class Piece:
         problem: why the names cannot be made again, if they cannot.
     """
 
-    __slots__ = ("_copy", "_forms", "_start", "argument", "names", "problem", "tensors", "written")
+    __slots__ = ("_copy", "_is_leaf", "_requires_grad", "argument", "names", "problem", "tensors", "written")
 
-    def __init__(self, members: Iterable[tuple[torch.Tensor, list[Name]]]) -> None:
-        self.names: dict[Name, int] = {}
-        self.tensors: list[torch.Tensor] = []
-        for index, (tensor, names) in enumerate(members):
-            self.tensors.append(tensor)
-            self.names.update(dict.fromkeys(names, index))
-        first = next(iter(self.names))
-        self.argument = first if isinstance(first, int) and len(self.names) == 1 else None
+    def __init__(self, tensors: list[torch.Tensor], names: dict[Name, int]) -> None:
+        self.names = names
+        self.tensors = tensors
+        first = next(iter(names))
+        self.argument = first if isinstance(first, int) and len(names) == 1 else None
         self.written = False
-        several = len(self.tensors) > 1
-        self._forms = [_form(tensor, several) for tensor in self.tensors]
-        self._start = min(form.offset for form in self._forms) if several else 0
-        self.problem = _problem(self.tensors, self._forms) if several else None
+        self.problem: str | None = None
+        self._requires_grad, self._is_leaf = tensors[0].requires_grad, tensors[0].is_leaf
         self._copy: torch.Tensor | None = None
 
     @property
@@ -62,14 +46,17 @@ class Piece:
         return self._copy is not None
 
     def take(self) -> Piece:
-        """Copy what it holds now, if that has not been done and can be. Without autograd, and unrecorded."""
+        """Copy what it holds now, if that has not been done and can be. Unrecorded."""
         if self._copy is None and self.problem is None:
-            contents = self.tensors[0]
-            if len(self.tensors) > 1:
-                length = max(extent(tensor)[1] for tensor in self.tensors) // contents.element_size() - self._start
-                contents = contents.as_strided((length,), (1,), self._start)
-            self._copy = contents.clone()
+            self._copy = self._taken()
         return self
+
+    def _taken(self) -> torch.Tensor:
+        tensor = self.tensors[0]
+        if not tensor.requires_grad:  # entering `no_grad` takes as long as the copy of a small buffer
+            return tensor.clone()
+        with torch.no_grad():
+            return tensor.clone()
 
     def let_go(self) -> None:
         """Hold the copy only: the region has run."""
@@ -77,23 +64,61 @@ class Piece:
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor with what it held."""
-        assert self._copy is not None
-        for tensor, form in zip(self.tensors, self._forms, strict=True):
-            yield tensor, self._copy if len(self._forms) == 1 else self._view(self._copy, form)
+        yield self.tensors[0], self.old()
 
     def old(self) -> torch.Tensor:
-        """The copy, of a piece with one tensor."""
+        """The copy."""
         assert self._copy is not None
         return self._copy
 
     def again(self, *, last: bool) -> dict[Name, torch.Tensor]:
-        """New tensors over a copy of what it held; over the only copy, if this is the `last` time.
+        """New tensors over a copy of what it held; over the only copy, if this is the `last` time. Unrecorded."""
+        memory = self.old() if last else self.old().clone()
+        return dict.fromkeys(self.names, self._alone(memory))
 
-        Without autograd, and unrecorded.
-        """
-        assert self._copy is not None
-        memory = self._copy if last else self._copy.clone()
-        made = [_alone(memory, self._forms[0])] if len(self._forms) == 1 else self._together(memory)
+    def _alone(self, memory: torch.Tensor) -> torch.Tensor:
+        if not self._requires_grad:
+            return memory
+        if self._is_leaf:
+            return memory.requires_grad_()
+        with torch.enable_grad():
+            return memory.requires_grad_().clone()
+
+
+class _Form(NamedTuple):
+    """How a tensor lies in its piece."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    base: int  # the same for tensors that are views of one another to autograd
+    requires_grad: bool
+
+
+class _Overlapping(Piece):
+    """Tensors that overlap, and what they held."""
+
+    __slots__ = ("_forms", "_start")
+
+    def __init__(self, tensors: list[torch.Tensor], names: dict[Name, int]) -> None:
+        super().__init__(tensors, names)
+        self._forms = [_form(tensor) for tensor in tensors]
+        self._start = min(form.offset for form in self._forms)
+        self.problem = _problem(tensors, self._forms)
+
+    def _taken(self) -> torch.Tensor:
+        first = self.tensors[0]
+        length = max(extent(tensor)[1] for tensor in self.tensors) // first.element_size() - self._start
+        with torch.no_grad():
+            return first.as_strided((length,), (1,), self._start).clone()
+
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for tensor, form in zip(self.tensors, self._forms, strict=True):
+            yield tensor, self._view(self.old(), form)
+
+    def again(self, *, last: bool) -> dict[Name, torch.Tensor]:
+        with torch.no_grad():
+            made = self._together(self.old() if last else self.old().clone())
         return {name: made[index] for name, index in self.names.items()}
 
     def _together(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -119,18 +144,10 @@ class Piece:
         return memory.as_strided(form.size, form.stride, form.offset - self._start)
 
 
-def _form(tensor: torch.Tensor, several: bool) -> _Form:
-    if not several:
-        return _Form(tensor.size(), (), 0, 0, tensor.requires_grad, tensor.is_leaf)
+def _form(tensor: torch.Tensor) -> _Form:
     base = tensor._base if tensor._is_view() else None
-    return _Form(
-        tensor.size(),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        id(tensor if base is None else base),
-        tensor.requires_grad,
-        tensor.is_leaf,
-    )
+    root = id(tensor if base is None else base)
+    return _Form(tensor.size(), tensor.stride(), int(tensor.storage_offset()), root, tensor.requires_grad)
 
 
 def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
@@ -140,13 +157,6 @@ def _problem(tensors: list[torch.Tensor], forms: list[_Form]) -> str | None:
     if len(trained) > 1 or any(form.base in trained and not form.requires_grad for form in forms):
         return "which it also has by a tensor with another gradient"
     return None
-
-
-def _alone(memory: torch.Tensor, form: _Form) -> torch.Tensor:
-    if not form.requires_grad or form.is_leaf:
-        return memory.requires_grad_(form.requires_grad)
-    with torch.enable_grad():
-        return memory.requires_grad_().clone()
 
 
 class Pieces:
@@ -192,8 +202,13 @@ class Pieces:
             members = list(self._by_storage.get(key, {}).values())
             if not members:
                 return []
-            self._pieces[key] = [Piece(group) for group in _overlapping(members)]
+            self._pieces[key] = [_piece(group) for group in _overlapping(members)]
         return self._pieces[key]
+
+
+def _piece(members: list[tuple[torch.Tensor, list[Name]]]) -> Piece:
+    names = {name: index for index, (_, known) in enumerate(members) for name in known}
+    return (Piece if len(members) == 1 else _Overlapping)([tensor for tensor, _ in members], names)
 
 
 def _overlapping(

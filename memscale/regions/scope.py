@@ -15,6 +15,7 @@ are those of `_arguments`.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 from collections import deque
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled
-from memscale.regions.views import lasting
+from memscale.regions.views import ABSENT, lasting
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
@@ -34,8 +35,9 @@ _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 LARGEST_CONTAINER = 1024
 _CONTAINERS = (list, dict, set, deque)
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
-_STATEFUL = {*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
+_STATEFUL = {*_CONTAINERS, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
+_FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_forward_") and name not in _CALLED))
 NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
@@ -104,18 +106,27 @@ def write(place: Place, content: Content) -> None:
 
 
 def holds(place: Place, content: Content) -> bool:
-    """Whether `place` holds the very objects of `content`."""
-    if type(place) is Attributes:
+    """Whether `place` holds the very objects of `content`, in the same order if it has one."""
+    kind = type(place)
+    if kind is Attributes:
         mapping = place.mapping
         return len(mapping) == place.bookkeeping + len(content) and all(
-            map(operator.is_, map(mapping.get, content), content.values())  # type: ignore[union-attr]
+            map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
         )
     now = place if isinstance(place, (dict, list)) else read(place)
-    if len(now) != len(content):
+    if len(now) != len(content) or not all(map(operator.is_, now, content)):
         return False
-    if isinstance(now, dict) and isinstance(content, dict):
-        return all(map(operator.is_, now.values(), content.values()))
-    return all(map(operator.is_, now, content))
+    return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]
+
+
+_ABSENTS = itertools.repeat(object())  # None is a value that an attribute may have had
+
+
+def differing(a: Content, b: Content) -> list[str]:
+    """The names of what differs between the attributes `a` and `b`."""
+    assert isinstance(a, dict)
+    assert isinstance(b, dict)
+    return [name for name in {**a, **b} if a.get(name, ABSENT) is not b.get(name, ABSENT)]
 
 
 def is_hooked(own: dict[str, Any]) -> bool:
@@ -205,9 +216,8 @@ class Scope:
         position = len(self.places)
         self.places.append(place)
         self.contents.append(content)
-        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            if isinstance(value, torch.Tensor):
-                self.tensors.append((position, key, value))
+        entries = content.items() if isinstance(content, dict) else enumerate(content)
+        self.tensors += [(position, key, value) for key, value in entries if isinstance(value, torch.Tensor)]
         return content
 
     def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
@@ -241,7 +251,7 @@ class Scope:
             self._visit_method(thing, call, home)
 
     def _visit_module(self, root: nn.Module) -> None:
-        stack = [root]
+        stack, places, tensors = [root], self.places, self.tensors
         while stack:
             module = stack.pop()
             if id(module) in self._seen:
@@ -250,23 +260,29 @@ class Scope:
             own = module.__dict__
             self.modules.append(module)
             content = {key: value for key, value in own.items() if key not in _INTERNAL}
-            position = len(self.places)
-            self.places.append(Attributes(own, len(own) - len(content)))
+            position = len(places)
+            places.append(Attributes(own, len(own) - len(content)))
             self.contents.append(content)
             for key, value in content.items():
+                kind = type(value)
+                if kind in _PLAIN:
+                    continue
                 if isinstance(value, torch.Tensor):
-                    self.tensors.append((position, key, value))
-                elif type(value) in _STATEFUL and not (type(value) is tuple and _PLAIN.issuperset(map(type, value))):
+                    tensors.append((position, key, value))
+                elif kind is tuple:
+                    if not _PLAIN.issuperset(map(type, value)):
+                        self._visit(value, NOWHERE)
+                elif kind in _STATEFUL and key not in _FIXED:
                     self._visit(value, NOWHERE)
             for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
                 self._visit_names(mapping, names, NOWHERE)
-            if own["_parameters"]:
-                self._add(lasting(own["_parameters"]))
-            if own["_buffers"]:
-                self._add(lasting(own["_buffers"]))
+            for table in (own["_parameters"], own["_buffers"]):
+                if table:
+                    self._add(lasting(table))
             if is_hooked(own):
                 self._visit_forward_hooks(own)
-            stack.extend([child for child in own["_modules"].values() if child is not None])
+            if own["_modules"]:
+                stack.extend([child for child in own["_modules"].values() if child is not None])
 
     def _visit_forward_hooks(self, own: dict[str, Any]) -> None:
         self.hooks[id(own)] = {table: own[table].copy() for table in HOOKS if table in own}

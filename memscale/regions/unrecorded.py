@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 
 class _Local(threading.local):
-    unrecorded = False
+    depth = 0
 
 
 _local = _Local()
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+class _Unrecorded(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        _local.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _local.depth -= 1
+
+
+_unrecorded = _Unrecorded()
+
+
+def unrecorded() -> AbstractContextManager[None]:
     """Hide the body's operators from recorders: our own copies must not count as the region's operators."""
-    before, _local.unrecorded = _local.unrecorded, True
-    try:
-        yield
-    finally:
-        _local.unrecorded = before
+    return _unrecorded
 
 
 def is_unrecorded() -> bool:
     """Whether the operators that run here now are our own."""
-    return _local.unrecorded
+    return _local.depth > 0

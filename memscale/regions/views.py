@@ -14,8 +14,8 @@ import functools
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -30,37 +30,50 @@ _hooked_by_others: list[_Table] = []
 
 
 _PATIENCE_SECONDS = 60.0
-_turn = threading.RLock()
-_rewinding = 0  # the thread whose turn it is
 
 
-@contextmanager
-def my_turn() -> Iterator[None]:
+class _Turn(AbstractContextManager[None]):
+    """Held by one thread; by that one as often as it likes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self.thread = 0  # whose turn it is
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            raise CorrectnessError(
+                "a region that draws random numbers, or has state in closures, globals or lists, waited a minute for "
+                "the recompute of another one in another thread, which has put its own state back for that time; run "
+                "the two backwards one after the other"
+            )
+        self.thread = _get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.thread = 0
+        self._lock.release()
+
+
+_turn = _Turn()
+
+
+def my_turn() -> AbstractContextManager[None]:
     """The only recompute, while the body runs, that may write into what is no module's own: closures, globals, lists,
     and the state of random generators.
 
     Raises:
         CorrectnessError: another thread's recompute does not come to its end.
     """
-    global _rewinding
-    if not _turn.acquire(timeout=_PATIENCE_SECONDS):
-        raise CorrectnessError(
-            "a region that draws random numbers, or has state in closures, globals or lists, waited a minute for the "
-            "recompute of another one in "
-            "another thread, which has put its own state back for that time; run the two backwards one after the other"
-        )
-    outer, _rewinding = _rewinding, _get_ident()
-    try:
-        yield
-    finally:
-        _rewinding = outer
-        _turn.release()
+    return _turn
 
 
 def wait_for_recomputes() -> None:
     """Before a region is read in a forward: let the recompute of another thread put back what it wrote."""
-    if _rewinding not in (0, _get_ident()):
-        with my_turn():
+    if _turn.thread not in (0, _get_ident()):
+        with _turn:
             pass
 
 

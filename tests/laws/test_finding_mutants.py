@@ -8,7 +8,7 @@ import torch
 import memscale as ms
 from memscale.algebra import apply as _apply
 from memscale.algebra import region
-from memscale.regions import environment, functorch_state, hidden_changes, modes, pieces, snapshot
+from memscale.regions import environment, functorch_state, hidden_changes, modes, pieces, rewind, snapshot
 from memscale.transforms.cast import containers
 from memscale.transforms.cast.precision import cast_floating
 from memscale.transforms.checkpoint import recompute
@@ -21,7 +21,7 @@ from tests.laws.test_findings import FINDINGS
 
 
 def hooks_are_those_of_backward(monkeypatch):
-    monkeypatch.setattr(snapshot, "HOOKS", ())
+    monkeypatch.setattr(rewind, "HOOKS", ())
 
 
 def cast_makes_containers_again(monkeypatch):
@@ -37,16 +37,19 @@ def views_are_copied_apart(monkeypatch):
 
 
 def memory_comes_back_under_one_name(monkeypatch):
-    def again(self, *, last):
-        (first, tensor), *others = original(self, last=last).items()
-        return {first: tensor} | {name: other.clone() for name, other in others if isinstance(name, int)}
+    def apart(original):
+        def again(self, *, last):
+            (first, tensor), *others = original(self, last=last).items()
+            return {first: tensor} | {name: other.clone() for name, other in others if isinstance(name, int)}
 
-    original = pieces.Piece.again
-    monkeypatch.setattr(pieces.Piece, "again", again)
+        return again
+
+    for kind in (pieces.Piece, pieces._Overlapping):
+        monkeypatch.setattr(kind, "again", apart(kind.again))
 
 
 def assignments_are_not_seen(monkeypatch):
-    monkeypatch.setattr(snapshot.Snapshot, "_find_reassigned", lambda _: None)
+    monkeypatch.setattr(snapshot.Snapshot, "find_reassigned", lambda *_: None)
     monkeypatch.setattr(hidden_changes, "assigned", lambda *_: [])
 
 
@@ -64,7 +67,7 @@ def hidden_changes_are_allowed(monkeypatch):
 
 
 def parameters_train_as_they_do_now(monkeypatch):
-    monkeypatch.setattr(snapshot.Snapshot, "_trained_as_then", lambda _, renewed: renewed)
+    monkeypatch.setattr(rewind.Rewind, "_trained_as_then", lambda _, renewed: renewed)
 
 
 def a_compiled_tile_refuses_nothing(monkeypatch):
@@ -72,7 +75,7 @@ def a_compiled_tile_refuses_nothing(monkeypatch):
 
 
 def other_threads_see_the_attributes_of_the_past(monkeypatch):
-    monkeypatch.setattr(snapshot, "can_see", lambda *_: False)
+    monkeypatch.setattr(rewind, "can_see", lambda *_: False)
 
 
 def other_threads_see_the_buffers_of_the_past(monkeypatch):
@@ -82,7 +85,7 @@ def other_threads_see_the_buffers_of_the_past(monkeypatch):
         table.update(then)
         return lambda: table.update(now)
 
-    monkeypatch.setattr(snapshot, "see_table", see_table)
+    monkeypatch.setattr(rewind, "see_table", see_table)
 
 
 def pieces_of_any_kind_are_joined(monkeypatch):
@@ -132,7 +135,7 @@ def a_backward_that_keeps_the_graph_forgets_what_it_was_given(monkeypatch):
 
 
 def a_recompute_is_not_watched_under_a_mode(monkeypatch):
-    monkeypatch.setattr(snapshot, "modes", lambda: modes._NONE)
+    monkeypatch.setattr(rewind, "modes", lambda: modes._NONE)
 
 
 def a_forward_keeps_its_module(monkeypatch):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from memscale.core import CorrectnessError, changed_error, described, version
-from memscale.regions import Habits, Scope, Snapshot, arguments, recomputing, unrecorded, wait_for_recomputes
+from memscale.core import CorrectnessError, changed_error, described
+from memscale.regions import Habits, Rewind, Scope, Snapshot, arguments, recomputing, unrecorded, wait_for_recomputes
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 
@@ -43,7 +43,10 @@ def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any
     frame = _Frame(fn, record, memory, args, kwargs)
     _autograd._push_saved_tensors_default_hooks(frame.pack, _unpack)
     try:
-        with frame.watching(), frame.recorder or nullcontext():
+        if frame.is_observed:
+            with frame.watching(), frame.recorder or nullcontext():
+                result = fn(*args, **kwargs)
+        else:
             result = fn(*args, **kwargs)
     finally:
         _autograd._pop_saved_tensors_default_hooks()
@@ -89,7 +92,6 @@ class _Frame:
     """One run of a region: its inputs, its snapshot, and the placeholders that autograd holds for it."""
 
     __slots__ = (
-        "_argument_versions",
         "_call",
         "_concluded",
         "_fn",
@@ -120,7 +122,6 @@ class _Frame:
         self._memory = memory
         self._mode = (scope.flags(), len(scope.places), len(tensors))
         self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
-        self._argument_versions = [version(tensor) for tensor in tensors]
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._inputs: Kept | None = Kept(tensors)
         self._replaced: set[int] = set()  # those that the region changes in place
@@ -128,6 +129,12 @@ class _Frame:
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
         self._concluded = False
         self.recorder = record and record(tensors)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether somebody looks at the operators of the run."""
+        assert self._snapshot is not None
+        return self.recorder is not None or self._snapshot.is_watched
 
     def watching(self) -> AbstractContextManager[Any]:
         """See `Snapshot.watching`."""
@@ -150,10 +157,12 @@ class _Frame:
 
     def conclude(self) -> None:
         """After the run: learn what it changed, and keep the old values of arguments that it changed."""
-        assert self._snapshot is not None
-        assert self._inputs is not None
+        snapshot, inputs = self._snapshot, self._inputs
+        assert snapshot is not None
+        assert inputs is not None
+        versions = snapshot.argument_versions
         try:
-            habits = self._snapshot.conclude(self._argument_versions)
+            habits = snapshot.conclude()
         except CorrectnessError:
             self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
             raise
@@ -161,9 +170,9 @@ class _Frame:
             self._memory.habits[self._mode] = habits
         if self.recorder is not None:
             self.recorder.conclude()
-        self._inputs.seal(self._argument_versions)
-        for index, old_value in self._snapshot.take_replaced().items():
-            self._inputs.replace(index, old_value)
+        inputs.seal(versions)
+        for index, old_value in snapshot.take_replaced().items():
+            inputs.replace(index, old_value)
             self._replaced.add(index)
         self._concluded = True
 
@@ -188,8 +197,8 @@ class _Frame:
         rerun = _Rerun(self._seen, live, fresh)
         last = in_backward and self._concluded and not _keeps_graph()
         with (
-            self._snapshot.reinstate(last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
-            self._call.again(values := [value for _, value in sorted((found | shared).items())]) as (args, kwargs),
+            Rewind(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
+            self._call.again(values := _in_order(found, shared)) as (args, kwargs),
             torch.enable_grad(),
         ):
             _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
@@ -229,8 +238,9 @@ class _Frame:
         assert self._inputs is not None
         leaves: dict[int, torch.Tensor] = {}
         values: dict[int, torch.Tensor] = {}
-        by_snapshot = {name for piece in self._snapshot.pieces() for name in piece.names if piece.argument is None}
-        replaced = self._snapshot.replaced()
+        pieces = self._snapshot.pieces()
+        by_snapshot = {name for piece in pieces for name in piece.names if piece.argument is None} if pieces else ()
+        replaced = self._snapshot.replaced() if pieces else {}
         for index, requires_grad in enumerate(self._requires_grad):
             if index in by_snapshot:
                 continue
@@ -260,6 +270,10 @@ class _Frame:
         for reference in self._placeholders:
             if (placeholder := reference()) is not None:
                 placeholder.found = None
+
+
+def _in_order(found: dict[int, torch.Tensor], shared: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    return list(found.values()) if not shared else [value for _, value in sorted((found | shared).items())]
 
 
 class _AtTheEnd:
@@ -294,7 +308,8 @@ class _Rerun:
         self._seen = seen
         self._live = live
         self._fresh = fresh  # tensors whose version counters mean nothing
-        self.made: set[int] = set()  # and storages
+        self._of_fresh: set[int] | None = None  # their storages
+        self.made: set[int] = set()  # and others
         self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
         self._count = 0
         self.found: dict[int, _Found] = {}
@@ -326,8 +341,10 @@ class _Rerun:
         return tensor
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        if self._of_fresh is None:
+            self._of_fresh = {fresh.untyped_storage()._cdata for fresh in self._fresh}
         storage = tensor.untyped_storage()._cdata
-        return storage in self.made or any(fresh.untyped_storage()._cdata == storage for fresh in self._fresh)
+        return storage in self._of_fresh or storage in self.made
 
     def check(self) -> None:
         """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""

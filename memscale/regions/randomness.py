@@ -1,0 +1,146 @@
+"""The states of random generators: taken, put back, and noticed to have moved without being taken again."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The generators of PyTorch that operators on the CPU and on `devices` draw from; that of the CPU first."""
+    found = [torch.default_generator]
+    for device in sorted(devices, key=str):
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            found.append(torch.cuda.default_generators[index])
+        elif device.type == "mps":
+            found.append(torch.mps._get_default_mps_generator())
+        elif device.type == "xpu":
+            index = torch.xpu.current_device() if device.index is None else device.index
+            found.append(torch.xpu.default_generators[index])
+    return found
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two states of a generator are the same."""
+    return _bytes(a) == _bytes(b)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    # Read as raw bytes (generator states live in host memory): any tensor operator here, `numpy()` included, would
+    # be seen by the caller's dispatch modes, and a fake mode refuses real tensors.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def position() -> tuple[bytes, bytes] | None:
+    """What tells whether PyTorch's generator for the CPU was drawn from since; `None` if nothing does."""
+    found = _position_of_torch()
+    return found and (found[0].raw, found[1].raw)
+
+
+# A whole state is 5,056 bytes: taking it again and comparing it is a tenth of what a small region costs.
+@functools.cache
+def _position_of_torch() -> tuple[Any, Any] | None:
+    """Where the Mersenne twister keeps its position, with its first words, and the normal numbers that it has left.
+
+    Looked for in a generator of our own, and only believed if it changes as the state does.
+    """
+    probe = torch.Generator("cpu")
+    probe.manual_seed(_SEED)
+    state = probe.get_state()
+    at = ctypes.string_at(_implementation(probe), _SEARCHED).find(struct.pack("=Q", _SEED))
+    layout = struct.Struct("=QiiQ624Q3di4xfi")  # seed, left, whether seeded, next, words; normal numbers
+    if at < 0 or layout.size != state.nbytes:
+        return None
+    seed, left, seeded, following, *rest = layout.unpack(_bytes(state))
+    words = struct.pack("=624I", *rest[:624])
+    start = ctypes.string_at(_implementation(probe) + at, _WORDS)
+    if start[:12] + start[16:] != struct.pack("=QiI", seed, left, following):
+        return None
+    if ctypes.string_at(_implementation(probe) + at + _WORDS, len(words)) != words:
+        return None
+    for normals in ((0.0, 0.5, 0.5, 1, 0.0, 0), (0.0, 0.0, 0.0, 0, 0.5, 1)):
+        _, before = _looks(probe, at)
+        packed = layout.pack(seed, left, seeded, following, *rest[:624], *normals)
+        ctypes.memmove(state.data_ptr(), packed, len(packed))
+        then = before.raw
+        probe.set_state(state)
+        if before.raw == then:
+            return None
+    return _looks(torch.default_generator, at)
+
+
+_SEED = 0x6D656D7363616C65
+_SEARCHED, _WORDS = 256, 20  # bytes of a generator where the seed may be, and from there to the words
+
+
+def _implementation(generator: torch.Generator) -> int:
+    address = ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value
+    assert address is not None
+    return address
+
+
+def _looks(generator: torch.Generator, at: int) -> tuple[Any, Any]:
+    start = _implementation(generator) + at
+    return (ctypes.c_char * 52).from_address(start), (ctypes.c_char * 32).from_address(start + _WORDS + 624 * 4)
+
+
+def _position_of_python() -> Any:
+    """Where Python's generator keeps its position among the 624 numbers it draws at a time (CPython's layout)."""
+    try:
+        position: Any = ctypes.c_int.from_address(id(random._inst) + object.__basicsize__)
+        position.owner = random._inst  # its memory must outlive the pointer
+        return position if position.value == random.getstate()[1][-1] else None
+    except (AttributeError, ValueError):
+        return None
+
+
+def _position_of_numpy() -> Any:
+    """The same for NumPy's legacy generator, by the address it publishes for C callers."""
+    try:
+        bits = np.random.mtrand._rand._bit_generator
+        position: Any = ctypes.c_int.from_address(bits.ctypes.state_address + 624 * 4)
+        position.owner = bits  # `numpy.random.set_bit_generator` may drop it
+        state: Any = np.random.get_state(legacy=True)
+        return position if position.value == state[2] else None
+    except (AttributeError, ValueError):
+        return None
+
+
+# Reading a whole state takes 10 to 40 microseconds, a position 0.1: enough to notice that numbers were drawn.
+@functools.cache  # found when a region first runs, for numpy.random takes 10 ms to import
+def _positions() -> list[Any]:
+    return [position for position in (_position_of_python(), _position_of_numpy()) if position is not None]
+
+
+def can_notice() -> bool:
+    """Whether `host_positions` tells when Python's or NumPy's generator was drawn from."""
+    return len(_positions()) == 2  # otherwise (another interpreter, another layout) whole states are always taken
+
+
+def host_positions() -> list[int]:
+    """Where Python's and NumPy's generators are."""
+    return [position.value for position in _positions()]
+
+
+def host_state() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_host_state(state: tuple[Any, Any]) -> None:
+    """Put back what `host_state` gave."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+
+
+def differs(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    """Whether two states of these differ."""
+    return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))

@@ -1,0 +1,269 @@
+"""Going back to the moment of a snapshot, for as long as a recompute runs, and to the present again."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import CorrectnessError, pytrees
+from memscale.regions.modes import modes
+from memscale.regions.pieces import Name
+from memscale.regions.scope import HOOKS, Attributes, Content, Place, differing, holds, is_hooked, read, write
+from memscale.regions.snapshot import Snapshot, is_sharded
+from memscale.regions.stand_ins import Note
+from memscale.regions.uncompiled import OperatorWatch
+from memscale.regions.unrecorded import unrecorded
+from memscale.regions.views import ABSENT, can_see, my_turn, real, see_attributes, see_table
+
+
+class Rewind:
+    """A context in which a region runs as if no time had passed since `snapshot`. Afterwards all is as it was before.
+
+    Entering gives the arguments that the region changes and also has by other names, made again with these.
+
+    Args:
+        snapshot: of the run that is to be repeated.
+        last: whether no other rerun will follow this one if it succeeds, so that it may change the old values
+            themselves.
+        refused: the storages of changed arguments, each with what to say if the rerun uses it.
+        fresh: receives the tensors that the rerun may change: their version counters start anew.
+        made: receives the storages that the rerun makes, where it runs under a dispatch mode and the run did not.
+
+    Raises:
+        CorrectnessError: a tensor that the region depends on was changed in place since, if only by a last rerun
+            that failed.
+    """
+
+    __slots__ = ("_around", "_before", "_fresh", "_last", "_made", "_owners", "_refused", "_snapshot", "_undo")
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        last: bool,
+        refused: dict[int, str],
+        fresh: list[torch.Tensor],
+        made: set[int],
+    ) -> None:
+        self._snapshot = snapshot
+        self._last = last
+        self._refused = refused
+        self._fresh = fresh
+        self._made = made
+        self._owners: dict[int, nn.Module] | None = None  # asked for when something is not as it was
+        self._around: list[AbstractContextManager[Any]] = []
+        self._undo: list[Callable[[], Any]] = []
+        self._before: list[tuple[Place, Content]] = []
+
+    def __enter__(self) -> dict[int, torch.Tensor]:
+        try:
+            return self._enter()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def _enter(self) -> dict[int, torch.Tensor]:
+        snapshot, environment = self._snapshot, self._snapshot.environment
+        changed = snapshot.changed_since()
+        changed.update(self._refused)
+        arrived: Mapping[Note, torch.Tensor] = {}
+        if snapshot.notes:
+            arrived = self._enter_around(snapshot.notes[0].bring_back(snapshot.notes))
+        if snapshot.scope.shared or environment.draws:
+            self._enter_around(my_turn())
+        renewed = self._old_values()
+        self._fresh.extend(renewed.values())
+        self._go_back(self._trained_as_then(renewed), arrived)
+        environment.enter(self._undo)
+        # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
+        if changed or (not environment.dispatched and modes().dispatched):
+            self._watch(_ChangedWatch(changed, self._made))
+        if snapshot.is_watched:
+            self._watch(snapshot.watching())
+        return {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
+
+    def _enter_around(self, context: AbstractContextManager[Any]) -> Any:
+        entered = context.__enter__()
+        self._around.append(context)
+        return entered
+
+    def _watch(self, mode: Any) -> None:
+        mode.__enter__()
+        self._undo.append(partial(mode.__exit__, None, None, None))
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            for step in reversed(self._undo):
+                step()
+            for place, content in self._before:
+                if not holds(place, content):
+                    write(place, content)
+        finally:
+            for context in reversed(self._around):
+                context.__exit__(*error)
+
+    def _old_values(self) -> dict[Name, torch.Tensor]:
+        """What the region changes in place, as it was; for the last rerun not copies, but what the snapshot keeps."""
+        snapshot, last = self._snapshot, self._last
+        if snapshot.is_running:
+            snapshot.find_reassigned()
+        pieces = [piece for piece in snapshot.pieces() if piece.argument is None]
+        if snapshot.given_away:
+            raise CorrectnessError(
+                "a checkpointed region cannot be recomputed again: its recompute failed in an earlier backward, and it "
+                f"may have changed the only copy of {snapshot.title(next(iter(pieces[0].names)))}, which the "
+                "region changes in place. Run the forward again; if a backward may fail and be repeated, give it "
+                "retain_graph=True, which spares that copy"
+            )
+        if not pieces:
+            return {}
+        # Said before, not when it fails: an interrupt can come at any moment.
+        snapshot.given_away = last
+        with unrecorded():
+            return {name: tensor for piece in pieces for name, tensor in piece.again(last=last).items()}
+
+    def _trained_as_then(self, renewed: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """`renewed`, and stand-ins for what was frozen or unfrozen since: the region must save again what it saved."""
+        snapshot = self._snapshot
+        if not renewed and [tensor.requires_grad for tensor in snapshot.tensors] == snapshot.trained:
+            return renewed
+        made: dict[int, torch.Tensor] = {}
+        found = dict(renewed)
+        for (position, key, tensor), then in zip(snapshot.scope.tensors, snapshot.trained, strict=True):
+            if (old_value := renewed.get((position, key))) is not None:
+                old_value.requires_grad_(then)
+            elif tensor.requires_grad != then:
+                if id(tensor) not in made:
+                    made[id(tensor)] = _like(tensor, then)
+                found[position, key] = made[id(tensor)]
+        return found
+
+    def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
+        """Let every place hold for this thread what it held then; what the rerun may leave is undone afterwards."""
+        scope, assigned = self._snapshot.scope, self._snapshot.assigned
+        touched = {name[0] for name in renewed if not isinstance(name, int)}
+        for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
+            if position not in touched and position not in assigned and holds(place, content):
+                self._before.append((place, content))
+            else:
+                self._put(position, _as_then(position, place, content, renewed, arrived))
+        for module in scope.modules:
+            own = module.__dict__
+            if (hooks := scope.hooks.get(id(own))) is not None or is_hooked(own):
+                for name in HOOKS:
+                    then = {} if hooks is None else hooks.get(name, {})
+                    if name in own and not holds(own[name], then):
+                        self._undo.append(see_table(module, name, OrderedDict(then)))
+
+    def _put(self, position: int, then: Content) -> None:
+        """Let the place at `position` hold `then`: for this thread, if it is a module's own."""
+        place = self._snapshot.scope.places[position]
+        module, table = self._owner(position)
+        if module is None:
+            self._before.append((place, read(place)))
+            write(place, then)
+        elif table:
+            self._undo.append(see_table(module, table, then))  # type: ignore[arg-type]
+        else:
+            present = read(place)
+            names = [*differing(then, present), *self._snapshot.assigned.get(position, ())]
+            seen = {name: then.get(name, ABSENT) for name in names if can_see(module, name)}  # type: ignore[union-attr]
+            rest = {name: value for name, value in then.items() if name not in seen}  # type: ignore[union-attr]
+            self._undo.append(partial(_put_back_rest, place, present, seen.keys()))
+            _put_back_rest(place, rest, seen.keys())
+            self._undo.append(see_attributes(module, seen))
+
+    def _owner(self, position: int) -> tuple[nn.Module | None, str]:
+        """The module whose dictionary the place at `position` is, and its name there; '' is that of attributes."""
+        if self._owners is None:
+            self._owners = _owners(self._snapshot.scope.modules)
+        places = self._snapshot.scope.places
+        place = places[position]
+        if type(place) is Attributes:
+            return self._owners.get(id(place.mapping)), ""
+        if isinstance(place, dict) and self._owners:
+            # The tables of a module come after its attributes, before those of another one.
+            for earlier in range(position - 1, -1, -1):
+                if type(attributes := places[earlier]) is Attributes:
+                    for table in ("_parameters", "_buffers"):
+                        if real(attributes.mapping.get(table)) is real(place):
+                            return self._owners.get(id(attributes.mapping)), table
+        return None, ""
+
+
+def _owners(modules: list[nn.Module]) -> dict[int, nn.Module]:
+    """The modules, by the id of their dictionary; none if one was compiled: such code looks at the dictionaries."""
+    if any(m.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in m.__dict__["_modules"] for m in modules):
+        return {}
+    return {id(module.__dict__): module for module in modules}
+
+
+def _as_then(
+    position: int,
+    place: Place,
+    content: Content,
+    renewed: dict[Name, torch.Tensor],
+    arrived: Mapping[Note, torch.Tensor],
+) -> Content:
+    """`content`, what the place held, with new tensors for those that are not there any more."""
+    content = content.copy()
+    for key, then in content.items() if isinstance(content, dict) else list(enumerate(content)):
+        if (other := renewed.get((position, key))) is not None:
+            content[key] = other
+        elif isinstance(then, Note):
+            content[key] = arrived[then]
+        elif is_sharded(then) and isinstance(present := read(place), dict):
+            # FSDP2 puts sharded and gathered parameters in turn into the same entry; what is there now is right.
+            content[key] = present.get(key, then)
+    return content
+
+
+class _ChangedWatch(OperatorWatch):
+    """Notes what a rerun makes, and raises `CorrectnessError` when it uses a tensor that was changed in place since.
+
+    Not before: a scope can be wider than the region. A function that captures a whole model to call one block of it
+    is right to find that other blocks have moved their statistics on.
+    """
+
+    def __init__(self, changed: dict[int, str], made: set[int]) -> None:
+        super().__init__()
+        self._changed = changed
+        self._made = made
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = _storages((args, kwargs))
+        for storage in given:
+            message = self._changed.get(storage)
+            if message is not None:
+                raise CorrectnessError(message)
+        result = func(*args, **kwargs)
+        self._made.update(_storages(result) - given)
+        return result
+
+
+def _storages(tree: Any) -> set[int]:
+    tensors = pytrees.tensors(tree)
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+
+
+def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    other = tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad)
+        other.__dict__.update(tensor.__dict__)
+    return other.requires_grad_(requires_grad)
+
+
+def _put_back_rest(place: Place, content: Any, besides: Collection[str]) -> None:
+    """Make the attributes that `place` holds those of `content`, but leave those called as in `besides` alone."""
+    kept = {name: value for name, value in content.items() if name not in besides}
+    kept |= {name: value for name, value in read(place).items() if name in besides}  # type: ignore[union-attr]
+    if not holds(place, kept):
+        write(place, kept)
