@@ -78,8 +78,8 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document
     boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described factory
     format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit modules_in optional
     pytrees read_or_empty scalar_loss simulating simulation spellings tensors unflatten validate version versions
-memscale.hardware: Direction Hardware Work copy_seconds has_rate host_seconds issue_seconds knows_copies seconds
-    work_of
+memscale.hardware: Direction Hardware Seconds Work copy_seconds cpu_name has_rate host_seconds issue_seconds
+    knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale

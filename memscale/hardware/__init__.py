@@ -1,14 +1,16 @@
 """Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
 
 from memscale.hardware.copies import Direction, copy_seconds, host_seconds, issue_seconds, knows_copies
-from memscale.hardware.device import Hardware
-from memscale.hardware.roofline import Work, has_rate, seconds, work_of
+from memscale.hardware.device import Hardware, cpu_name
+from memscale.hardware.roofline import Seconds, Work, has_rate, seconds, work_of
 
 __all__ = [
     "Direction",
     "Hardware",
+    "Seconds",
     "Work",
     "copy_seconds",
+    "cpu_name",
     "has_rate",
     "host_seconds",
     "issue_seconds",

@@ -230,7 +230,7 @@ class Hardware:
         limit_bytes = cgroup_limit_bytes()
         if limit_bytes is not None:
             memory_bytes = min(memory_bytes, limit_bytes)
-        return cls(_cpu_name(Path("/proc/cpuinfo")), "cpu", memory_bytes, available_host_bytes())
+        return cls(cpu_name(), "cpu", memory_bytes, available_host_bytes())
 
     def __str__(self) -> str:
         free = "" if self.free_bytes is None else f", {self.free_bytes / _GIB:.2f} GiB free"
@@ -337,7 +337,8 @@ def _place(verb: str, device: torch.device | str | None) -> torch.device:
         ) from None
 
 
-def _cpu_name(cpuinfo: Path) -> str:
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the maker calls the processor, as far as the system says."""
     for line in read_or_empty(cpuinfo).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -28,6 +28,29 @@ class Work:
     flops: int
     nbytes: int
     dtype: str
+
+
+class Seconds(NamedTuple):
+    """How long an operator takes, by where its operands are.
+
+    Attributes:
+        cached: when they are in the caches of the device.
+        uncached: when they are not.
+
+    >>> Seconds(1e-3, 3e-3).at(0.5)
+    0.002
+    """
+
+    cached: float
+    uncached: float
+
+    def at(self, uncached_share: float) -> float:
+        """The time when so much of the bytes is not in the caches."""
+        return self.cached + (self.uncached - self.cached) * uncached_share
+
+    def times(self, factor: float) -> Seconds:
+        """The time of `factor` times as much work."""
+        return Seconds(self.cached * factor, self.uncached * factor)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import ConfigError, MemscaleError
-from memscale.hardware import Work, host_seconds, work_of
+from memscale.hardware import Seconds, Work, host_seconds, work_of
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     FakeKernels,
@@ -79,11 +80,11 @@ class _Answer:
     layout: ResultLayout
     scratch_bytes: int
     work: Work
-    seconds: float | None
+    seconds: Seconds | None
     workspaces: Mapping[str, int]
 
 
-_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), 0.0, {})
+_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), Seconds(0.0, 0.0), {})
 
 
 class NeedsValues(MemscaleError):
@@ -102,9 +103,12 @@ class HollowMode(TorchDispatchMode):
         kernels: those of the device that is simulated.
         residents: the category and the name of storages of before the step, by address of their storage object.
         clock: of that device, which each operator moves on.
+        host: times what happens between the operators; None if nobody asks.
     """
 
-    def __init__(self, kernels: Kernels, residents: dict[int, tuple[str, str]], clock: Clock) -> None:
+    def __init__(
+        self, kernels: Kernels, residents: dict[int, tuple[str, str]], clock: Clock, host: HostTime | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.storages = LiveStorages(self.ledger, residents, beside_cpu=kernels.device_type != "cpu")
@@ -113,8 +117,10 @@ class HollowMode(TorchDispatchMode):
         self.course = Course()
         self.searching = False  # the optimizer decides by values of the loss
         self.assumptions: dict[str, None] = {}
+        self.host = host
         self._kernels = kernels
         self._clock = clock
+        self._used: list[tuple[StorageRecord, int]] = []  # by the operator that is being answered
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
         self._fake = FakeKernels()
@@ -130,19 +136,32 @@ class HollowMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.host is None:
+            return self._answered(op, types, args, kwargs or {})
+        self.host.stands()
+        try:
+            return self._answered(op, types, args, kwargs or {})
+        finally:
+            self.host.goes_on()
+
+    def _answered(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(cls is not torch.Tensor and not issubclass(cls, torch.nn.Parameter) for cls in types):
             return NotImplemented  # a subclass takes itself apart, and its parts come back here
-        kwargs = kwargs or {}
         if op.__class__ is not OpOverload:
             return op(*args, **kwargs)
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
             self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
+            self._used = []
+            if self.host is not None:
+                self.host.views()
             return self._note(op, op(*args, **kwargs), _NOTHING, known=True)
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         records = self.storages.of_arguments(tensors)
+        pairs = zip(records, tensors, strict=True)
+        self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
         if op is aten.embedding.default and records[1].known:
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(record.known for record in records) and all(map(is_small, tensors)))
@@ -248,13 +267,16 @@ class HollowMode(TorchDispatchMode):
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
+        uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
+        between = 0.0 if self.host is None else self.host.taken()
+        seconds: float | None
         if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
-            on_host = host_seconds(work.nbytes)
-            self._clock.host_operator(on_host)
-            ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, on_host))
+            seconds = host_seconds(work.nbytes)
+            self._clock.host_operator(seconds)
         else:
-            self._clock.operator(answer.seconds)
-            ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, answer.seconds))
+            seconds = None if answer.seconds is None else between + answer.seconds.at(uncached_share)
+            self._clock.operator(seconds)
+        ledger.ops.append(OpCall(op.name(), path, phase, work.flops, work.nbytes, work.dtype, seconds))
         at = len(ledger.ops) - 1
         for library, nbytes in answer.workspaces.items():
             if (library, in_backward) not in self._workspaces:
@@ -422,7 +444,7 @@ class HollowMode(TorchDispatchMode):
 
     def _reads_often(self) -> bool:
         """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
-        frame = sys._getframe(3)
+        frame = sys._getframe(4)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
             frame = frame.f_back
         site = (frame.f_code, frame.f_lineno)
@@ -441,7 +463,7 @@ class HollowMode(TorchDispatchMode):
         self._sum = Sum(born, first, second, number)
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
         by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if not by_engine or sys._getframe(2).f_code.co_name != "_engine_run_backward":
+        if not by_engine or sys._getframe(3).f_code.co_name != "_engine_run_backward":
             return
         # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
         if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):

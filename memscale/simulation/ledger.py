@@ -54,6 +54,7 @@ class StorageRecord:
         guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`, or "" for computed ones.
         away: whether it lies on another memory tier, and takes up no byte of the device.
         later: how to compute its values, where they are known and not computed.
+        used_at: when it was used last, in bytes that the step has gone through; -1 if never.
     """
 
     nbytes: int
@@ -66,6 +67,7 @@ class StorageRecord:
     guess: str = ""
     away: bool = False
     later: Postponed | None = None
+    used_at: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class OpCall:
         phase: of the step.
         flops, nbytes, dtype: its arithmetic, its memory traffic, and what the arithmetic is done on.
         seconds: how long the device takes for it, or the host if that computes it; None where its speed is not known.
+            On a CPU that was probed, with what the host did since the operator before: Python, autograd.
     """
 
     name: str

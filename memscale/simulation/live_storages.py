@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memscale.simulation.cache_contents import CacheContents
 from memscale.simulation.ledger import Ledger, StorageRecord
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
@@ -27,6 +28,7 @@ class LiveStorages:
     def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False) -> None:
         self.ledger = ledger
         self._beside_cpu = beside_cpu
+        self.caches = CacheContents()
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self._live: dict[int, int] = {}  # storage -> its record
@@ -66,6 +68,7 @@ class LiveStorages:
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = 0 if self.away else storage.nbytes()
         record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        self.caches.born(record)
         number = self.ledger.birth(record)
         key = storage._cdata
         self._live[key] = number
@@ -91,6 +94,7 @@ class LiveStorages:
         self._deaths.pop(key, None)
         number = self._live.pop(key, None)
         if number is not None:
+            self.caches.died(self.ledger.records[number])
             self.ledger.death(number)
             self.ledger.records[number].later = None
 

@@ -15,10 +15,12 @@ from memscale.core import ConfigError, Loss, MemscaleError, check_batch, check_l
 from memscale.hardware import Hardware
 from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.hollow_mode import NeedsValues
+from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
+from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import training_step
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
@@ -62,9 +64,10 @@ def profile(
         hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
             model's device.
         accumulate: forward and backward passes for each optimizer step.
-        probe: run each kernel once for real, on the device and on inputs of zeros, to see what memory it takes inside;
-            otherwise that is known by formulas (CUDA), or asked of the kernels that take much (CPU). Answers of CPU
-            kernels are kept in a cache on disk.
+        probe: run each kernel for real, on the device and on inputs like those of the step, to see what memory it takes
+            inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
+            Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
+            speeds of `hardware`. Answers of CPU kernels are kept in a cache on disk.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
@@ -187,9 +190,13 @@ class MemoryProfiler:
 
     def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
         model = self.model if isinstance(self.model, nn.Module) else None
-        with Simulation(step, model, self.optimizer, batch, kernels=self.kernels) as simulation:
-            for _ in range(steps):
-                simulation.step(step)
+        host = HostTime(own_cost()) if self.kernels.is_timed else None
+        try:
+            with Simulation(step, model, self.optimizer, batch, kernels=self.kernels, host=host) as simulation:
+                for _ in range(steps):
+                    simulation.step(step)
+        finally:
+            self.kernels.save()
         simulation.mode.ledger.add_in_place()
         notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules))
         by_tier: dict[str, int] = {}

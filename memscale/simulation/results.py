@@ -99,8 +99,8 @@ class Profile:
         holdings: the largest storages at the peak, the largest first.
         flops: floating point operations of the step in products, convolutions and attention.
         step_seconds: the step's time as it is scheduled: operators by the roofline of the hardware (a lower bound in
-            practice), copies by its links, each waiting for what it has to; or as measured. None if the hardware's
-            speed is not known.
+            practice) or, on a CPU that was probed, by their own times; copies by its links, each waiting for what it
+            has to; or as measured. None if the hardware's speed is not known.
         exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
             not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of
             the disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode, NeedsValues
+from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.runtimes import CountingRuntimes
@@ -37,6 +38,7 @@ class Simulation:
         model: the module it trains, whose paths name things; None to find them.
         optimizer, batch: what else it uses.
         kernels: those of the device that is simulated.
+        host: times what the step does between its operators; None if nobody asks.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Simulation:
         batch: Any,
         *,
         kernels: Kernels,
+        host: HostTime | None = None,
     ) -> None:
+        self._host = host
         self.scope = StepScope(model, optimizer, step, batch)
         inputs = _parts(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
@@ -71,7 +75,7 @@ class Simulation:
             stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.mode = HollowMode(self._kernels, self._residents(), self.clock)
+            self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
             stack.callback(self.mode.storages.put_back)
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -101,7 +105,8 @@ class Simulation:
         self.mode.ledger.begin_step()
         self.clock.begin_step()
         self.mode.course = Course()
-        step()
+        with nullcontext() if self._host is None else self._host.running():
+            step()
         self.clock.end_step()
         self.mark_gradients()
         self._forget_former_contents()
@@ -173,17 +178,22 @@ class Simulation:
     # -- hooks: where the step is --------------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.mark_gradients()
+        with self._unseen():
+            self.mark_gradients()
         self.mode.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         self.mode.course.optimizing = self.mode.searching = False
-        for parameter, state in optimizer.state.items():
-            path = self.mode.storages.record(_parts([parameter])[0]).path
-            for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
-                self.mode.storages.mark(tensor, "optimizer state", path)
+        with self._unseen():
+            for parameter, state in optimizer.state.items():
+                path = self.mode.storages.record(_parts([parameter])[0]).path
+                for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                    self.mode.storages.mark(tensor, "optimizer state", path)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._host is None else self._host.interrupted()
 
 
 def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

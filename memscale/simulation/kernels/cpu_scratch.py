@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.kernels.kernel_cache import KernelCache, Sounding
+from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_by
 
 aten = torch.ops.aten
@@ -70,6 +72,47 @@ _RECORD_MEMORY = _profiler.ProfilerConfig(
 )
 
 
+@dataclass(frozen=True)
+class Sounding:
+    """What one call of a kernel allocated (positive) and freed (negative), in order, and the bytes that it returned.
+
+    >>> few, more = Sounding((30, 10, -30), 10), Sounding((50, 20, -50), 20)
+    >>> few.scratch_bytes, few.extended(more, 2.0)
+    (30, Sounding(changes=(90, 40, -90), returned_bytes=40))
+    """
+
+    changes: tuple[int, ...]
+    returned_bytes: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most that lived at once, less what was returned."""
+        return max(0, max(accumulate(self.changes), default=0) - self.returned_bytes)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Sounding:
+        """The sounding that `as_json` gave."""
+        changes, returned_bytes = data
+        return cls(tuple(changes), returned_bytes)
+
+    def as_json(self) -> Any:
+        """The sounding in what JSON has."""
+        return self.changes, self.returned_bytes
+
+    def extended(self, more: Sounding, steps: float) -> Sounding:
+        """The sounding that is as much further on from `more`, `steps` times, as `more` is from this one."""
+        if len(self.changes) != len(more.changes):  # another algorithm: only the sums can be compared
+            returned = _further(self.returned_bytes, more.returned_bytes, steps)
+            scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
+            return Sounding((returned + scratch, -scratch), returned)
+        changes = [_further(here, there, steps) for here, there in zip(self.changes, more.changes, strict=True)]
+        return Sounding(tuple(changes), _further(self.returned_bytes, more.returned_bytes, steps))
+
+
+def _further(here: int, there: int, steps: float) -> int:
+    return there + round((there - here) * steps)
+
+
 class CpuScratch:
     """The scratch memory of this machine's kernels, remembered on disk.
 
@@ -79,7 +122,7 @@ class CpuScratch:
 
     def __init__(self, *, probe: bool) -> None:
         self._probe = probe
-        self._cache = KernelCache()
+        self._cache = KernelCache("soundings", Sounding.from_json, Sounding.as_json)
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
@@ -110,6 +153,10 @@ class CpuScratch:
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             return self._sound(op, args, kwargs).scratch_bytes
         return 0
+
+    def save(self) -> None:
+        """Write down what was found."""
+        self._cache.save()
 
     def _of_batch(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         batched = args[: _BATCHED[op]]

@@ -9,17 +9,18 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
+from memscale.hardware import cpu_name
 from memscale.simulation.kernels.shapes import signature
 
 VARIABLE = "MEMSCALE_CACHE"
+
+T = TypeVar("T")
 
 
 def cache_folder() -> Path | None:
@@ -30,57 +31,35 @@ def cache_folder() -> Path | None:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memscale"
 
 
-@dataclass(frozen=True)
-class Sounding:
-    """What one call of a kernel allocated (positive) and freed (negative), in order, and the bytes that it returned.
-
-    >>> few, more = Sounding((30, 10, -30), 10), Sounding((50, 20, -50), 20)
-    >>> few.scratch_bytes, few.extended(more, 2.0)
-    (30, Sounding(changes=(90, 40, -90), returned_bytes=40))
-    """
-
-    changes: tuple[int, ...]
-    returned_bytes: int
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The most that lived at once, less what was returned."""
-        return max(0, max(accumulate(self.changes), default=0) - self.returned_bytes)
-
-    def extended(self, more: Sounding, steps: float) -> Sounding:
-        """The sounding that is as much further on from `more`, `steps` times, as `more` is from this one."""
-        if len(self.changes) != len(more.changes):  # another algorithm: only the sums can be compared
-            returned = _further(self.returned_bytes, more.returned_bytes, steps)
-            scratch = max(0, _further(self.scratch_bytes, more.scratch_bytes, steps))
-            return Sounding((returned + scratch, -scratch), returned)
-        changes = [_further(here, there, steps) for here, there in zip(self.changes, more.changes, strict=True)]
-        return Sounding(tuple(changes), _further(self.returned_bytes, more.returned_bytes, steps))
-
-
-def _further(here: int, there: int, steps: float) -> int:
-    return there + round((there - here) * steps)
-
-
-class KernelCache:
-    """Soundings by call signature, for this processor, this PyTorch and this number of threads.
+class KernelCache(Generic[T]):
+    """What was measured of kernels by call signature, for this processor, this PyTorch and this number of threads.
 
     A file that cannot be read or written is as good as none: the measurement is repeated.
+
+    Args:
+        kind: what was measured; each kind has a file of its own.
+        read, write: a measurement from JSON, and as JSON.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, read: Callable[[Any], T], write: Callable[[T], Any]) -> None:
         about = (
             torch.__version__,
             platform.machine(),
+            cpu_name(),
             torch.backends.cpu.get_cpu_capability(),
             torch.get_num_threads(),
+            torch.backends.mkldnn.enabled,
+            torch.get_float32_matmul_precision(),
         )
-        name = f"soundings-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
+        name = f"{kind}-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
         folder = cache_folder()
         self._file = None if folder is None else folder / name
-        self._known: dict[str, Sounding] | None = None
+        self._from_json, self._as_json = read, write
+        self._known: dict[str, T] | None = None
+        self._changed = False
 
-    def get(self, op: OpOverload, args: Any, kwargs: Any, measure: Callable[[], Sounding]) -> Sounding:
-        """The sounding of a call with these arguments; `measure` finds them the first time."""
+    def get(self, op: OpOverload, args: Any, kwargs: Any, measure: Callable[[], T]) -> T:
+        """The measurement of a call with these arguments; `measure` makes it the first time."""
         try:
             key = repr(signature(op, args, kwargs, loose=True))
         except TypeError:
@@ -88,24 +67,26 @@ class KernelCache:
         known = self._read()
         if key not in known:
             known[key] = measure()
-            self._write(known)
+            self._changed = True
         return known[key]
 
-    def _read(self) -> dict[str, Sounding]:
+    def save(self) -> None:
+        """Write down what was measured since the last time."""
+        if self._file is None or not self._changed:
+            return
+        self._changed = False
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Written beside and renamed, so that two processes never read half a file.
+            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False, encoding="utf-8") as part:
+                json.dump({key: self._as_json(one) for key, one in self._read().items()}, part)
+            os.replace(part.name, self._file)
+
+    def _read(self) -> dict[str, T]:
         if self._known is None:
             self._known = {}
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if self._file is not None:
                     found = json.loads(self._file.read_text(encoding="utf-8"))
-                    self._known = {key: Sounding(tuple(changes), total) for key, (changes, total) in found.items()}
+                    self._known = {key: self._from_json(value) for key, value in found.items()}
         return self._known
-
-    def _write(self, known: dict[str, Sounding]) -> None:
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Written beside and renamed, so that two processes never read half a file.
-            with tempfile.NamedTemporaryFile("w", dir=self._file.parent, delete=False, encoding="utf-8") as part:
-                json.dump({key: (one.changes, one.returned_bytes) for key, one in known.items()}, part)
-            os.replace(part.name, self._file)

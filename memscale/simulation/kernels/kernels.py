@@ -13,10 +13,11 @@ from torch import nn
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
-from memscale.hardware import Hardware, Work, seconds
+from memscale.hardware import Hardware, Seconds, Work, seconds
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
+from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -41,7 +42,13 @@ class Kernels:
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
         self._cpu = CpuScratch(probe=probe)
+        self._times = CpuTimes() if probe and not self.is_cuda else None
         self._cuda = CudaProbe() if self.is_cuda and probe else None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether times are those of this machine, measured."""
+        return self._times is not None
 
     def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> int:
         """The bytes that `op`, which does `flops` of arithmetic, allocates and frees again inside one call."""
@@ -53,12 +60,22 @@ class Kernels:
             return cuda_scratch_bytes(str(op), args, result, self.capability, multiprocessors=self.multiprocessors)
         return self._cpu.nbytes(op, args, kwargs, flops)
 
-    def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> float | None:
+    def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
         """How long the device takes for this call of `op`, which does `work`; None where its speed is not known."""
+        measured = None if self._times is None else self._times.get(op, args, kwargs, work)
+        if measured is not None:
+            return measured
         try:
-            return seconds(work, self.hardware)
+            taken = seconds(work, self.hardware)
         except ConfigError:
             return None
+        return Seconds(taken, taken)
+
+    def save(self) -> None:
+        """Write down what was measured of kernels, for the next time."""
+        self._cpu.save()
+        if self._times is not None:
+            self._times.save()
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""

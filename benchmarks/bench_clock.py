@@ -1,0 +1,206 @@
+"""Predicted against real time of a training step, on this CPU: plain, and what plans cost over plain.
+
+For each model, the steps of all plans take turns, a step each, before and after `profile` predicts them: with
+`probe=True`, and by the rates of `Hardware.measure()` alone. What a plan costs is its time over plain's, in reality the
+median over the turns. With one thread the time is that of the thread, so that other jobs on the machine disturb less.
+
+    python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 6] [--threads 1] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import logging
+import os
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _environment import environment
+from _zoo import ZOO, Case
+from bench_predict import described, training_step
+
+import memscale as ms
+
+WARM_STEPS = 2
+# What has rows that nothing mixes, by the pattern of its path; the models without are not tiled by rows.
+ROWS = {
+    "gpt2": "transformer.h.*.mlp",
+    "llama": "model.layers.*.mlp",
+    "gemma2": "model.layers.*.mlp",
+    "qwen3": "model.layers.*.mlp",
+    "bert": "bert.encoder.layer.*.intermediate",
+    "distilbert": "distilbert.transformer.layer.*.ffn",
+    "t5": "*.block.*.layer.*.DenseReluDense",
+    "vit": "vit.layers.*.mlp",
+    "gpt-sdpa": "blocks.*.mlp",
+    "mlp": "",
+}
+MODELS = (*ROWS, "gpt-softmax", "transformer", "convnext", "resnet", "unet", "diffusion", "lstm")
+COLUMNS = f"{'model':12}{'plan':12}{'real ms':>9}{'probe':>8}{'roofline':>9}   {'real':>6}{'probe':>7}{'roofline':>9}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A plan of a model: seconds of a step, real (one of each turn) and predicted in two ways."""
+
+    model: str
+    plan: str
+    turns: tuple[float, ...]
+    probe_seconds: float
+    roofline_seconds: float
+    predict_seconds: float
+
+    @property
+    def real_seconds(self) -> float:
+        return statistics.median(self.turns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A row beside plain's: what the plan costs."""
+
+    row: Row
+    plain: Row
+
+    @property
+    def real_cost(self) -> float:
+        return statistics.median(taken / plain for taken, plain in zip(self.row.turns, self.plain.turns, strict=True))
+
+    def errors(self) -> dict[str, float]:
+        """Relative errors of the step's time and of the plan's cost, signed."""
+        found = {}
+        for how in ("probe", "roofline"):
+            predicted, of_plain = (getattr(row, f"{how}_seconds") for row in (self.row, self.plain))
+            found[f"{how} step"] = predicted / self.row.real_seconds - 1
+            if self.row.plan != "plain":
+                found[f"{how} cost"] = predicted / of_plain / self.real_cost - 1
+        return found
+
+    def __str__(self) -> str:
+        row, plain = self.row, self.plain
+        times = (row.real_seconds, row.probe_seconds / row.real_seconds, row.roofline_seconds / row.real_seconds)
+        costs = (self.real_cost, row.probe_seconds / plain.probe_seconds, row.roofline_seconds / plain.roofline_seconds)
+        return (
+            f"{row.model:12}{row.plan:12}{1e3 * times[0]:9.1f}{times[1]:8.2f}{times[2]:9.2f}   "
+            f"{costs[0]:6.3f}{costs[1]:7.3f}{costs[2]:9.3f}"
+        )
+
+
+def plans_of(case: Case, model: torch.nn.Module) -> dict[str, ms.Plan | None]:
+    """The plans by name, as far as the model has something for them; None is the model as it is."""
+    of_zoo = case.plans(model)
+    plans = {"plain": None} | {name: of_zoo[of] for name, of in (("checkpoint",) * 2, ("head", "tile")) if of in of_zoo}
+    if case.name in ROWS:
+        plans["rows"] = ms.Plan({ROWS[case.name]: ms.tile(chunks=4)})
+    if case.name not in ("transformer", "diffusion"):
+        plans["cast"] = ms.Plan({"": ms.cast()})
+    return plans
+
+
+def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> list[Row]:
+    """Everything about one model."""
+    case = ZOO[name]
+    torch.manual_seed(0)
+    model, batch = case.make()
+    plans = {plan: value for plan, value in plans_of(case, model).items() if re.fullmatch(options.variant, plan)}
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    steps: dict[str, Callable[[], None]] = {}
+    for plan, value in plans.items():
+        # Models of their own, so that each has gradients and states where its own steps left them.
+        own, _ = case.make()
+        runs = own if value is None else ms.transform(own, value)
+        steps[plan] = training_step(case, runs, batch, case.optimizer(own))
+        for _ in range(WARM_STEPS):
+            steps[plan]()
+    turns: dict[str, list[float]] = {plan: [] for plan in plans}
+
+    def take_turns(rounds: int) -> None:
+        for _ in range(rounds):
+            for plan, step in steps.items():
+                began = clock()
+                step()
+                turns[plan].append(clock() - began)
+
+    take_turns(options.rounds // 2)
+    predicted: dict[str, tuple[float, float, float]] = {}
+    for plan, value in plans.items():
+        settings: dict[str, Any] = {"plan": value, "accumulate": case.accumulate, "hardware": hardware}
+        began = time.perf_counter()
+        profiles = [
+            ms.profile(model, batch, optimizer=case.optimizer(model), loss=case.loss, probe=probe, **settings)
+            for probe in (True, False)
+        ]
+        by_probe, by_roofline = (profile.step_seconds or 0.0 for profile in profiles)
+        predicted[plan] = by_probe, by_roofline, time.perf_counter() - began
+    take_turns(options.rounds - options.rounds // 2)
+    return [Row(name, plan, tuple(turns[plan]), *predicted[plan]) for plan in plans]
+
+
+def summary(found: list[Compared]) -> dict[str, float]:
+    """Median and worst absolute errors, in percent."""
+    errors: dict[str, list[float]] = {}
+    for one in found:
+        for name, error in one.errors().items():
+            errors.setdefault(name, []).append(100 * abs(error))
+    return {
+        f"{name}, {which} %": function(values)
+        for name, values in sorted(errors.items())
+        for which, function in (("median", statistics.median), ("worst", max))
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="regex: the models whose name it finds")
+    parser.add_argument("--variant", default=".*", help="regex: the plans whose whole name it matches")
+    parser.add_argument("--rounds", type=int, default=6, help="real steps of each plan")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    about = environment("cpu", "transformers")
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    hardware = ms.Hardware.measure("cpu")
+    print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost over plain':>22}")
+    found: list[Compared] = []
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["MEMSCALE_CACHE"] = cache  # what was timed on another day, beside other jobs, is no prediction
+        for name in MODELS:
+            if not re.search(options.only, name):
+                continue
+            try:
+                rows = measured(name, options, hardware)
+            except Exception as error:
+                failures[name] = described(error)
+                print(f"{name:12}failed: {failures[name]}", flush=True)
+                continue
+            compared = [Compared(row, rows[0]) for row in rows]
+            print(*compared, sep="\n", flush=True)
+            found += compared
+            gc.collect()
+    totals = summary(found)
+    print("\n" + "\n".join(f"{name:28}{value:7.1f}" for name, value in totals.items()))
+    if options.json is not None:
+        rows = [dataclasses.asdict(one.row) | {"cost": one.real_cost, "errors": one.errors()} for one in found]
+        text = json.dumps({**about, "summary": totals, "failures": failures, "results": rows}, indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

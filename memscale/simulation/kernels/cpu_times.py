@@ -1,0 +1,195 @@
+"""How long this machine's kernels take: each is run on what it gets in the step, and timed.
+
+A kernel's time depends on where its operands are. The same call on the same tensors, again and again, finds them in the
+processor's caches; in a step they were last used some megabytes ago, or a whole forward. So a call is timed twice: with
+operands that are cached, and after enough other memory has been used that they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.core import available_host_bytes
+from memscale.hardware import Seconds, Work
+from memscale.simulation.kernels.kernel_cache import KernelCache
+from memscale.simulation.kernels.shapes import exchanged, tensors_in
+
+# All calls of one profile together, after which the others are estimated from those.
+_BUDGET_SECONDS = 30.0
+_CALL_SECONDS = 0.02  # that a kernel is repeated for, at least twice
+_FEW_CALLS, _MOST_CALLS = 2, 200
+_COLD_CALLS = 2
+# What is smaller costs its dispatch, wherever its operands are.
+_SMALLEST_COLD_BYTES = 1 << 16
+# Larger than any cache that a core has a share of.
+_FLUSH_BYTES = 1 << 26
+_POOL = 1 << 16
+# They talk to other processes, or to a profiler.
+_NOT_RUN = ("c10d", "_c10d_functional", "c10d_functional", "profiler")
+
+Clock = Callable[[], float]
+
+
+class CpuTimes:
+    """The times of this machine's kernels, remembered on disk.
+
+    Args:
+        budget_seconds: for all calls together. Once it is spent, a kernel's time follows from the call of the same
+            operator that is nearest in size.
+    """
+
+    def __init__(self, *, budget_seconds: float = _BUDGET_SECONDS) -> None:
+        self._cache: KernelCache[Seconds] = KernelCache("times", lambda both: Seconds(*both), tuple)
+        self._left_seconds = budget_seconds
+        self._known: dict[OpOverload, list[tuple[int, Seconds]]] = {}
+        self._timer = CallTimer()
+        self.estimated: dict[str, None] = {}  # operators with a call that was not timed
+
+    def get(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
+        """The time of ``op(*args, **kwargs)``, of which only the layouts count; None where nothing is known of it."""
+        if op.namespace in _NOT_RUN:
+            return None
+        size = work.flops or work.nbytes
+        with contextlib.suppress(_NotTimed):
+            found = self._cache.get(op, args, kwargs, lambda: self._time(op, args, kwargs))
+            self._known.setdefault(op, []).append((size, found))
+            return found
+        self.estimated[op.name()] = None
+        if op not in self._known:
+            return None
+        near, seconds = min(self._known[op], key=lambda known: abs(known[0] - size))
+        return seconds.times(size / near if near else 1.0)
+
+    def save(self) -> None:
+        """Write down what was timed."""
+        self._cache.save()
+
+    def _time(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
+        if self._left_seconds <= 0:
+            raise _NotTimed
+        began = time.perf_counter()
+        try:
+            return self._timer.seconds(op, args, kwargs)
+        except Exception as error:  # it wants other values than these, or more memory than there is
+            raise _NotTimed from error
+        finally:
+            self._left_seconds -= time.perf_counter() - began
+
+
+class CallTimer:
+    """Times calls on tensors that are like those of the step, and its own.
+
+    Args:
+        clock: seconds since some moment.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        # One thread's own time, since what else runs on the machine must not count. Several threads have no such clock.
+        self._clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+        self._flush: torch.Tensor | None = None
+        self._pool: dict[torch.dtype, torch.Tensor] = {}
+
+    def seconds(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
+        """The time of a call with arguments like these.
+
+        Raises:
+            MemoryError: they do not fit into the memory that is free.
+            Exception: whatever the kernel raises.
+        """
+        tensors = tensors_in(args, kwargs)
+        nbytes = sum(map(_extent_bytes, tensors))
+        free_bytes = available_host_bytes()
+        if free_bytes is not None and 4 * nbytes > free_bytes:
+            raise MemoryError(f"{nbytes} bytes for one call")
+        own = {id(tensor): self._like(tensor) for tensor in tensors}
+        args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
+        with _random_state_kept(op):
+            op(*args, **kwargs)  # the first call of a kind loads code, and lets libraries prepare
+            cached = self._cached(op, args, kwargs)
+            if nbytes < _SMALLEST_COLD_BYTES or nbytes > _FLUSH_BYTES:
+                return Seconds(cached, cached)
+            return Seconds(cached, max(cached, self._uncached(op, args, kwargs)))
+
+    def _cached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+        taken: list[float] = []
+        spent = 0.0
+        while len(taken) < _FEW_CALLS or (spent < _CALL_SECONDS and len(taken) < _MOST_CALLS):
+            taken.append(self._once(op, args, kwargs))
+            spent += taken[-1]
+        return _usual(taken)
+
+    def _uncached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+        if self._flush is None:
+            self._flush = torch.ones(_FLUSH_BYTES // 4, device="cpu", dtype=torch.float32)
+        taken = []
+        for _ in range(_COLD_CALLS):
+            self._flush.add_(1)
+            taken.append(self._once(op, args, kwargs))
+        return _usual(taken)
+
+    def _once(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+        began = self._clock()
+        result = op(*args, **kwargs)
+        taken = self._clock() - began
+        del result
+        return taken
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same layout, of positive numbers: roots and logarithms of others take another path.
+
+        Integers are the caller's own, which say where a kernel looks.
+        """
+        count = _extent_bytes(tensor) // tensor.itemsize
+        if not tensor.is_floating_point():
+            flat = tensor.as_strided((count,), (1,)).clone()
+        else:
+            flat = torch.empty(count, dtype=tensor.dtype, device="cpu")
+            rows = count // _POOL
+            pool = self._numbers(tensor.dtype)
+            flat[: rows * _POOL].view(rows, _POOL).copy_(pool)
+            flat[rows * _POOL :].copy_(pool[: count - rows * _POOL])
+        return flat.as_strided(tensor.shape, tensor.stride(), 0)
+
+    def _numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._pool:
+            generator = torch.Generator("cpu").manual_seed(0)
+            numbers = torch.rand(_POOL, generator=generator, device="cpu", dtype=torch.float32)
+            self._pool[dtype] = (numbers + 0.1).to(dtype)
+        return self._pool[dtype]
+
+
+def _usual(taken: list[float]) -> float:
+    """The lower quartile: what disturbs a call only ever makes it longer."""
+    return sorted(taken)[len(taken) // 4]
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """From the first number of `tensor` to its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+@contextmanager
+def _random_state_kept(op: OpOverload) -> Iterator[None]:
+    """A draw more would be another draw for all that follow."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        yield
+        return
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+class _NotTimed(Exception):
+    """There is no time for this call, or it cannot be made."""

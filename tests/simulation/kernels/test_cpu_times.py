@@ -1,0 +1,121 @@
+"""How long kernels take, by running them: which calls are timed, what is made of the others, and what is left alone."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.hardware import Seconds, Work
+from memscale.simulation.host_time import HostTime, Own
+from memscale.simulation.kernels.cpu_times import CallTimer, CpuTimes
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
+
+
+class Ticks:
+    """A clock that moves on by the next of `steps` each second time it is read, the last one from then on."""
+
+    def __init__(self, *steps):
+        self.now, self.steps, self.reads = 0.0, list(steps), 0
+
+    def __call__(self):
+        self.reads += 1
+        if self.reads % 2 == 0:
+            self.now += self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        return self.now
+
+
+def test_a_call_is_timed_with_its_operands_cached_and_not():
+    a = torch.empty(256, 256)
+    assert CallTimer(Ticks(5.0, 5.0, 9.0)).seconds(aten.mm.default, (a, a), {}) == (5.0, 9.0)
+    # What disturbed a call is left out.
+    assert CallTimer(Ticks(1.0, 9.0, 2.0)).seconds(aten.mm.default, (a, a), {}) == (1.0, 2.0)
+    tiny = torch.empty(4)
+    assert CallTimer(Ticks(5.0, 5.0, 9.0)).seconds(aten.add.Tensor, (tiny, tiny), {}) == (5.0, 5.0)
+
+
+def test_times_are_remembered_on_disk():
+    a = torch.empty(64, 64)
+    times = CpuTimes()
+    found = times.get(aten.mm.default, (a, a), {}, Work(2 * 64**3, 1, "float32"))
+    times.save()
+    again = CpuTimes(budget_seconds=0.0)
+    assert again.get(aten.mm.default, (a, a), {}, Work(2 * 64**3, 1, "float32")) == found
+    assert again.estimated == {}
+
+
+def test_without_time_the_nearest_call_of_the_operator_is_scaled():
+    a, b = torch.empty(64, 64), torch.empty(128, 64)
+    times = CpuTimes()
+    found = times.get(aten.sin.default, (a,), {}, Work(0, 1000, "float32"))
+    times._left_seconds = 0.0
+    assert times.get(aten.sin.default, (b,), {}, Work(0, 2000, "float32")) == found.times(2.0)
+    assert times.get(aten.cos.default, (b,), {}, Work(0, 2000, "float32")) is None  # nothing is known of it
+    assert list(times.estimated) == ["aten::sin", "aten::cos"]
+
+
+def test_a_call_that_wants_other_values_is_not_timed():
+    lengths = torch.tensor([-1])  # the kernel refuses them
+    x = torch.empty(1, 4)
+    assert CpuTimes().get(aten._pack_padded_sequence.default, (x, lengths, True), {}, Work(0, 16, "float32")) is None
+
+
+def test_the_callers_tensors_and_random_numbers_are_left_alone():
+    x, state = torch.ones(1000), torch.get_rng_state()
+    timer = CallTimer()
+    timer.seconds(aten.mul_.Tensor, (x, 2.0), {})
+    timer.seconds(aten.bernoulli_.float, (x, 0.5), {})
+    assert torch.equal(x, torch.ones(1000))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_operands_are_laid_out_as_the_callers():
+    seen = []
+
+    def op(*tensors):
+        seen.append([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
+
+    op.tags = ()
+    given = (torch.empty(8, 6).t(), torch.empty(5, 1).expand(5, 7), torch.arange(9)[::2], torch.empty(0, 3))
+    CallTimer(Ticks(1.0)).seconds(op, given, {})
+    assert seen[0] == [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]
+
+
+def test_a_probed_step_has_a_time_on_hardware_without_speeds():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    step = {"batch": torch.ones(32, 64), "loss": lambda y, _: y.sum(), "hardware": "cpu"}
+    assert ms.profile(model, **step).step_seconds is None
+    assert 0 < ms.profile(model, probe=True, **step).step_seconds < 1
+
+
+def test_python_between_the_operators_counts():
+    class Slow(nn.Linear):
+        def forward(self, x):
+            until = time.thread_time() + 0.02
+            while time.thread_time() < until:
+                pass
+            return super().forward(x)
+
+    def seconds(cls):
+        step = {"batch": torch.ones(4, 8), "loss": lambda y, _: y.sum(), "hardware": "cpu"}
+        return ms.profile(cls(8, 8), probe=True, **step).step_seconds
+
+    assert 0.02 <= seconds(Slow) < 0.03
+    assert seconds(nn.Linear) < 0.005
+
+
+def test_the_host_stands_while_the_simulation_works():
+    host = HostTime(Own(), Ticks(1.0))
+    with host.running():
+        with host.interrupted():
+            pass
+        host.stands()
+        assert host.taken() == 2.0  # before the interruption, and after it
+    assert Seconds(1.0, 3.0).at(0.25) == 1.5
