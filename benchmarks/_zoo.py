@@ -6,8 +6,9 @@ arguments, a mapping keyword arguments), seeded, on the default device: under `t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AUTOCAST = "autocast"  # float32 parameters, and the forward under torch.autocast of CUDA
+LOOPS = ("foreach", "fused")
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-4)
 
 
@@ -56,6 +59,8 @@ class Case:
     def make(self, dtype: str = "fp32", device: torch.device | str | None = None) -> Built:
         """Build, and move both to `dtype` (its name; floating inputs are cast) and to `device`."""
         model, batch = self.build()
+        if dtype == AUTOCAST:
+            model, dtype = own.Autocast(model), "fp32"
 
         def moved(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -72,17 +77,39 @@ class Case:
         """The variants of this case by name; None is the model as it is."""
         blocks = repeated_blocks(model)
         head = ms.tile(chunks=8)
+        path = f"model.{self.head}" if dtype == AUTOCAST else self.head
         plans: dict[str, Mapping[str, ms.Transform]] = {}
         if blocks:
             plans["checkpoint"] = dict.fromkeys(blocks, ms.checkpoint())
         if self.head:
-            plans["tile"] = {self.head: head}
+            plans["tile"] = {path: head}
         if self.head and blocks:
-            plans["checkpoint+tile"] = {**plans["checkpoint"], self.head: head}
+            plans["checkpoint+tile"] = {**plans["checkpoint"], path: head}
         if self.casts and dtype == "fp32":
             plans["cast"] = {"": ms.cast()}
             plans["checkpoint+cast"] = {"": ms.cast(), **dict.fromkeys(blocks, ms.compose(ms.checkpoint(), ms.cast()))}
         return {"plain": None, **{variant: ms.Plan(plan) for variant, plan in plans.items()}}
+
+    def moving_plans(self, model: nn.Module) -> dict[str, ms.Plan]:
+        """Variants of a device that has a host beside it, and those that cut the rows of the MLPs."""
+        blocks = repeated_blocks(model)
+        rows = [
+            name for name, module in model.named_modules() if re.search(r"MLP|FFN|FeedForward", type(module).__name__)
+        ]
+        plans: dict[str, Mapping[str, ms.Transform]] = {}
+        if rows:
+            plans["rows"] = dict.fromkeys(rows, ms.tile(chunks=4))
+        if blocks:
+            plans["offload"] = dict.fromkeys(blocks, ms.offload(min_bytes=1 << 16))
+            plans["checkpoint+offload"] = dict.fromkeys(
+                blocks, ms.compose(ms.offload(min_bytes=1 << 16), ms.checkpoint())
+            )
+            plans["params"] = dict.fromkeys(blocks, ms.offload(what="params"))
+        return {variant: ms.Plan(plan) for variant, plan in plans.items()}
+
+    def with_loop(self, loop: str) -> Case:
+        """This case with AdamW's loop of that name."""
+        return replace(self, make_optimizer=partial(torch.optim.AdamW, lr=1e-4, **{loop: True}))
 
 
 ZOO: dict[str, Case] = {}

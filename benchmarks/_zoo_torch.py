@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _blocks import TransformerBlock
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+
+class Autocast(nn.Module):
+    """A model whose forward, and the loss in it, run under CUDA's autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.model(*args, **kwargs)
 
 
 def conv_norm(cin: int, cout: int, *, stride: int = 1, groups: int = 1, kernel: int = 3) -> nn.Sequential:

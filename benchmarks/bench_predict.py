@@ -11,8 +11,10 @@ prediction is `memscale.profile` of a model that never ran. A step is forward, l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import os
@@ -31,7 +33,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the pro
 import torch
 import transformers
 from _environment import environment
-from _zoo import DTYPES, ZOO, Case
+from _ghost import ALLOCATORS, CARDS, Combination, Ghost, case_of, covering, places
+from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
 import memscale as ms
 from memscale.core.batches import call
@@ -93,6 +96,8 @@ class Row:
     predict_seconds: float
     method: str = ""
     failure: str = ""
+    notes: tuple[str, ...] = ()
+    on: str = ""
 
     @property
     def error(self) -> float | None:
@@ -114,7 +119,11 @@ class Row:
             line += f"   reserved {self.truth.reserved_peak_bytes / 1e6:.1f} MB {100 * self.reserved_error:+.2f} %"
         if self.method != "static":
             line += f"   {self.method}"
-        return line + (f"   {self.truth.note}" if self.truth.note else "")
+        return line + "".join(f"   {text}" for text in (self.on, self.truth.note) if text)
+
+
+def plans(case: Case, model: torch.nn.Module, dtype: str) -> dict[str, ms.Plan | None]:
+    return {**case.plans(model, dtype), **case.moving_plans(model)}
 
 
 def training_step(
@@ -138,7 +147,7 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
     torch.manual_seed(0)
     held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
     model, batch = case.make(dtype, device)
-    plan = case.plans(model, dtype)[variant]
+    plan = plans(case, model, dtype)[variant]
     runs = model if plan is None else ms.transform(model, plan)
     optimizer = case.optimizer(model)
     step = training_step(case, runs, batch, optimizer)
@@ -163,13 +172,12 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
     return Truth(trace.peak_bytes, trace.start_bytes, trace.seconds, note="".join(unseen))
 
 
-def predict(case: Case, dtype: str, variant: str, device: str, probe: bool, truth: Truth) -> Row:
+def predict(case: Case, dtype: str, variant: str, device: str, truth: Truth, **options: Any) -> Row:
     """Profile a fresh model; a failure is a row too, since one model must not hide the others."""
     torch.manual_seed(0)
-    model, batch = case.make(dtype, device)
-    options: dict[str, Any] = {"plan": case.plans(model, dtype)[variant], "accumulate": case.accumulate}
-    if probe:
-        options["probe"] = True
+    with torch.device("meta") if device == "meta" else contextlib.nullcontext():
+        model, batch = case.make(dtype, device)
+    options |= {"plan": plans(case, model, dtype)[variant], "accumulate": case.accumulate}
     optimizer = case.optimizer(model)
     began = time.perf_counter()
     try:
@@ -178,8 +186,55 @@ def predict(case: Case, dtype: str, variant: str, device: str, probe: bool, trut
         seconds = time.perf_counter() - began
         return Row(case.name, dtype, variant, truth, None, None, seconds, failure=described(error))
     seconds = time.perf_counter() - began
-    reserved_bytes = profile.reserved_peak_bytes if device == "cuda" else None
-    return Row(case.name, dtype, variant, truth, profile.peak_bytes, reserved_bytes, seconds, profile.method)
+    return Row(
+        case.name,
+        dtype,
+        variant,
+        truth,
+        profile.peak_bytes,
+        profile.reserved_peak_bytes,
+        seconds,
+        profile.method,
+        notes=profile.notes,
+    )
+
+
+def combinations(options: argparse.Namespace) -> list[Combination]:
+    """What `--ghost` compares: every two settings together, or everything that the patterns let through."""
+    found = []
+    for case in ZOO.values():
+        if not re.search(options.only, case.name):
+            continue
+        for dtype in (*DTYPES, AUTOCAST) if options.dtype == "all" else (options.dtype,):
+            with torch.device("meta"):
+                model, _ = case.make(dtype)
+            loops = ("default", "fused") if case.make_optimizer is ADAMW else ("default",)
+            found += [
+                Combination(case.name, dtype, *rest)
+                for rest in itertools.product(plans(case, model, dtype), loops, options.card, options.allocator)
+                if re.fullmatch(options.variant, rest[0])
+            ]
+    return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)
+
+
+def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
+    """Rows, and why there is none for a combination."""
+    for (card, allocator), group in places(combinations(options)):
+        ghost = Ghost(options.ghost, card, allocator)
+        os.environ["PYTORCH_ALLOC_CONF"] = allocator  # which is what a prediction takes the settings from
+        for one in group:
+            ghost.ask(one)
+            case = case_of(one)
+            unknown = Truth(1, 0, 0.0)
+            row = predict(case, one.dtype, one.variant, "meta", unknown, hardware=card)
+            found = ghost.answer()
+            if "failure" in found:
+                yield f"{one!s:63}no truth: {found['failure']}"
+            else:
+                yield dataclasses.replace(
+                    row, truth=Truth(**found), on="/".join(filter(None, (one.optimizer, *one.place)))
+                )
+        ghost.close()
 
 
 def described(error: Exception) -> str:
@@ -302,10 +357,20 @@ def shapes(threads: int) -> dict[str, dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="regex: the cases whose name it finds")
-    parser.add_argument("--dtype", default="all", choices=[*DTYPES, "all"])
+    parser.add_argument("--dtype", default="all", choices=[*DTYPES, AUTOCAST, "all"])
     parser.add_argument("--variant", default=".*", help="regex: the variants whose whole name it matches")
     parser.add_argument("--probe", action="store_true", help="let profile() run each distinct op once for real")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--ghost", metavar="PYTHON", help="hold predictions for cards against stand-ins; see tests/ghost"
+    )
+    parser.add_argument("--card", nargs="+", default=CARDS, help="with --ghost")
+    parser.add_argument(
+        "--allocator", nargs="+", default=ALLOCATORS, help="with --ghost: settings of PYTORCH_ALLOC_CONF"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --ghost: all combinations, instead of every two settings"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="some kernels allocate for each")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument(
@@ -331,9 +396,15 @@ def main() -> int:
     unmeasured = 0
     large = shapes(options.threads) if options.shapes else {}
     if not options.shapes:
-        truths = Truths(options.truth_cache, options.device)
         print(COLUMNS)
-        for case, dtype, variant in chosen(options):
+        for found in against_stand_ins(options) if options.ghost else ():
+            print(found, flush=True)
+            if isinstance(found, Row):
+                rows.append(found)
+            else:
+                unmeasured += 1
+        truths = Truths(options.truth_cache, options.device)
+        for case, dtype, variant in () if options.ghost else chosen(options):
             release(options.device)
             try:
                 truth = truths.get(case, dtype, variant, options.device)
@@ -345,7 +416,9 @@ def main() -> int:
             if options.truth_only:
                 print(f"{case.name:23}{dtype:6}{variant:16}{truth.peak_bytes / 1e6:10.2f}   {truth.note}", flush=True)
                 continue
-            rows.append(predict(case, dtype, variant, options.device, options.probe, truth))
+            rows.append(
+                predict(case, dtype, variant, options.device, truth, **({"probe": True} if options.probe else {}))
+            )
             print(rows[-1], flush=True)
     if rows:
         print("\n" + ", ".join(f"{key} {value:.3g}" for key, value in summary(rows).items()))

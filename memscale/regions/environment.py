@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import CorrectnessError
 from memscale.regions import randomness
@@ -48,6 +49,8 @@ class Environment:
         takes_host = host_random or not randomness.can_notice()
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
+        if "cuda" in self._kinds:
+            _settle_attention()
         self._settings = _settings(self._kinds)
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
@@ -167,6 +170,18 @@ _FLAGS = [
 ]
 _READ = [*(read for _, read, _ in _FLAGS), torch.is_autocast_cache_enabled]
 _CPU = {"cpu"}
+
+
+@functools.cache
+def _settle_attention() -> None:
+    """Have PyTorch put the attention kernels in the order that it will keep.
+
+    The first attention of a process puts cuDNN's first on Hopper and Blackwell, and none does so again. The flags of a
+    region that was the first to attend would be those of before, and its recompute would run another kernel.
+    """
+    with _disable_current_modes():
+        query = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
+        torch._fused_sdp_choice(query, query, query)
 
 
 @functools.cache

@@ -1,0 +1,141 @@
+"""The allocator's truth of a card without the card: real steps of the CUDA build of PyTorch on stand-in libraries.
+
+`python _ghost.py` is the process that runs them, with the Python of `make ghost`. It reads lines of JSON, and answers
+each from a fork of its own: the step finds an allocator that nothing has used, and nobody waits for imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STAND_INS = HERE.parent / "tests" / "ghost"
+CARDS = ("h100", "a100-80", "rtx-4090", "t4")
+ALLOCATORS = ("", "expandable_segments:True")
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """A step of the zoo, on a card, with an allocator's settings."""
+
+    case: str
+    dtype: str
+    variant: str
+    optimizer: str
+    card: str
+    allocator: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What a process is started for."""
+        return self.card, self.allocator
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, dataclasses.astuple(self)))
+
+
+def covering(combinations: Iterable[Combination]) -> list[Combination]:
+    """Few of them, in which every two settings that occur together at all still do."""
+    rest = list(combinations)
+    random.Random(0).shuffle(rest)
+    seen: set[Any] = set()
+    chosen = []
+    for combination in rest:
+        pairs = set(itertools.combinations(enumerate(dataclasses.astuple(combination)), 2))
+        if not pairs <= seen:
+            seen |= pairs
+            chosen.append(combination)
+    return sorted(chosen, key=lambda one: (one.card, one.allocator, one.case))
+
+
+class Ghost:
+    """A process that runs steps for one card and one setting of the allocator."""
+
+    def __init__(self, python: str, card: str, allocator: str) -> None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("GHOST_")} | {
+            "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS / "stand_in_cupy", STAND_INS, HERE, HERE.parent))),
+            "GHOST_CARD": card,
+            "GHOST_COPY": "65536",  # copies of bulk are nobody's business here
+            "OMP_NUM_THREADS": "1",
+            "PYTORCH_ALLOC_CONF": allocator,
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._process = subprocess.Popen(
+            [python, __file__],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, combination: Combination) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(dataclasses.asdict(combination)) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """The fields of a `Truth`, or {"failure": why}."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"failure": "the process of the stand-ins ended"}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def places(combinations: Sequence[Combination]) -> Iterator[tuple[tuple[str, str], list[Combination]]]:
+    for place, group in itertools.groupby(combinations, key=lambda combination: combination.place):
+        yield place, list(group)
+
+
+def _serve() -> None:
+    import warnings
+
+    import torch
+    import transformers
+    import values
+    from bench_predict import described, real_step
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    values.not_packed()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            combination = Combination(**json.loads(line))
+            try:
+                found = dataclasses.asdict(
+                    real_step(case_of(combination), combination.dtype, combination.variant, "cuda")
+                )
+            except Exception as error:
+                found = {"failure": described(error)}
+            print(json.dumps(found), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps({"failure": f"the step ended the process with status {status}"}), flush=True)
+
+
+def case_of(combination: Combination) -> Any:
+    """The case of the zoo, with the optimizer's loop that is asked for."""
+    from _zoo import ZOO
+
+    case = ZOO[combination.case]
+    return case if combination.optimizer == "default" else case.with_loop(combination.optimizer)
+
+
+if __name__ == "__main__":
+    _serve()
