@@ -89,16 +89,16 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     Scope Snapshot arguments as_it_was code_names functorch_state hidden_changes holds hooks_around is_stand_in
     is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: diff_text plot_profile plot_timelines profile_text write_html
+memscale.reports: diff_text plot_profile plot_timelines profile_text write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime
     home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
-memscale.runtime.backends: Backend Buffer Event Stream TraceBackend
+memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: MappedTensors is_movable
 memscale.runtime.storage:
-memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phase Profile ProfileDiff SimulatedStep
-    Station as_hardware differences profile
+memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phase Profile ProfileDiff Schedule
+    SimulatedStep Station as_hardware differences profile queues_of
 memscale.simulation.allocator:
 memscale.simulation.kernels:
 memscale.simulation.schedule:

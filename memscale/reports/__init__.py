@@ -6,6 +6,7 @@ Loaded by the first `Profile` that is asked to print or to draw itself, so what 
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.text import diff_text, profile_text
+from memscale.reports.trace import write_trace
 
 __all__ = [
     "diff_text",
@@ -13,4 +14,5 @@ __all__ = [
     "plot_timelines",
     "profile_text",
     "write_html",
+    "write_trace",
 ]

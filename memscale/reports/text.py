@@ -18,6 +18,8 @@ _TENSORS = 7
 _LONGEST_PATH = 48
 _LONGEST_OP = 34
 _GAP = "   "
+_WORTH_A_WORD = 0.01
+_CAUSES = {"input": "what comes back", "room": "room", "disk": "the disk", "host": "the host"}
 
 
 def profile_text(profile: Profile) -> str:
@@ -41,14 +43,27 @@ def facts(profile: Profile) -> list[str]:
         device.append(f"the allocator reserves {format_bytes(profile.reserved_peak_bytes)}")
     if profile.by_tier:
         tiers = ", ".join(f"{format_bytes(nbytes)} {tier}" for tier, nbytes in profile.by_tier.items())
-        device.append(f"on other tiers at most {tiers}")
+        ahead = f", prefetch depth {profile.prefetch_depth}" if profile.prefetch_depth else ""
+        device.append(f"on other tiers at most {tiers}{ahead}")
     step = [profile.method, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
     if profile.step_seconds is not None:
         bound = "at least " if profile.method == "static" else ""
-        step.append(f"time {bound}{format_seconds(profile.step_seconds)}")
+        step.append(f"time {bound}{format_seconds(profile.step_seconds)}{_waits(profile)}")
     if profile.flops:
         step.append(format_flops(profile.flops))
     return ["; ".join(device), "; ".join(step)]
+
+
+def _waits(profile: Profile) -> str:
+    """What of the step's time the device waits for, where that is worth a word."""
+    assert profile.step_seconds is not None
+    waits = sorted(profile.exposed_seconds.items(), key=lambda item: -item[1])
+    shown = [
+        f"{format_seconds(seconds)} for {_CAUSES[cause]}"
+        for cause, seconds in waits
+        if seconds >= _WORTH_A_WORD * profile.step_seconds
+    ]
+    return f", of which it waits {', '.join(shown)}" if shown else ""
 
 
 def diff_text(diff: ProfileDiff) -> str:

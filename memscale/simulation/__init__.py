@@ -8,12 +8,13 @@ The journey of `profile(model, batch)`, in the order in which to read:
    puts everything back afterwards.
 3. `hollow_mode`: answers each operator with hollow tensors of the right layout (`kernels/shapes`) and asks what the
    device's kernel takes beside them (`kernels/`).
-4. `live_storages`: notices when a storage is made and when the last tensor over it dies; `ledger`: the births and
+4. `schedule/`: when each operator and each copy runs, by a clock that the offload engine's waits go by.
+5. `live_storages`: notices when a storage is made and when the last tensor over it dies; `ledger`: the births and
    deaths, as data.
-5. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
-   (`allocator/` replays CUDA's), and with the times of a roofline.
+6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
+   (`allocator/` replays CUDA's).
    `attribution` takes the same books apart by modules and stations, for whoever plans.
-6. `results`: the `Profile`, frozen data; `reports` prints and draws it.
+7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
@@ -21,6 +22,7 @@ from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.ledger import Phase
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
+from memscale.simulation.schedule.schedule import Schedule, queues_of
 
 __all__ = [
     "OUTSIDE",
@@ -31,9 +33,11 @@ __all__ = [
     "Phase",
     "Profile",
     "ProfileDiff",
+    "Schedule",
     "SimulatedStep",
     "Station",
     "as_hardware",
     "differences",
     "profile",
+    "queues_of",
 ]

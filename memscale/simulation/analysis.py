@@ -14,7 +14,9 @@ from memscale.simulation.allocator.caching import replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
-from memscale.simulation.schedule.clock import CAUSES, Clock, Stall
+from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.schedule.schedule import Schedule
+from memscale.simulation.schedule.sizing import prefetch_depth
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
@@ -51,8 +53,8 @@ def analyse(
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
-    times = _times(ledger, clock)
     first_event, first_op = ledger.steps[-1]
+    schedule = Schedule.of_last_step(clock, ledger.ops, first_op) if clock.timed else None
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for number in steady.alive:
@@ -61,17 +63,7 @@ def analyse(
         by_module[_module(record)][record.category] += record.nbytes
     if rounding := steady.nbytes - sum(by_category.values()):
         by_category[_ROUNDING] = by_module["allocator"][_ROUNDING] = rounding
-    changes, positions, phases = _timeline(ledger, sizes, times)
-    exposed_seconds: dict[str, float] = defaultdict(float)
-    seconds_by_module: dict[str, float] = defaultdict(float)
-    if times.known:
-        for op, begin, end in zip(ledger.ops[first_op:], times.begins, times.ends, strict=True):
-            seconds_by_module[op.path] += end - begin
-        for stall in times.stalls:
-            exposed_seconds[stall.cause] += stall.end - stall.begin
-            seconds_by_module[ledger.ops[stall.op].path if stall.op < len(ledger.ops) else ""] += (
-                stall.end - stall.begin
-            )
+    changes, positions, phases = _timeline(ledger, sizes, *_positions(ledger, clock))
     largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
@@ -86,13 +78,15 @@ def analyse(
         by_tier=dict(by_tier or {}),
         holdings=tuple(_holding(ledger, number) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
-        step_seconds=times.seconds if times.known else None,
-        exposed_seconds=dict(sorted(exposed_seconds.items(), key=lambda item: CAUSES.index(item[0]))),
-        seconds_by_module=dict(sorted(seconds_by_module.items())),
+        step_seconds=None if schedule is None else schedule.seconds,
+        exposed_seconds={} if schedule is None else schedule.exposed_seconds,
+        prefetch_depth=None if schedule is None else _prefetch_depth(ledger, clock),
+        seconds_by_module={} if schedule is None else schedule.seconds_by_module,
         changes=changes,
         positions=positions,
-        position_unit="seconds" if times.known else "operators",
+        position_unit="operators" if schedule is None else "seconds",
         phases=phases,
+        schedule=schedule,
     )
 
 
@@ -195,30 +189,28 @@ def _module(record: StorageRecord) -> str:
     return record.path.rpartition(".")[0] if record.category in _NAMED_FOR_TENSORS else record.path
 
 
-@dataclass(frozen=True)
-class _Times:
-    """When the operators of the last step run, from its beginning; one after the other if their times are not known."""
-
-    known: bool
-    begins: list[float]
-    ends: list[float]
-    stalls: list[Stall]
-    seconds: float
-
-
-def _times(ledger: Ledger, clock: Clock) -> _Times:
+def _positions(ledger: Ledger, clock: Clock) -> tuple[list[float], list[float]]:
+    """When the operators of the last step begin and end; one after the other if their times are not known."""
     first_op = ledger.steps[-1][1]
     if not clock.timed:
         count = len(ledger.ops) - first_op
-        return _Times(False, [float(at) for at in range(count)], [float(at + 1) for at in range(count)], [], count)
+        return [float(at) for at in range(count)], [float(at + 1) for at in range(count)]
     zero = clock.steps[-1]
-    return _Times(
-        True,
-        [begin - zero for begin in clock.begins[first_op:]],
-        [end - zero for end in clock.ends[first_op:]],
-        [stall for stall in clock.stalls if stall.begin >= zero],
-        clock.end - zero,
+    return [begin - zero for begin in clock.begins[first_op:]], [end - zero for end in clock.ends[first_op:]]
+
+
+def _prefetch_depth(ledger: Ledger, clock: Clock) -> int | None:
+    """The depth that hides the copies of the last step; None if there are none."""
+    first_op, zero = ledger.steps[-1][1], clock.steps[-1]
+    moved = [transfer for transfer in clock.transfers if transfer.begin >= zero]
+    if not moved:
+        return None
+    ops = ledger.ops[first_op:]
+    passes = itertools.accumulate(
+        itertools.pairwise([ops[0], *ops]), lambda count, pair: count + (pair[0].phase is not pair[1].phase), initial=0
     )
+    seconds = [end - begin for begin, end in zip(clock.begins[first_op:], clock.ends[first_op:], strict=True)]
+    return prefetch_depth(seconds, list(passes)[1:], moved, first=first_op)
 
 
 def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:
@@ -259,7 +251,7 @@ def _holding(ledger: Ledger, number: int) -> Holding:
 
 
 def _timeline(
-    ledger: Ledger, sizes: list[int], times: _Times
+    ledger: Ledger, sizes: list[int], begins: list[float], ends: list[float]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[tuple[str, float], ...]]:
     """The changes of the last step, their positions, and where its phases begin."""
     begin, first_op = ledger.steps[-1]
@@ -281,12 +273,12 @@ def _timeline(
     positions = [0.0] * len(changes)
     for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
         # An operator's results are there while it runs, and what it was the last to need until it is done.
-        at = 0.0 if op < first_op else (times.begins if event > 0 else times.ends)[op - first_op]
+        at = 0.0 if op < first_op else (begins if event > 0 else ends)[op - first_op]
         for category, nbytes in parts(abs(event) - 1):
             changes.append((category, nbytes if event > 0 else -nbytes))
             positions.append(max(at, positions[-1]) if positions else at)
     phases: list[tuple[str, float]] = []
     for index, op_call in enumerate(ledger.ops[first_op:]):
         if not phases or phases[-1][0] != op_call.phase.value:
-            phases.append((op_call.phase.value, times.begins[index]))
+            phases.append((op_call.phase.value, begins[index]))
     return tuple(changes), tuple(positions), tuple(phases)

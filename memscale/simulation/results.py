@@ -16,6 +16,7 @@ import numpy.typing as npt
 from memscale.core import ConfigError, Document
 from memscale.hardware import Hardware
 from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.schedule.schedule import Schedule
 
 _DOCUMENT = Document("profile", version=1, writer="Profile.to_json()", error=ConfigError)
 
@@ -104,11 +105,14 @@ class Profile:
         exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
             not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of
             the disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.
+        prefetch_depth: how far ahead copies have to be asked for, and how many may leave at once, to hide behind the
+            compute as far as they can (`AsyncOffloadConfig.prefetch_depth`); None if nothing moves, or not known.
         seconds_by_module: its parts by module path, each with the waits before its operators; empty if not known.
         changes: (index in ``CATEGORIES``, bytes) of each event of the steady step; what is there before it, summed by
             category, comes first.
         positions: when each of them was, in `position_unit`.
         phases: see `MemoryTimeline`.
+        schedule: when each operator and each copy runs, and what waits for what; None if not known.
 
     >>> import torch, memscale as ms
     >>> layer = torch.nn.Linear(256, 256)
@@ -133,11 +137,13 @@ class Profile:
     flops: int
     step_seconds: float | None
     exposed_seconds: Mapping[str, float]
+    prefetch_depth: int | None
     seconds_by_module: Mapping[str, float]
     changes: tuple[tuple[int, int], ...] = dataclasses.field(repr=False)
     positions: tuple[float, ...] = dataclasses.field(repr=False)
     position_unit: str
     phases: tuple[tuple[str, float], ...]
+    schedule: Schedule | None = dataclasses.field(repr=False)
 
     @property
     def fragmentation_bytes(self) -> int | None:
@@ -170,6 +176,7 @@ class Profile:
         fields["hardware"] = json.loads(self.hardware.to_json())
         fields["moment"] = dataclasses.asdict(self.moment)
         fields["holdings"] = [dataclasses.asdict(holding) for holding in self.holdings]
+        fields["schedule"] = None if self.schedule is None else self.schedule.to_data()
         return _DOCUMENT.write(fields)
 
     @classmethod
@@ -190,11 +197,20 @@ class Profile:
                 data[name] = tuple((first, second) for first, second in data[name])
             for name in ("notes", "positions"):
                 data[name] = tuple(data[name])
+            data["schedule"] = None if data["schedule"] is None else Schedule.from_data(data["schedule"])
             return cls(**data)
 
     def diff(self, other: Profile) -> ProfileDiff:
         """How `other` differs from this profile: negative bytes are saved by it."""
         return ProfileDiff(self, other)
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Write the schedule, with live bytes over it, as JSON that ``chrome://tracing`` and Perfetto open.
+
+        Raises:
+            ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
+        """
+        _reports().write_trace(self, path)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.

@@ -82,11 +82,13 @@ def shown(**changes):
         "flops": 12_900_000_000,
         "step_seconds": sum(SECONDS.values()),
         "exposed_seconds": {},
+        "prefetch_depth": None,
         "seconds_by_module": SECONDS,
         "changes": (*resident, *transient, *((index, -nbytes) for index, nbytes in transient)),
         "positions": (0.0, 0.0, 0.0, 0.01, 0.02, 0.0215, 0.026),
         "position_unit": "seconds",
         "phases": (("forward", 0.0), ("backward", 0.012), ("optimizer", 0.024)),
+        "schedule": None,
     }
     return ms.Profile(**{**fields, **changes})
 

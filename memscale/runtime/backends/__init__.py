@@ -1,11 +1,12 @@
 """The machines an engine runs on."""
 
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
-from memscale.runtime.backends.trace import TraceBackend
+from memscale.runtime.backends.trace import CountedBuffer, TraceBackend
 
 __all__ = [
     "Backend",
     "Buffer",
+    "CountedBuffer",
     "Event",
     "Stream",
     "TraceBackend",

@@ -117,9 +117,11 @@ def _profile(trace: AllocatorTrace, first: AllocatorTrace, hardware: Hardware, n
         flops=0,
         step_seconds=trace.seconds,
         exposed_seconds={},
+        prefetch_depth=None,
         seconds_by_module={},
         changes=tuple(changes[at] for at in order),
         positions=tuple(positions[at] for at in order),
         position_unit="seconds",
         phases=trace.timeline.phases,
+        schedule=None,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memscale.runtime.backends import Buffer, Event, Stream, TraceBackend
+from memscale.runtime.backends import Buffer, CountedBuffer, Event, Stream, TraceBackend
 from memscale.simulation.schedule.clock import Clock, Transfer
 
 
@@ -16,6 +16,7 @@ class _Point:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.end = clock.point()
+        self.op = len(clock.ends)
 
     def done(self) -> bool:
         return self._clock.now >= self.end
@@ -34,15 +35,14 @@ class _Copied:
 
     def __init__(self, clock: Clock, transfer: Transfer) -> None:
         self._clock = clock
-        self._begin, self.end = transfer.begin, transfer.end
-        self.carried = transfer.carried
-        self.cause = "disk" if transfer.tier == "disk" else "room" if transfer.direction == "out" else "input"
+        self.transfer = transfer
+        self.end = transfer.end
 
     def done(self) -> bool:
         return self._clock.now >= self.end
 
     def span(self) -> tuple[float, float] | None:
-        return (self._begin, self.end) if self.done() else None
+        return (self.transfer.begin, self.end) if self.done() else None
 
     def error(self) -> None:
         return None
@@ -59,6 +59,22 @@ class ClockedBackend(TraceBackend):
     def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
         super().__init__(caps)
         self._clock = clock
+        self._leaving: list[tuple[float, Buffer]] = []  # given back, and still read or written until then
+
+    def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
+        """See `Backend.allocate`."""
+        now = self._clock.now
+        for at in [at for at, (end, _) in enumerate(self._leaving) if end <= now][::-1]:
+            super().free(self._leaving.pop(at)[1], after=())
+        return super().allocate(nbytes, tier)
+
+    def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
+        """See `Backend.free`."""
+        end = max((_end(event) for event in after), default=0.0)
+        if end > self._clock.now:
+            self._leaving.append((end, buffer))
+        else:
+            super().free(buffer, after=after)
 
     def record(self, stream: int | None = None) -> Event:
         """See `Backend.record`."""
@@ -70,20 +86,19 @@ class ClockedBackend(TraceBackend):
         """See `Backend.copy`."""
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
+        asked = max((event.op for event in after if isinstance(event, _Point)), default=len(self._clock.ends))
         ready = max((_end(event) for event in after), default=0.0)
-        return _Copied(self._clock, self._clock.copy(stream, buffer.tier, buffer.nbytes, ready))
+        transfer = self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked)
+        return _Copied(self._clock, transfer)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
         """See `Backend.wait`. Blocks the host where the CPU takes part in the copy, and only there."""
-        if isinstance(event, _Copied) and event.carried:
-            self._clock.hold_up(event.end, event.cause)
-        elif isinstance(event, _Copied):
-            self._clock.come_after(event.end, event.cause)
+        if isinstance(event, _Copied):
+            self._clock.come_after(event.transfer)
 
     def synchronize(self, event: Event) -> None:
         """See `Backend.synchronize`."""
-        cause = event.cause if isinstance(event, _Copied) else "host"
-        self._clock.hold_up(_end(event), cause)
+        self._clock.hold_up(_end(event), event.transfer.cause if isinstance(event, _Copied) else "host")
 
     def clock(self) -> float:
         """See `Backend.clock`."""

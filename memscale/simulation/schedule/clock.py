@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from memscale.hardware import Direction, Hardware, copy_seconds, issue_seconds
@@ -15,7 +16,7 @@ _MOST_QUEUED = 1024
 
 
 class Stall(NamedTuple):
-    """The device stands still from `begin` to `end`, before its operator number `op`."""
+    """The device, or the host, stands still from `begin` to `end`, before operator number `op`."""
 
     begin: float
     end: float
@@ -23,15 +24,31 @@ class Stall(NamedTuple):
     op: int
 
 
-class Transfer(NamedTuple):
-    """A copy of `nbytes` from the device ("out") to `tier`, or back ("in")."""
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A copy from the device ("out") to a tier, or back ("in").
+
+    Attributes:
+        begin, end: when it runs.
+        direction, tier, nbytes: what it moves.
+        carried: whether the CPU takes part, so that who waits for it waits on the host.
+        asked: how many operators had been issued when it was asked for.
+        awaited: how many when the first was to come after it; None if none was.
+    """
 
     begin: float
     end: float
     direction: Direction
     tier: str
     nbytes: int
-    carried: bool  # whether the CPU takes part, so that who waits for it waits on the host
+    carried: bool
+    asked: int
+    awaited: int | None = None
+
+    @property
+    def cause(self) -> str:
+        """Why whoever waits for it stands still."""
+        return "disk" if self.tier == "disk" else "room" if self.direction == "out" else "input"
 
 
 class Clock:
@@ -42,8 +59,8 @@ class Clock:
     >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
     >>> clock.operator(1e-3)
-    >>> back = clock.copy("in", "pinned", 2_000_000, clock.now)
-    >>> clock.come_after(back.end, "input")
+    >>> back = clock.copy("in", "pinned", 2_000_000, ready=clock.now, asked=1)
+    >>> clock.come_after(back)
     >>> clock.operator(1e-3)
     >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
     ('3.01 ms', ['host', 'input'])
@@ -53,8 +70,11 @@ class Clock:
         steps: when each step began.
         end: when the last one was over.
         timed: whether all that the operators take is known.
+        issued: when the host was through with handing over each operator, or with computing it.
         begins, ends: of each operator on the device; of one that runs on the host, when the device was through by then.
+        on_host: the numbers of the operators that run on the host.
         stalls: when the device stood still.
+        held_up: when the host did, likewise.
         transfers: the copies.
     """
 
@@ -63,17 +83,20 @@ class Clock:
         self.now = self.end = 0.0
         self.timed = True
         self.steps: list[float] = []
+        self.issued: list[float] = []
         self.begins: list[float] = []
         self.ends: list[float] = []
         self.stalls: list[Stall] = []
+        self.held_up: list[Stall] = []
+        self.on_host: set[int] = set()
         self.transfers: list[Transfer] = []
         self._is_host = hardware.device_type == "cpu"
         self._issue_seconds = issue_seconds(hardware)
         self._end = 0.0  # of all that the device was given
         self._awaited: list[tuple[float, str]] = []  # what its next operator comes after
-        self._held_up: list[tuple[float, float, str]] = []  # when the host waited since the device's last operator
-        self._link_ends = {"out": 0.0, "in": 0.0}
-        self._carried_ends = {"out": 0.0, "in": 0.0}  # of the copies in which the CPU takes part
+        self._accounted = 0  # how many of `held_up` the device has stood still for
+        self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
+        self._carried_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._disk_end = 0.0
 
     def begin_step(self) -> None:
@@ -92,18 +115,22 @@ class Clock:
             self.timed, seconds = False, 0.0
         if seconds:
             self.now += self._issue_seconds
-            if len(self.ends) >= _MOST_QUEUED:
-                self.now = max(self.now, self.ends[-_MOST_QUEUED])
-            self._catch_up()
+            if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
+                self.now = self.ends[-_MOST_QUEUED]
+            if self.now > self._end or self._awaited:
+                self._catch_up()
         self.begins.append(self._end)
         self._end += seconds
         self.ends.append(self._end)
         if self._is_host:
             self.now = self._end
+        self.issued.append(self.now)
 
     def host_operator(self, seconds: float) -> None:
         """The host itself computes."""
         self.now += seconds
+        self.on_host.add(len(self.ends))
+        self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
 
@@ -111,21 +138,28 @@ class Clock:
         """When the device is through with all that it was given so far."""
         return max(self._end, self.now, *(end for end, _ in self._awaited))
 
-    def come_after(self, end: float, cause: str) -> None:
-        """Let what the device is given from here on come after `end`."""
-        if self._is_host:
-            self.hold_up(end, cause)
-        elif end > self._end:
-            self._awaited.append((end, cause))
+    def come_after(self, transfer: Transfer) -> None:
+        """Let what the device is given from here on come after a copy. Where the CPU takes part, the host waits."""
+        if transfer.awaited is None:
+            transfer.awaited = len(self.ends)
+        if transfer.carried:
+            self.hold_up(transfer.end, transfer.cause)
+        elif transfer.end > self._end:
+            self._awaited.append((transfer.end, transfer.cause))
 
     def hold_up(self, end: float, cause: str) -> None:
         """Let the host wait until `end`."""
         if end > self.now:
-            self._held_up.append((self.now, end, cause))
+            self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
 
-    def copy(self, direction: Direction, tier: str, nbytes: int, ready: float) -> Transfer:
-        """A copy that may start when it is `ready`, and not before the ones that were asked for earlier."""
+    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int) -> Transfer:
+        """A copy that may start when it is `ready`, and not before the ones that were asked for earlier.
+
+        Args:
+            direction, tier, nbytes, asked: see `Transfer`.
+            ready: when that is.
+        """
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
             begin = max(begin, self._disk_end)
@@ -138,20 +172,20 @@ class Clock:
             self._link_ends[direction] = end
         if carried:
             self._carried_ends[direction] = end
-        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried))
+        self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried, asked))
         return self.transfers[-1]
 
     def _catch_up(self) -> None:
         """Let the device stand still until the host is there, and then for what it has to come after."""
         at = self._end
-        for begin, end, cause in self._held_up:
+        for begin, end, cause, _ in self.held_up[self._accounted :]:
             at = self._stand_still(at, begin, "host")
             at = self._stand_still(at, end, cause)
         at = self._stand_still(at, self.now, "host")
         for end, cause in self._awaited:
             at = self._stand_still(at, end, cause)
         self._end = at
-        self._held_up.clear()
+        self._accounted = len(self.held_up)
         self._awaited.clear()
 
     def _stand_still(self, begin: float, end: float, cause: str) -> float:

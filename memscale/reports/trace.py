@@ -1,0 +1,79 @@
+"""A step's schedule in the Trace Event Format, which Chrome and Perfetto open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from memscale.core import ConfigError
+from memscale.simulation import Profile, Schedule, queues_of
+
+_ROWS = {"device": "device", "out": "device to host", "in": "host to device", "disk": "disk", "host": "host"}
+_NUMBERS = {queue: number for number, queue in enumerate(_ROWS)}
+_CAUSES = {
+    "input": "waits for an input",
+    "room": "waits for room",
+    "disk": "waits for the disk",
+    "host": "waits for the host",
+}
+
+
+def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
+    """Write `Profile.trace`'s file.
+
+    Raises:
+        ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
+    """
+    target = Path(path)
+    if target.suffix.lower() != ".json":
+        raise ConfigError(f"Profile.trace(path) must end in .json, got {str(path)!r}; use plot() for a picture")
+    if not target.parent.is_dir():
+        raise ConfigError(
+            f"Profile.trace(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
+        )
+    target.write_text(json.dumps(trace_data(profile)), encoding="utf-8")
+
+
+def trace_data(profile: Profile) -> dict[str, Any]:
+    """The trace as data; times are microseconds.
+
+    Raises:
+        ConfigError: the step has no schedule.
+    """
+    if profile.schedule is None:
+        raise ConfigError(
+            "Profile.trace(path) needs a schedule, and this step has none: it was measured, or the speed of "
+            f"{profile.hardware.name} is not known; profile it for a card, or after Hardware.measure()"
+        )
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": _NUMBERS[queue], "name": "thread_name", "args": {"name": name}}
+        for queue, name in _ROWS.items()
+    ]
+    return {"traceEvents": [*events, *_slices(profile.schedule), *_memory(profile)]}
+
+
+def _slices(schedule: Schedule) -> Iterator[dict[str, Any]]:
+    for name, path, phase, queue, begin, seconds, _ in schedule.operators:
+        if seconds:
+            yield _slice(name, queue, begin, seconds, {"module": path, "phase": phase})
+    for copy in schedule.copies:
+        name = f"to {copy.tier}" if copy.direction == "out" else f"from {copy.tier}"
+        for queue in queues_of(copy):
+            yield _slice(name, queue, copy.begin, copy.seconds, {"nbytes": copy.nbytes})
+    for wait in schedule.waits:
+        yield _slice(_CAUSES[wait.cause], wait.queue, wait.begin, wait.seconds, {})
+
+
+def _memory(profile: Profile) -> Iterator[dict[str, Any]]:
+    timeline = profile.timeline
+    for at, nbytes in zip(timeline.position.tolist(), timeline.total_bytes.tolist(), strict=True):
+        yield {"ph": "C", "pid": 0, "name": "live bytes", "ts": 1e6 * at, "args": {"live": nbytes}}
+
+
+def _slice(name: str, queue: str, begin: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X", "pid": 0, "tid": _NUMBERS[queue], "name": name, "ts": 1e6 * begin, "dur": 1e6 * seconds, "args": args
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""A step's schedule as frozen data: what each queue does, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memscale.simulation.ledger import OpCall
+from memscale.simulation.schedule.clock import CAUSES, Clock
+
+#: The queues of a schedule, in the order in which pictures show them.
+QUEUES = ("device", "out", "in", "disk", "host")
+
+
+class ScheduledOperator(NamedTuple):
+    """An operator: what it is and where it was called, as of `OpCall`, and when it runs.
+
+    Attributes:
+        name, path, phase: ``"aten::mm"``, the module, ``"forward"``.
+        queue: ``"device"``, or ``"host"`` where the CPU beside the device computes.
+        begin: in seconds from the beginning of the step.
+        seconds: how long it takes.
+        issued: when the host had handed it over.
+    """
+
+    name: str
+    path: str
+    phase: str
+    queue: str
+    begin: float
+    seconds: float
+    issued: float
+
+
+class ScheduledCopy(NamedTuple):
+    """A copy from the device (``"out"``) to `tier`, or back (``"in"``)."""
+
+    direction: str
+    tier: str
+    nbytes: int
+    begin: float
+    seconds: float
+
+
+class ScheduledWait(NamedTuple):
+    """The ``"device"`` or the ``"host"`` stands still; see `Profile.exposed_seconds` for the causes.
+
+    `operator` is the number of the first one after it.
+    """
+
+    queue: str
+    cause: str
+    begin: float
+    seconds: float
+    operator: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When everything in a step happens, in seconds from its beginning.
+
+    Attributes:
+        seconds: until the next step begins. Copies may go on beyond.
+        operators: in the order in which they are issued.
+        copies: in the order in which they start in their direction.
+        waits: of the device, and of the host for copies.
+    """
+
+    seconds: float
+    operators: tuple[ScheduledOperator, ...]
+    copies: tuple[ScheduledCopy, ...]
+    waits: tuple[ScheduledWait, ...]
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """The share of the step in which each queue is busy; without those that do nothing in it.
+
+        >>> copies = (ScheduledCopy("out", "pinned", 8, 0.0, 0.5), ScheduledCopy("in", "pinned", 8, 1.75, 0.5))
+        >>> Schedule(2.0, (), copies, ()).utilisation
+        {'out': 0.25, 'in': 0.125}
+        """
+        busy = dict.fromkeys(QUEUES, 0.0)
+        for operator in self.operators:
+            busy[operator.queue] += operator.seconds
+        for copy in self.copies:
+            seconds = max(0.0, min(self.seconds, copy.begin + copy.seconds) - copy.begin)
+            for queue in queues_of(copy):
+                busy[queue] += seconds
+        return {queue: seconds / self.seconds for queue, seconds in busy.items() if seconds and self.seconds}
+
+    @property
+    def exposed_seconds(self) -> dict[str, float]:
+        """How long the device stands still, by cause."""
+        found = dict.fromkeys(CAUSES, 0.0)
+        for wait in self.waits:
+            if wait.queue == "device":
+                found[wait.cause] += wait.seconds
+        return {cause: seconds for cause, seconds in found.items() if seconds}
+
+    @property
+    def seconds_by_module(self) -> dict[str, float]:
+        """The step by module path: what the device computes, and what it waits for before."""
+        found: dict[str, float] = defaultdict(float)
+        for operator in self.operators:
+            if operator.queue == "device":
+                found[operator.path] += operator.seconds
+        for wait in self.waits:
+            if wait.queue == "device":
+                is_last = wait.operator == len(self.operators)
+                found["" if is_last else self.operators[wait.operator].path] += wait.seconds
+        return dict(sorted(found.items()))
+
+    @classmethod
+    def of_last_step(cls, clock: Clock, ops: Sequence[OpCall], first: int) -> Schedule:
+        """The schedule of the last step on `clock`, whose operators are ``ops[first:]``."""
+        zero = clock.steps[-1]
+        return cls(
+            clock.end - zero,
+            tuple(_operations(clock, ops, first, zero)),
+            tuple(
+                ScheduledCopy(each.direction, each.tier, each.nbytes, each.begin - zero, each.end - each.begin)
+                for each in clock.transfers
+                if each.begin >= zero
+            ),
+            tuple(_waits(clock, first, zero)),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """The schedule as what JSON can hold; names are written once."""
+        names: dict[str, int] = {}
+
+        def coded(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+            return [
+                [names.setdefault(cell, len(names)) if isinstance(cell, str) else cell for cell in row] for row in rows
+            ]
+
+        rows = {"operators": coded(self.operators), "copies": coded(self.copies), "waits": coded(self.waits)}
+        return {"seconds": self.seconds, "names": list(names), **rows}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Schedule:
+        """The schedule that `to_data` wrote."""
+        names = data["names"]
+
+        def texts(rows: Sequence[Sequence[Any]], columns: int, *, at: int = 0) -> Iterator[list[Any]]:
+            for row in rows:
+                yield [*row[:at], *(names[cell] for cell in row[at : at + columns]), *row[at + columns :]]
+
+        return cls(
+            data["seconds"],
+            tuple(ScheduledOperator(*row) for row in texts(data["operators"], 4)),
+            tuple(ScheduledCopy(*row) for row in texts(data["copies"], 2)),
+            tuple(ScheduledWait(*row) for row in texts(data["waits"], 2)),
+        )
+
+
+def queues_of(copy: ScheduledCopy) -> tuple[str, ...]:
+    """The queues that a copy is in: of the link, of the disk, or of both where an accelerator's bytes go to disk."""
+    return (copy.direction, "disk") if copy.tier == "disk" else (copy.direction,)
+
+
+def _operations(clock: Clock, ops: Sequence[OpCall], first: int, zero: float) -> Iterator[ScheduledOperator]:
+    for at in range(first, len(ops)):
+        op, begin, issued = ops[at], clock.begins[at], clock.issued[at]
+        seconds = clock.ends[at] - begin
+        queue = "device"
+        if at in clock.on_host:
+            assert op.seconds is not None
+            queue, seconds, begin = "host", op.seconds, issued - op.seconds
+        yield ScheduledOperator(op.name, op.path, op.phase.value, queue, begin - zero, seconds, issued - zero)
+
+
+def _waits(clock: Clock, first: int, zero: float) -> Iterator[ScheduledWait]:
+    for stall in clock.stalls:
+        if stall.begin >= zero:
+            yield ScheduledWait("device", stall.cause, stall.begin - zero, stall.end - stall.begin, stall.op - first)
+    for begin, end, cause, op in clock.held_up:
+        if begin >= zero:
+            yield ScheduledWait("host", cause, begin - zero, end - begin, op - first)
