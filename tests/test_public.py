@@ -75,9 +75,10 @@ memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed 
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
     PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
-    boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described factory
-    format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit modules_in optional
-    pytrees read_or_empty scalar_loss simulating simulation spellings tensors unflatten validate version versions
+    boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described
+    device_type factory format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit
+    modules_in optional pytrees read_or_empty scalar_loss simulated_device_type simulating simulation spellings tensors
+    unflatten validate version versions
 memscale.hardware: Direction Hardware Seconds Work copy_seconds cpu_name has_rate host_seconds issue_seconds
     knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
@@ -86,8 +87,8 @@ memscale.optimizers: LossScale
 memscale.planning: Budget LargestBatch OOMPrediction OOMPredictor OOMRisk parts_of planned repeated_blocks
     shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
-    Scope Snapshot arguments as_it_was code_names functorch_state hidden_changes holds hooks_around is_stand_in
-    is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
+    Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
+    is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: diff_text plot_profile plot_timelines profile_text write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime

@@ -17,7 +17,7 @@ from memscale.core.errors import (
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
-from memscale.core.simulating import simulating, simulation
+from memscale.core.simulating import device_type, simulated_device_type, simulating, simulation
 from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
 from memscale.core.validation import Check, Misfit, boolean, integer, optional, validate
@@ -52,6 +52,7 @@ __all__ = [
     "check_loss",
     "check_tier",
     "described",
+    "device_type",
     "factory",
     "format_bytes",
     "format_flops",
@@ -66,6 +67,7 @@ __all__ = [
     "pytrees",
     "read_or_empty",
     "scalar_loss",
+    "simulated_device_type",
     "simulating",
     "simulation",
     "spellings",

@@ -1,15 +1,19 @@
-"""Whether a step is being simulated: its tensors then have sizes and no values.
+"""Whether a step is being simulated, and on which device its tensors are to be thought.
 
-What moves bytes is told by the runtime that the simulation passes in. This is for what has no runtime: a region that
-compares values to learn what it changes, over ordinary tensors of memory that nothing may touch.
+A simulated step computes nothing: its tensors are on the CPU, have sizes and no values. What moves bytes is told by the
+runtime that the simulation passes in. This is for what has no runtime: code that compares values to learn what a region
+changes, over ordinary tensors of memory that nothing may touch; and code that goes another way on another device, which
+must go the way of the device that is simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_running: list[None] = []
+import torch
+
+_running: list[tuple[str, Callable[[torch.Tensor], str]]] = []
 
 
 def simulating() -> bool:
@@ -21,10 +25,32 @@ def simulating() -> bool:
     return bool(_running)
 
 
+def simulated_device_type() -> str | None:
+    """The type of the device that is simulated, None outside of simulations.
+
+    >>> with simulation("cuda", lambda tensor: "cuda"):
+    ...     simulated_device_type()
+    'cuda'
+    """
+    return _running[-1][0] if _running else None
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """The type of the device that `tensor` is on, as everything in memscale that decides by it must ask.
+
+    >>> device_type(torch.ones(1))
+    'cpu'
+    >>> with simulation("cuda", lambda tensor: "cuda"):
+    ...     device_type(torch.ones(1))
+    'cuda'
+    """
+    return _running[-1][1](tensor) if _running else tensor.device.type
+
+
 @contextmanager
-def simulation() -> Iterator[None]:
-    """Say so for the body."""
-    _running.append(None)
+def simulation(device_type: str, type_of: Callable[[torch.Tensor], str]) -> Iterator[None]:
+    """Simulate a device of this type in the body, where `type_of` says it of a tensor: some lie beside the device."""
+    _running.append((device_type, type_of))
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What a region depends on, and how it is run again."""
 
 from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.environment import Environment
+from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
 from memscale.regions.remembered import Remembered, arguments
@@ -42,6 +42,7 @@ __all__ = [
     "Rewind",
     "Scope",
     "Snapshot",
+    "accelerators",
     "arguments",
     "as_it_was",
     "code_names",

@@ -17,7 +17,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import CorrectnessError
+from memscale.core import CorrectnessError, simulated_device_type
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -49,7 +49,9 @@ class Environment:
         takes_host = host_random or not randomness.can_notice()
         self._host: tuple[Any, Any] | None = randomness.host_state() if takes_host else None
         self._kinds = {"cpu", *(device.type for device in devices if device.type != "meta")} if devices else _CPU
-        if "cuda" in self._kinds:
+        if (simulated := simulated_device_type()) is not None and simulated not in self._kinds:
+            self._kinds = {*self._kinds, simulated}
+        if "cuda" in self._kinds and simulated is None:
             _settle_attention()
         self._settings = _settings(self._kinds)
         self._modes = modes()
@@ -190,6 +192,11 @@ def _readers(kind: str) -> list[Callable[[], Any]]:
 
 
 _READ_ON_CPU = [*_READ, *_readers("cpu")]
+
+
+def accelerators(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """The devices of `tensors` that have random generators of their own, beside the CPU's."""
+    return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
 
 def _settings(kinds: set[str]) -> list[Any]:

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from memscale.core import CorrectnessError, changed_error, described, simulating, versions
-from memscale.regions.environment import Environment
+from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.scope import Attributes, Scope, differing, holds, read
@@ -106,9 +106,10 @@ class Snapshot:
             self._take_all()
         elif habits.changed or habits.reassigned:
             self._take(habits)
-        devices = {tensor.device for tensor in self._everything if not tensor.is_cpu}
         self.environment = Environment(
-            devices, host_random=habits is None or habits.host_random, generators=scope.generators
+            accelerators(self._everything),
+            host_random=habits is None or habits.host_random,
+            generators=scope.generators,
         )
 
     @property

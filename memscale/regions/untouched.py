@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from memscale.regions.environment import Environment
+from memscale.regions.environment import Environment, accelerators
 from memscale.regions.scope import Scope, put_back
 
 
@@ -27,7 +27,7 @@ def untouched(
         computes: whether the body changes values. The copies are in host memory, where an accelerator's allocator,
             which the body may be measured by, does not count them.
     """
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    devices = accelerators(tensors)
     versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
     values = [(tensor, _copy(tensor)) for tensor in tensors if _can_change(tensor)] if computes else []
     gradients = [(tensor, tensor.grad) for tensor in leaves if tensor.is_leaf and tensor.requires_grad]

@@ -125,9 +125,10 @@ class LiveStorages:
         """Whether the storage under `tensor` was there before the step."""
         return self.record(tensor).op < 0
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the values of `tensor` are real."""
-        return self.record(tensor).known
+    def is_away(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage under `tensor` lies on another memory tier."""
+        number = self._live.get(tensor.untyped_storage()._cdata)
+        return number is not None and self.ledger.records[number].away
 
     def put_back(self) -> None:
         """Undo what real computation did to the caller's tensors."""

@@ -86,7 +86,7 @@ class Simulation:
                 if not tensor.is_meta:
                     self.mode.storages.record(tensor)
             stack.enter_context(_reads_checked(self.mode))
-            stack.enter_context(simulation())
+            stack.enter_context(simulation(self._kernels.device_type, self._device_type))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             stack.enter_context(self.mode)
             self._send_home()
@@ -129,6 +129,13 @@ class Simulation:
                 if home_of(parameter, self.runtimes.at_home) is not None:
                     for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
                         self.mode.storages.send_away(tensor)
+
+    def _device_type(self, tensor: torch.Tensor) -> str:
+        """Of the device that is simulated, but for what lies beside it."""
+        if tensor.is_meta:
+            return "meta"
+        plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        return "cpu" if plain and self.mode.storages.is_away(tensor) else self._kernels.device_type
 
     def _away(self, nbytes: int) -> torch.Tensor:
         hollow = self.mode.hollow

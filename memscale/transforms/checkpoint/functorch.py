@@ -23,7 +23,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, TransformError, pytrees, version
-from memscale.regions import Content, Environment, Place, Remembered, Scope, functorch_state, holds, read, write
+from memscale.regions import (
+    Content,
+    Environment,
+    Place,
+    Remembered,
+    Scope,
+    accelerators,
+    functorch_state,
+    holds,
+    read,
+    write,
+)
 
 _functorch = torch._C._functorch
 
@@ -262,8 +273,7 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs = given[: len(call.targets)]
-        devices = {tensor.device for tensor in inputs if tensor.device.type != "cpu"}
-        call.environment = Environment(devices, host_random=True, generators=call.scope.generators)
+        call.environment = Environment(accelerators(inputs), host_random=True, generators=call.scope.generators)
         outputs = call.execute(inputs, first=True)
         call.environment.conclude()
         return outputs

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from memscale.core import device_type
 from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_backward, without_hooks
 
 
@@ -59,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
         dtype = loss.of_logits(nothing, target[:0], "none").dtype
         logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
         scale = logsumexp.new_ones(()) if reduction != "mean" else 1 / loss.denominator(target).to(logsumexp.dtype)
-        rows = _Rows(loss, target, logsumexp, scale)
+        rows = Rows(loss, target, logsumexp, scale)
         values = torch.empty_like(logsumexp)
         hidden_grad = torch.empty_like(hidden) if early and hidden.requires_grad else None
         with without_hooks():
@@ -82,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad.to(logsumexp.dtype)
         if ctx.reduction == "mean":
             scale = scale / loss.denominator(target)
-        rows = _Rows(loss, target, logsumexp, scale)
+        rows = Rows(loss, target, logsumexp, scale)
         hidden_grad = ctx.hidden_grad
         if last := last_backward():
             ctx.hidden_grad = ctx.loss = None  # this node outlives the rest of backward, with all that it still holds
@@ -90,14 +91,14 @@ class _CrossEntropy(torch.autograd.Function):
             hidden_grad = torch.empty_like(hidden)
             for start, length in loss.ranges:
                 _backward_piece(rows, hidden, slice(start, start + length), hidden_grad)
-        elif hidden_grad is not None and not (grad.device.type == "cpu" and grad.item() == 1):
+        elif hidden_grad is not None and not (device_type(grad) == "cpu" and grad.item() == 1):
             hidden_grad = hidden_grad.mul_(grad) if last else hidden_grad * grad
         found = _gradients_of_linear(rows, hidden)
         return None, None, None, hidden_grad, None, *(found.get(id(tensor)) for tensor in loss.projection.captured)
 
 
 def _forward_piece(
-    rows: _Rows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
+    rows: Rows, hidden: torch.Tensor, piece: slice, values: torch.Tensor, hidden_grad: torch.Tensor | None
 ) -> None:
     """Fill in logsumexp, loss and, if wanted, the gradient of the hidden states of a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
@@ -108,14 +109,14 @@ def _forward_piece(
         torch.mm(logits, rows.weight, out=hidden_grad[piece])
 
 
-def _backward_piece(rows: _Rows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
+def _backward_piece(rows: Rows, hidden: torch.Tensor, piece: slice, hidden_grad: torch.Tensor) -> None:
     """Fill in the gradient of the hidden states of a piece of the rows."""
     logits = rows.projection.product(hidden[piece])
     _turn_into_gradient(rows, logits, piece.start, ALL)
     torch.mm(logits, rows.weight, out=hidden_grad[piece])
 
 
-def _gradients_of_linear(rows: _Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     """The gradients of weight and bias, by the identity of the tensor."""
     weight, bias = rows.weight, rows.bias
     weight_grad = torch.empty_like(weight)
@@ -140,13 +141,13 @@ _PART_NUMEL = 2**24
 
 def _parts(logits: torch.Tensor) -> list[slice]:
     """The rows of `logits`, a few at a time; at least one for each thread, since kernels over classes split by rows."""
-    on_cpu = logits.device.type == "cpu"
+    on_cpu = device_type(logits) == "cpu"
     few = (_CPU_PART_NUMEL if on_cpu else _PART_NUMEL) // max(logits.shape[1], 1)
     length = max(few, torch.get_num_threads() if on_cpu else 1)
     return [slice(start, min(start + length, len(logits))) for start in range(0, len(logits), length)]
 
 
-class _Rows:
+class Rows:
     """Each row's loss as ``total * logsumexp(z) - sum over classes of q * z``, where `total` is the sum of its `q`.
 
     `q` is the class weight times the target distribution: ``1 - label_smoothing`` at the target (`own`, by row), and
@@ -196,6 +197,13 @@ class _Rows:
         exps = (z.detach() - self.logsumexp[at, None]).exp_()
         self._put_gradient(logits, z, leaf, exps, 1, at, classes)
 
+    def position(self, classes: slice, at: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the target is among these classes, as a column, and whether it is there; else any place will do."""
+        start, stop, _ = classes.indices(self.projection.width)
+        exact = self.target[at] - start
+        position = exact.clamp(0, stop - start - 1)
+        return position[:, None], position == exact
+
     def _stepped(self, logits: torch.Tensor, classes: slice = ALL) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits after the steps, in no less than 32 bits, and the leaf of their graph."""
         with torch.enable_grad():
@@ -218,14 +226,12 @@ class _Rows:
         exps *= (self.total[at] * scale * factor)[:, None]
         if self.smooth is not None:
             exps.addr_(scale, self.smooth[classes], alpha=-1)
-        position = self.target[at] - (classes.start or 0)
-        inside = (position >= 0) & (position < exps.shape[1])
-        share = torch.where(inside, self.own[at] * scale, 0)
-        exps.scatter_add_(1, torch.where(inside, position, 0)[:, None], -share[:, None])
+        position, inside = self.position(classes, at)
+        exps.scatter_add_(1, position, torch.where(inside, self.own[at] * -scale, 0)[:, None])
         logits.copy_(torch.autograd.grad(z, leaf, exps)[0])
 
 
-def _turn_into_gradient(rows: _Rows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
+def _turn_into_gradient(rows: Rows, logits: torch.Tensor, first_row: int, classes: slice) -> None:
     """Replace the logits of some classes, of the rows from `first_row` on, by their gradient."""
     for part in _parts(logits):
         rows.turn_into_gradient(logits[part], slice(first_row + part.start, first_row + part.stop), classes)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from memscale.transforms.tile.head.projection import Projection
 
 ALL = slice(None)
+_CASTS = (torch.Tensor.to, torch.Tensor.type)
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function of the logits, with its other arguments
 
 
@@ -45,6 +46,14 @@ class Loss:
         for func, args, kwargs in self.steps:
             logits = func(logits, *_of_classes(args, classes), **kwargs)
         return logits
+
+    @property
+    def only_widens(self) -> bool:
+        """Whether the steps are nothing but casts to 32 bits."""
+        return all(
+            func is torch.Tensor.float or (func in _CASTS and (*args, *kwargs.values()) == (torch.float32,))
+            for func, args, kwargs in self.steps
+        )
 
     def of_logits(self, logits: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
         """The loss of the rows of `logits`, as the projection gives them."""

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from memscale.core import changed_error, described, version
-from memscale.regions import Environment, Scope, as_it_was
+from memscale.core import changed_error, described, device_type, version
+from memscale.regions import Environment, Scope, accelerators, as_it_was
 from memscale.transforms.tile.head.linear import plain_linear
 
 
@@ -44,12 +44,12 @@ class Projection:
         # Held as read now: under functional_call the module has other weights again when the loss is computed.
         self._scope = Scope(fn)
         self.captured = list({id(tensor): tensor for _, _, tensor in self._scope.tensors}.values())
-        self.linear = None if torch.is_autocast_enabled(hidden.device.type) else plain_linear(fn, self._scope)
+        self.linear = None if torch.is_autocast_enabled(device_type(hidden)) else plain_linear(fn, self._scope)
         with torch.no_grad():
             sample = fn(hidden.reshape(-1, hidden.shape[-1])[:0])  # no rows: only type and width are wanted
         self.dtype, self.width = sample.dtype, sample.shape[-1]
         self._grad_enabled = torch.is_grad_enabled()
-        self._environment = Environment({hidden.device} - {torch.device("cpu")}, host_random=False)
+        self._environment = Environment(accelerators([hidden]), host_random=False)
         self._versions = [version(tensor) for tensor in (hidden, *self.captured)]
         self._value: torch.Tensor | None = None
         self._inference = torch.is_inference_mode_enabled()
@@ -74,7 +74,7 @@ class Projection:
         """The logits of `hidden` for some classes, where the projection is `F.linear`; no autocast was on then."""
         assert self.linear is not None
         weight, bias = self.linear
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(device_type(hidden), enabled=False):
             return F.linear(hidden, weight[classes], None if bias is None else bias[classes])
 
     def check(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from memscale.transforms.tile.head import class_blocks
+from memscale.core import device_type
+from memscale.transforms.tile.head import accelerated, class_blocks
 from memscale.transforms.tile.head.loss import Loss, Step, accumulator, last_backward, without_hooks
 from memscale.transforms.tile.head.projection import Projection
 
@@ -55,6 +56,8 @@ def cross_entropy(
     differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
     if not differentiated or target.is_floating_point():
         value = loss.by_rows(hidden, flat_target, reduction)
+    elif class_blocks.pay(loss) and accelerated.takes(loss, hidden):
+        value = accelerated.cross_entropy(loss, reduction, hidden, flat_target)
     elif class_blocks.pay(loss):
         value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
     elif in_forward:
@@ -138,10 +141,11 @@ class _Gradients:
             return
         # Multiplied in 32 bits too, or every piece's product would be rounded before it is added; and in blocks, so
         # that no 32-bit copy of the whole exists beside the sum.
-        right = right if right.is_cuda else right.to(total.dtype)
+        on_cuda = device_type(left) == "cuda"
+        right = right if on_cuda else right.to(total.dtype)
         for start in range(0, left.shape[0], _SUM_ROWS):
             rows = slice(start, start + _SUM_ROWS)
-            if left.is_cuda:
+            if on_cuda:
                 total[rows] += torch.mm(left[rows], right, out_dtype=total.dtype)
             else:
                 total[rows].addmm_(left[rows].to(total.dtype), right)
@@ -155,7 +159,7 @@ class _Gradients:
         """The gradients times `grad`; `last` allows to change the stored ones."""
         stored = [] if self.hidden is None else [self.hidden]
         stored += [self._sums[index] for index in range(len(self.captured))]
-        if last and grad.device.type == "cpu" and grad.item() == 1:
+        if last and device_type(grad) == "cpu" and grad.item() == 1:
             return stored
         return [gradient.mul_(grad) if last else gradient * grad for gradient in stored]
 

@@ -1,0 +1,127 @@
+"""Cross entropy of a deferred 16-bit `F.linear` on an accelerator: forward and backward go through blocks of classes.
+
+What `class_blocks` does by rows is slow on a GPU: a few rows of hidden states read the whole weight for little work,
+and every operator of a piece is a launch. Here forward makes the logsumexp of all rows block by block of classes, and
+backward, from the same block of logits, both gradients: products that keep the device busy, and two passes over a
+block for its gradient, since the factor of a row is added to the exponent: ``f * exp(z - lse) = exp(z - lse + log f)``.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for a logsumexp by blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from memscale.core import device_type
+from memscale.transforms.tile.head.class_blocks import Rows
+from memscale.transforms.tile.head.loss import Loss, accumulator, without_hooks
+
+
+def takes(loss: Loss, hidden: torch.Tensor) -> bool:
+    """Whether this way is open: on an accelerator, for the logits as they are, with one class as each target."""
+    return device_type(hidden) not in ("cpu", "meta") and loss.only_widens and not loss.label_smoothing
+
+
+def cross_entropy(loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss; its gradients are computed in backward."""
+    value: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        loss, reduction, hidden, target, *loss.projection.captured
+    )
+    return value
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor, *captured: torch.Tensor
+    ) -> torch.Tensor:
+        # Of no rows: the type of the result, and the errors for settings that do not fit.
+        nothing = hidden.new_empty((0, loss.projection.width), dtype=loss.projection.dtype)
+        dtype = loss.of_logits(nothing, target[:0], "none").dtype
+        logsumexp = torch.empty(len(hidden), dtype=accumulator(dtype), device=hidden.device)
+        rows = Rows(loss, target, logsumexp, logsumexp.new_ones(()))
+        with without_hooks():
+            values = _loss(rows, hidden)
+        ctx.loss, ctx.reduction = loss, reduction
+        ctx.save_for_backward(hidden, target, logsumexp, *captured)
+        values = torch.where(rows.kept, values, 0)
+        if reduction == "none":
+            return values.to(dtype)
+        return (values.sum() / loss.denominator(target) if reduction == "mean" else values.sum()).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
+        loss: Loss = ctx.loss
+        if torch.is_grad_enabled():
+            hidden_grad, *rest = loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            return None, None, hidden_grad, None, *rest
+        scale = grad.to(logsumexp.dtype)
+        if ctx.reduction == "mean":
+            scale = scale / loss.denominator(target)
+        hidden_grad, found = _gradients(Rows(loss, target, logsumexp, scale), hidden)
+        return None, None, hidden_grad, None, *(found.get(id(tensor)) for tensor in captured)
+
+
+def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+    """The loss of every row, and its logsumexp in place."""
+    blocks = list(_blocks(rows))
+    largest, total = rows.logsumexp.new_empty((2, len(blocks), len(hidden)))
+    own = torch.full_like(rows.logsumexp, -torch.inf)
+    rows.weight[:, 0].gather(0, rows.target)  # a target that is no class is refused as in the untiled head
+    for index, classes in enumerate(blocks):
+        logits = rows.projection.product(hidden, classes)
+        position, inside = rows.position(classes)
+        own = torch.where(inside, logits.gather(1, position).squeeze(1), own)
+        # Finite also where all classes of the block are masked, or the difference would be no number.
+        largest[index] = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
+        exps = logits - largest[index, :, None]
+        del logits
+        torch.sum(exps.exp_(), 1, out=total[index])
+        del exps  # or it would live beside the next block's logits
+    most = largest.amax(0)
+    log = (total * (largest - most).exp_()).sum(0).log()
+    torch.add(log, most, out=rows.logsumexp)
+    # Not of `logsumexp - own`: in a difference of numbers near 50 a loss of 1e-6 is lost.
+    loss: torch.Tensor = rows.own * (log - (own - most))
+    return loss
+
+
+def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+    """The gradient of the hidden states, and those of weight and bias by the identity of the tensor."""
+    weight, bias = rows.weight, rows.bias
+    factor = rows.own * rows.scale
+    sign, share = factor.sign().to(hidden.dtype), factor.abs()
+    shift, signed = (rows.logsumexp - share.log())[:, None], hidden * sign[:, None]
+    hidden_grad: torch.Tensor | None = None
+    weight_grad = torch.empty_like(weight)
+    bias_grad = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
+    for classes in _blocks(rows):
+        logits = rows.projection.product(hidden, classes)
+        position, inside = rows.position(classes)
+        exponents = logits - shift
+        own = exponents.gather(1, position).exp_() - (share * inside)[:, None]
+        torch.exp(exponents, out=logits)
+        del exponents
+        logits.scatter_(1, position, own.to(logits.dtype))
+        torch.mm(logits.t(), signed, out=weight_grad[classes])
+        if hidden.requires_grad:
+            part = torch.mm(logits, weight[classes], out_dtype=shift.dtype)
+            hidden_grad = part if hidden_grad is None else hidden_grad.add_(part)
+            del part
+        if bias_grad is not None:
+            torch.mv(logits.t(), sign, out=bias_grad[classes])
+        del logits
+    if hidden_grad is not None:
+        hidden_grad = hidden_grad.to(hidden.dtype).mul_(sign[:, None])
+    return hidden_grad, {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
+
+
+def _blocks(rows: Rows) -> Iterator[slice]:
+    count = min(rows.pieces, len(rows.weight))
+    for start, stop in pairwise(index * len(rows.weight) // count for index in range(count + 1)):
+        yield slice(start, stop)

@@ -1,0 +1,78 @@
+"""Who asks where a tensor is: decisions go by `core.device_type`, which knows simulations."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import memscale
+from memscale.core import device_type, simulated_device_type, simulation
+
+ROOT = Path(memscale.__file__).parent
+_FLAGS = {"is_cuda", "is_cpu", "is_mps", "is_xpu"}
+
+# Questions about the devices of this process, whose answer a simulation must not change; each with the reason.
+MAY_ASK = {
+    "core/simulating.py": "the one function",
+    "cli/demo.py": "trains for real",
+    "cli/training.py": "trains for real",
+    "hardware/calibrate.py": "measures the device at hand",
+    "hardware/device.py": "finds the device at hand",
+    "inspection/verification.py": "runs both models for real, and compares the generators there are",
+    "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
+    "legacy/offloading.py": "the caller's model, outside of any step",
+    "regions/environment.py": "the generators that there are: a simulated device has none",
+    "regions/randomness.py": "the generators that there are: a simulated device has none",
+    "runtime/backends/cuda.py": "the backend of the devices of this process",
+    "runtime/runtime.py": "picks that backend; a simulation passes in a runtime of its own",
+    "runtime/parameters/movable.py": "shared memory is a matter of this process",
+    "runtime/storage/disk.py": "checks a buffer in host memory",
+    "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
+    "simulation/measured/allocator_trace.py": "measures the device at hand",
+    "simulation/measured/empirical.py": "measures the device at hand",
+    "simulation/sandbox.py": "takes the caller's tensors off their devices",
+    "simulation/hollow_mode.py": "meta, which computes nothing, is left alone",
+    "simulation/profiler.py": "where the caller's model is, before the step",
+    "transforms/checkpoint/selective.py": "the generators that there are",
+    "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
+    "transforms/tile/head/deferred.py": "attributes that deferred logits pass on, whoever asks",
+}
+
+
+def questions(path):
+    """The lines of a file that ask a tensor or PyTorch for a device to decide by."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Attribute):
+            continue
+        of_device = node.attr == "type" and (
+            (isinstance(node.value, ast.Attribute) and node.value.attr == "device")
+            or (isinstance(node.value, ast.Name) and node.value.id == "device")
+        )
+        available = node.attr == "is_available" and ast.unparse(node.value) in ("torch.cuda", "torch.accelerator")
+        own = isinstance(node.value, ast.Name) and node.value.id == "self"
+        if of_device or available or (node.attr in _FLAGS and not own):
+            yield node.lineno
+
+
+def test_what_decides_by_the_device_asks_the_one_function():
+    asking = {str(path.relative_to(ROOT)): list(questions(path)) for path in sorted(ROOT.rglob("*.py"))}
+    found = {name: lines for name, lines in asking.items() if lines}
+    assert {name: lines for name, lines in found.items() if name not in MAY_ASK} == {}
+    assert set(MAY_ASK) <= set(found), "a file that asks no more needs no permission"
+
+
+@pytest.mark.parametrize("text", ["x.is_cuda", "x.device.type == 'cpu'", "torch.cuda.is_available()", "device.type"])
+def test_mutant_a_direct_question_is_found(tmp_path, text):
+    path = tmp_path / "module.py"
+    path.write_text(f"def f(x, device):\n    return {text}\n")
+    assert list(questions(path)) == [2]
+
+
+def test_simulations_nest_and_end():
+    tensor = torch.ones(1)
+    with simulation("cuda", lambda tensor: "cuda"), simulation("mps", lambda tensor: "cpu"):
+        assert (simulated_device_type(), device_type(tensor)) == ("mps", "cpu")
+    assert (simulated_device_type(), device_type(tensor)) == (None, "cpu")
