@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
     from memscale.optimizers import LossScale
-    from memscale.planning import OOMPrediction, OOMPredictor, OOMRisk
+    from memscale.planning import DecisionEngine, Frontier, OOMPrediction, OOMPredictor, OOMRisk, frontier, plan
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
 
@@ -50,7 +50,9 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorrectnessError",
+    "DecisionEngine",
     "Executor",
+    "Frontier",
     "Hardware",
     "LossScale",
     "MemoryProfiler",
@@ -72,12 +74,14 @@ __all__ = [
     "checkpoint",
     "compose",
     "detach",
+    "frontier",
     "functional",
     "identity",
     "measure",
     "name",
     "offload",
     "optimize",
+    "plan",
     "policies",
     "profile",
     "saved_residuals",
@@ -91,7 +95,9 @@ __all__ = [
 # first asked for. The branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
     "Config": "memscale.config",
+    "DecisionEngine": "memscale.planning",
     "Executor": "memscale.legacy",
+    "Frontier": "memscale.planning",
     "Hardware": "memscale.hardware",
     "LossScale": "memscale.optimizers",
     "MemoryProfiler": "memscale.simulation",
@@ -103,8 +109,10 @@ _LOADED_WHEN_ASKED = {
     "Residual": "memscale.inspection",
     "Verification": "memscale.inspection",
     "detach": "memscale.legacy",
+    "frontier": "memscale.planning",
     "measure": "memscale.simulation.measured",
     "optimize": "memscale.legacy",
+    "plan": "memscale.planning",
     "profile": "memscale.simulation",
     "saved_residuals": "memscale.inspection",
     "verify": "memscale.inspection",

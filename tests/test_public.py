@@ -16,7 +16,9 @@ NAMES = [
     "Config",
     "ConfigError",
     "CorrectnessError",
+    "DecisionEngine",
     "Executor",
+    "Frontier",
     "Hardware",
     "LossScale",
     "MemoryProfiler",
@@ -38,12 +40,14 @@ NAMES = [
     "checkpoint",
     "compose",
     "detach",
+    "frontier",
     "functional",
     "identity",
     "measure",
     "name",
     "offload",
     "optimize",
+    "plan",
     "policies",
     "profile",
     "saved_residuals",
@@ -71,7 +75,7 @@ POLICIES = [
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
 memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan chain compose functional
-    identity install placing_in transform uninstall
+    identity install is_transformed placing_in transform uninstall
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
     PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
@@ -84,8 +88,8 @@ memscale.hardware: Direction Hardware Seconds Work copy_seconds cpu_name has_rat
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale
-memscale.planning: Budget LargestBatch OOMPrediction OOMPredictor OOMRisk parts_of planned repeated_blocks
-    shorthands taken_bytes
+memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
+    OOMRisk Point ProvenPlan frontier parts_of plan planned repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
     Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages

@@ -256,3 +256,8 @@ def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., 
 def placing_in(module: nn.Module) -> list[Placing]:
     """The functions that `module`'s forward is made of which decide where its parameters live, outermost first."""
     return [part for part in assembled_in(module.__dict__.get("forward")) if isinstance(part, Placing)]
+
+
+def is_transformed(model: nn.Module) -> bool:
+    """Whether a module of `model` is a region."""
+    return any(isinstance(module.__dict__.get("forward"), Method) for module in model.modules())

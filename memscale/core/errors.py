@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemscaleError(Exception):
     """The root of every error that memscale raises on purpose."""
@@ -20,7 +22,15 @@ class TransformError(MemscaleError, RuntimeError):
 
 
 class BudgetError(MemscaleError, RuntimeError):
-    """No composition of transforms fits the byte budget."""
+    """No composition of transforms fits the byte budget.
+
+    Attributes:
+        peak_bytes: the smallest peak that can be reached, None where that was not looked for.
+        plan: the plan that reaches it.
+    """
+
+    peak_bytes: int | None = None
+    plan: Any = None
 
 
 class RuntimeUnavailable(MemscaleError, RuntimeError):

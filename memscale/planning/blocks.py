@@ -50,7 +50,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     families: dict[str, list[str]] = defaultdict(list)
     for path, module in modules.items():
-        if path and _could_be_block(module):
+        if path and could_be_block(module):
             families[_family(path, modules)].append(path)
     # Outermost first; named_modules lists a family's members in the model's order.
     by_depth = sorted(families.items(), key=lambda item: item[0].count("."))
@@ -69,7 +69,8 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _could_be_block(module: nn.Module) -> bool:
+def could_be_block(module: nn.Module) -> bool:
+    """Whether there is something in `module` to recompute, and a forward that is called."""
     # TorchScript runs its own graph and never calls the forwards of the modules that it was made from.
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
@@ -85,7 +86,7 @@ def _is_row_of_blocks(module: nn.Module) -> bool:
     rows = [child for child in module.children() if any(True for _ in child.parameters())]
     return (
         len(rows) >= 2
-        and all(type(row) is type(rows[0]) and _could_be_block(row) for row in rows)
+        and all(type(row) is type(rows[0]) and could_be_block(row) for row in rows)
         and all(_alike(_signature(rows[0]), _signature(row)) for row in rows[1:])
     )
 

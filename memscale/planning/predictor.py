@@ -13,14 +13,11 @@ from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, batches, budget_bytes, format_bytes
 from memscale.hardware import Hardware
+from memscale.planning.engine import Budget, Progress
 from memscale.planning.largest import LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
 from memscale.simulation import MemoryProfiler
-
-Budget = int | float | str
-#: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
-Progress = Callable[[str, int, int | None], None]
 
 
 class OOMPredictor:

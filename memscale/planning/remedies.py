@@ -14,6 +14,7 @@ from memscale.algebra import Plan, Transform, chain, compose
 from memscale.core import batches, matches, pytrees
 from memscale.hardware import Hardware
 from memscale.planning.blocks import repeated_blocks
+from memscale.planning.candidates import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
 
 _CHUNKS = 8
@@ -100,16 +101,6 @@ def planned(plan: Plan, rules: Mapping[str, Rules]) -> Remedy:
     lines = [f"{how!r} on {pattern or 'the whole model'}" for pattern, how in merged.items()]
     own = [(rule.pattern, rule.transform) for rule in plan]
     return Remedy(", ".join(lines), frozenset(rules), Plan([*own, *merged.items()]))
-
-
-def loss_head(model: nn.Module, blocks: list[str]) -> str | None:
-    """The path of the linear layer outside of `blocks` with the most outputs, the last of several; None without one."""
-    heads = {
-        path: module.out_features
-        for path, module in model.named_modules()
-        if path and isinstance(module, nn.Linear) and not any(f"{path}.".startswith(f"{block}.") for block in blocks)
-    }
-    return max(reversed(heads), key=heads.__getitem__, default=None)
 
 
 def split(batch: Any, parts: int) -> Any | None:

@@ -49,6 +49,20 @@ class SimulatedStep:
         """What `memscale.profile` says of it."""
         return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
 
+    def shares(self, paths: Sequence[str]) -> Shares:
+        """What each of the modules at `paths` keeps for backward and takes of the time, without those inside it."""
+        return shares(self.ledger, self.hardware, paths)
+
+    def operators(self, path: str) -> frozenset[str]:
+        """The names of the operators that the forward of the module at `path` runs, with those inside it."""
+        first_op = self.ledger.steps[-1][1]
+        inside = f"{path}."
+        return frozenset(
+            op.name
+            for op in self.ledger.ops[first_op:]
+            if op.phase is Phase.FORWARD and f"{op.path}.".startswith(inside)
+        )
+
     def attribution(self, paths: Sequence[str]) -> Attribution:
         """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""
         return attribute(self.ledger, self.clock.hardware, paths)
@@ -86,6 +100,50 @@ class Attribution:
     parameters_bytes: Bytes
     kept_bytes: Bytes
     seconds: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What parts have of a step, in the order of their paths; the last number is what is outside.
+
+    Attributes:
+        kept_bytes: what waits for backward when backward begins, without parameters and the like.
+        seconds: the time of the operators.
+        first: when the step comes to the part first, as the number of an operator; -1 if it never does.
+    """
+
+    kept_bytes: Bytes
+    seconds: npt.NDArray[np.float64]
+    first: npt.NDArray[np.int64]
+
+
+def shares(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Shares:
+    """The `Shares` of the last step; a path inside another one counts apart from it."""
+    begin, first_op = ledger.steps[-1]
+    owners = _Owners(paths)
+    of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
+    rows = _rows(ledger, owners, of_op, first_op, begin)
+    kept = np.zeros(len(paths) + 1, dtype=np.int64)
+    seconds = np.zeros(len(paths) + 1)
+    first = np.full(len(paths) + 1, -1, dtype=np.int64)
+    for at, (op, part) in enumerate(zip(ledger.ops[first_op:], of_op, strict=True)):
+        seconds[part] += op.seconds or 0.0
+        if first[part] < 0:
+            first[part] = at
+    for number in _waiting(ledger, begin):
+        kept[rows[number]] += _size(ledger.records[number].nbytes, hardware)
+    return Shares(kept, seconds, first)
+
+
+def _waiting(ledger: Ledger, begin: int) -> set[int]:
+    """The storages that are alive when the last backward begins, without parameters and the like."""
+    alive: set[int] = set()
+    for event, op in zip(ledger.events, ledger.event_ops, strict=True):
+        if begin <= 0 and _is_backward(ledger, op):
+            break
+        begin -= 1
+        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
+    return {number for number in alive if ledger.records[number].category not in _RESIDENT}
 
 
 def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attribution:
@@ -146,12 +204,9 @@ def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attri
         if (category := ledger.records[number].category) in resident:
             resident[category][rows[number]] += sizes[number]
 
-    turn = next((at for at, op in enumerate(ledger.event_ops[begin:], 1) if _is_backward(ledger, op)), levels.shape[1])
-    kept = levels[:, max(0, turn - 1)].copy()
-    for number in alive | {event - 1 for event in ledger.events[begin : begin + turn - 1] if event > 0}:
-        if ledger.records[number].category in _RESIDENT:
-            kept[rows[number]] -= sizes[number]
-
+    kept = np.zeros(parts, dtype=np.int64)
+    for number in _waiting(ledger, begin):
+        kept[rows[number]] += sizes[number]
     seconds = np.zeros((parts, len(_PHASES)))
     for op, part in zip(ledger.ops[first_op:], of_op, strict=True):
         seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += op.seconds or 0.0

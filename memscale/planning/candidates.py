@@ -1,0 +1,175 @@
+"""What may be done to a part of a model: candidates only, of which the simulation says what each costs and frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale import policies
+from memscale.algebra import Transform, chain, compose
+from memscale.core import batches
+from memscale.planning.parts import Part
+from memscale.simulation import SimulatedStep
+from memscale.transforms import cast, checkpoint, offload, tile
+
+# Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products.
+_CHUNKS = 4
+_HEAD_CHUNKS = (4, 16, 64)
+
+# Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
+_ROW_BY_ROW = frozenset(
+    f"aten::{name}"
+    for line in (
+        "mm addmm _addmm_activation add.Tensor add.Scalar sub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar exp",
+        "gelu silu relu sigmoid tanh pow.Tensor_Scalar rsqrt hardswish elu leaky_relu softplus mish _to_copy clone",
+        "native_layer_norm _fused_rms_norm _unsafe_view",
+    )
+    for name in line.split()
+)
+
+Rules = tuple[tuple[str, Transform], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be done to a part.
+
+    Attributes:
+        rules: transforms by path relative to the part, outer paths first; none leaves it as it is.
+    """
+
+    rules: Rules = ()
+
+    def at(self, path: str) -> Rules:
+        """The rules for the part at `path`."""
+        return tuple((".".join(filter(None, (path, inside))), how) for inside, how in self.rules)
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """What it is made of, as in `Config.eligible`, with ``"stream"`` for parameters that are moved."""
+        return frozenset(_technique(each) for _, how in self.rules for each in chain(how))
+
+    @property
+    def unmoved(self) -> Candidate:
+        """The candidate without what moves activations."""
+        kept = ((inside, [each for each in chain(how) if _technique(each) != "offload"]) for inside, how in self.rules)
+        return Candidate(tuple((inside, compose(*parts)) for inside, parts in kept if parts))
+
+    def __str__(self) -> str:
+        if not self.rules:
+            return "as it is"
+        return ", ".join(f"{how!r} on {inside}" if inside else repr(how) for inside, how in self.rules)
+
+
+AS_IT_IS = Candidate()
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What may be chosen.
+
+    Attributes:
+        techniques: the names of those that may be used, as in `Config.eligible`, with ``"stream"``.
+        dtype: what `cast` computes in.
+        rows: how many rows the batch has, along its first dimension.
+        casts: whether the whole model is cast.
+    """
+
+    techniques: frozenset[str]
+    dtype: torch.dtype
+    rows: int
+    casts: bool = False
+
+    @classmethod
+    def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
+        """The menu for `batch`."""
+        leaves = batches.tensors(batch)
+        return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
+
+    def for_part(self, part: Part, step: SimulatedStep) -> tuple[Candidate, ...]:
+        """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
+        found = self._for_part(part, step)
+        return tuple(dict.fromkeys([AS_IT_IS, *(map(self._cast_within, found) if self.casts else found)]))
+
+    def _for_part(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
+        whole, again = "", checkpoint()
+        may = self.techniques.__contains__
+        cut = [
+            child
+            for child in (part.children if may("tile") else ())
+            if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}"))
+        ]
+        pieces = self._tile(_CHUNKS)
+        if may("checkpoint"):
+            yield Candidate(((whole, again),))
+            for policy in (policies.dots_saveable, policies.dots_with_no_batch_dims_saveable):
+                yield Candidate(((whole, checkpoint(policy=policy)),))
+            for child in part.children:
+                yield Candidate(((child, again),))
+            if len(part.children) > 1:
+                yield Candidate(tuple((child, again) for child in part.children))
+        for child in cut:
+            yield Candidate(((child, pieces),))
+            if may("checkpoint"):
+                yield Candidate(((whole, again), (child, pieces)))
+                others = tuple((other, again) for other in part.children if other != child)
+                if others:
+                    yield Candidate((*others, (child, pieces)))
+        if may("offload"):
+            yield Candidate(((whole, offload()),))
+            if may("checkpoint"):
+                yield Candidate(((whole, compose(offload(), again)),))
+                yield Candidate(((whole, compose(offload(), checkpoint(policy=policies.dots_saveable))),))
+                for child in cut:
+                    yield Candidate(((whole, compose(offload(), again)), (child, pieces)))
+        if may("stream"):
+            streamed = offload(what="params")
+            yield Candidate(((whole, streamed),))
+            if may("checkpoint"):
+                yield Candidate(((whole, compose(streamed, again)),))
+                yield Candidate(((whole, compose(streamed, offload(), again)),))
+
+    def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
+        """The candidates for what is outside of the parts: the loss head."""
+        head = loss_head(model, [part.path for part in parts]) if "tile" in self.techniques else None
+        found = [AS_IT_IS]
+        if head is not None:
+            found += [Candidate(((head, tile(chunks=chunks)),)) for chunks in _HEAD_CHUNKS]
+        return tuple(found)
+
+    def _tile(self, chunks: int) -> Transform:
+        # One row has nothing to cut, and its positions are rows to what works on each alone.
+        return tile(chunks=chunks) if self.rows >= chunks else tile(chunks=chunks, dim=1)
+
+    def _cast_within(self, candidate: Candidate) -> Candidate:
+        """The candidate in a model that is cast: in its own cast a region makes its copies again when it recomputes."""
+        how = cast(compute=self.dtype)
+        rules = [
+            (inside, compose(each, how)) if "checkpoint" in {_technique(one) for one in chain(each)} else (inside, each)
+            for inside, each in candidate.rules
+        ]
+        return Candidate(tuple(rules))
+
+
+def loss_head(model: nn.Module, blocks: list[str]) -> str | None:
+    """The path of the linear layer outside of `blocks` with the most outputs, the last of several; None without one."""
+    heads = {
+        path: module.out_features
+        for path, module in model.named_modules()
+        if path and isinstance(module, nn.Linear) and not any(f"{path}.".startswith(f"{block}.") for block in blocks)
+    }
+    return max(reversed(heads), key=heads.__getitem__, default=None)
+
+
+def _technique(transform: Transform) -> str:
+    return "stream" if getattr(transform, "what", None) == "params" else transform.spelling
+
+
+def _is_row_by_row(module: nn.Module, operators: frozenset[str]) -> bool:
+    # An operator's overloads have their names behind a dot.
+    names = {name.removesuffix(".default") for name in operators}
+    return bool(names) and names <= _ROW_BY_ROW and any(parameter.ndim == 2 for parameter in module.parameters())

@@ -1,0 +1,288 @@
+"""What each candidate of each part costs and frees, from a few simulations in which many candidates are tried at once.
+
+Parts that are alike share what is found: in a row of eighty blocks, twelve of them try twelve candidates in one
+simulated step, and what one of them held before, during and after its own turn is what any other would.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memscale.core import MemscaleError
+from memscale.planning.candidates import AS_IT_IS, Candidate, Rules
+from memscale.planning.parts import Part
+from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
+
+Bytes = npt.NDArray[np.int64]
+#: A candidate for each part, by number; the last is that of what is outside.
+Assignment = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """What a candidate does to the step.
+
+    Attributes:
+        held_bytes: [station] the most that the part holds there.
+        slack_bytes: [station] what the sum over the parts is above what is held at once, at the part's own stations.
+        seconds: of its operators, forward and backward.
+        out_bytes, in_bytes: what moves to another tier and back.
+    """
+
+    held_bytes: Bytes
+    slack_bytes: Bytes
+    seconds: float
+    out_bytes: int = 0
+    in_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """The effects of all candidates of all parts, and what holds whatever is chosen.
+
+    Attributes:
+        stations: of the step.
+        parts: what is decided about, in the order of the step.
+        candidates: of each part, and last of what is outside.
+        effects: in the same order.
+        fixed_seconds: the time of the optimizer.
+        forward_seconds, backward_seconds: of the step as it is.
+        rejected: candidates that cannot be, with the reason.
+    """
+
+    stations: tuple[Station, ...]
+    parts: tuple[Part, ...]
+    candidates: tuple[tuple[Candidate, ...], ...]
+    effects: tuple[tuple[Effect, ...], ...]
+    fixed_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    rejected: Mapping[str, str]
+
+    @property
+    def as_it_is(self) -> Assignment:
+        """The assignment that changes nothing."""
+        return (0,) * len(self.candidates)
+
+    def rules(self, assignment: Assignment) -> Rules:
+        """The rules of an assignment, in the order of the step."""
+        paths = [*(part.path for part in self.parts), ""]
+        chosen = (menu[number] for menu, number in zip(self.candidates, assignment, strict=True))
+        return tuple(itertools.chain.from_iterable(each.at(path) for each, path in zip(chosen, paths, strict=True)))
+
+    def held_bytes(self, assignment: Assignment) -> Bytes:
+        """[station] what the step holds at most under an assignment."""
+        chosen = [menu[number] for menu, number in zip(self.effects, assignment, strict=True)]
+        held: Bytes = np.sum([each.held_bytes - each.slack_bytes for each in chosen], axis=0)
+        return held
+
+    def seconds(self, assignment: Assignment) -> float:
+        """The time of the step under an assignment if no copy is waited for."""
+        return self.fixed_seconds + sum(
+            menu[number].seconds for menu, number in zip(self.effects, assignment, strict=True)
+        )
+
+
+#: Simulates forward and backward with these rules.
+Simulate = Callable[[Rules], SimulatedStep]
+
+
+def measured_costs(
+    plain: SimulatedStep,
+    parts: tuple[Part, ...],
+    menus: Sequence[tuple[Candidate, ...]],
+    simulate: Simulate,
+) -> Costs:
+    """The costs of the candidates in `menus`, one menu for each part and one for what is outside.
+
+    Args:
+        plain: the step as it is, with its update.
+        parts: of the model.
+        menus: their candidates, `AS_IT_IS` first; parts that are alike have the same.
+        simulate: a step with rules.
+    """
+    paths = [part.path for part in parts]
+    base = plain.attribution(paths)
+    trials, rejected = _Trials(paths, parts, menus, simulate).run()
+    found: list[tuple[Candidate, ...]] = []
+    effects: list[tuple[Effect, ...]] = []
+    for row, menu in enumerate(menus):
+        part = parts[row] if row < len(parts) else None
+        known: dict[Candidate, Effect] = {AS_IT_IS: _effect(base, base, row, row)}
+        for candidate in menu[1:]:
+            trial = trials.get((None if part is None else part.alike, candidate))
+            if trial is not None:
+                known[candidate] = _effect(base, trial.found, row, trial.row)
+        known = {candidate: _with_moves(candidate, effect, known, base, row) for candidate, effect in known.items()}
+        found.append(tuple(known))
+        effects.append(tuple(known.values()))
+    _, __, update_seconds = base.seconds.sum(axis=0).tolist()
+    return Costs(
+        base.stations,
+        parts,
+        tuple(found),
+        tuple(effects),
+        update_seconds,
+        float(base.seconds[:, 0].sum()),
+        float(base.seconds[:, 1].sum()),
+        rejected,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Where a candidate was tried: by the part in this row of this attribution."""
+
+    row: int
+    found: Attribution
+
+
+class _Trials:
+    """The simulations: as few as there are candidates for each part that none is alike to."""
+
+    def __init__(
+        self, paths: list[str], parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
+    ) -> None:
+        self.paths = paths
+        self.menus = menus
+        self.simulate = simulate
+        self.families: dict[object, list[int]] = {}
+        for row, part in enumerate(parts):
+            self.families.setdefault(part.alike, []).append(row)
+        self.families[None] = [len(parts)]
+
+    def run(self) -> tuple[dict[tuple[object, Candidate], _Trial], dict[str, str]]:
+        """Each candidate's trial by family and candidate, and the reasons of those that cannot be tried."""
+        waiting = {family: list(self.menus[rows[0]][1:]) for family, rows in self.families.items()}
+        done: dict[tuple[object, Candidate], _Trial] = {}
+        rejected: dict[str, str] = {}
+        while any(waiting.values()):
+            chosen: dict[int, tuple[object, Candidate]] = {}
+            for family, candidates in waiting.items():
+                rows = _spread(self.families[family], len(candidates))
+                for row, candidate in zip(rows, candidates, strict=False):
+                    chosen[row] = (family, candidate)
+                del candidates[: len(rows)]
+            self._try(chosen, done, rejected)
+        return done, rejected
+
+    def _try(
+        self,
+        chosen: Mapping[int, tuple[object, Candidate]],
+        done: dict[tuple[object, Candidate], _Trial],
+        rejected: dict[str, str],
+    ) -> None:
+        rules = [
+            rule
+            for row, (_, candidate) in sorted(chosen.items())
+            for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
+        ]
+        try:
+            found = self.simulate(tuple(rules)).attribution(self.paths)
+        except Exception as error:  # a transform refuses its region, or the model's own code does
+            if len(chosen) == 1:
+                ((_, candidate),) = chosen.values()
+                reason = (str(error).splitlines() or [""])[0]
+                kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
+                rejected[str(candidate)] = f"{kind}{reason}"
+                return
+            rows = sorted(chosen)
+            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                self._try({row: chosen[row] for row in half}, done, rejected)
+            return
+        for row, key in chosen.items():
+            done[key] = _Trial(row, found)
+
+
+def _spread(rows: list[int], wanted: int) -> list[int]:
+    """At most `wanted` of the rows, as far from each other and from the ends as can be."""
+    if wanted >= len(rows):
+        return rows
+    return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]
+
+
+def _effect(base: Attribution, found: Attribution, row: int, donor: int) -> Effect:
+    """What the part in `row` does if it is given what `donor` was given in `found`."""
+    held = np.zeros(len(base.stations), dtype=np.int64)
+    slack = np.zeros(len(base.stations), dtype=np.int64)
+    number, donated = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, donor))
+    sources = _sources(base.stations, found.stations, number, donated)
+    share, before = base.parameters_bytes[row] / max(1, base.parameters_bytes.sum()), base.held_bytes[-1, 0]
+    on_device = bool(found.parameters_bytes[donor]) or not base.parameters_bytes[row]
+    for at, (station, source) in enumerate(zip(base.stations, sources, strict=True)):
+        if station.phase is Phase.OPTIMIZER or source is None:
+            # Trials do not update; what lives on another tier is updated there, and so are its temporaries.
+            held[at] = base.held_bytes[row, at] if on_device else -int(share * max(0, base.held_bytes[-1, at] - before))
+        else:
+            held[at] = found.held_bytes[donor, source]
+            if found is not base and on_device:
+                held[at] += base.states_bytes[row] - found.states_bytes[donor]
+        # What is outside answers for the stations outside, each part for its own.
+        answers = station.outside if number == OUTSIDE else (station.part == number and not station.outside)
+        if answers and source is not None:
+            slack[at] = found.slack_bytes[source]
+    return Effect(held, slack, float(found.seconds[donor, :2].sum()))
+
+
+def _sources(wanted: tuple[Station, ...], found: tuple[Station, ...], part: int, donor: int) -> list[int | None]:
+    """For each wanted station the number of the found one that is to `donor` what it is to `part`.
+
+    As far before or after the part's own turn in the same phase, or as near to that as there is.
+    """
+    sources: list[int | None] = []
+    for phase in Phase:
+        rows = [at for at, station in enumerate(wanted) if station.phase is phase]
+        others = [at for at, station in enumerate(found) if station.phase is phase]
+        if not others:
+            sources += [None] * len(rows)
+            continue
+        if part == donor:
+            by_key = {found[at]: at for at in others}
+            last = others[0]
+            for at in rows:
+                last = by_key.get(wanted[at], last)
+                sources.append(last)
+            continue
+        own = next((place for place, at in enumerate(rows) if _is_turn(wanted[at], part)), 0)
+        turn = next((place for place, at in enumerate(others) if _is_turn(found[at], donor)), 0)
+        for place in range(len(rows)):
+            away = place - own
+            if away < 0:
+                away = max(away, -turn) if turn else 0
+            elif away > 0:
+                away = min(away, len(others) - 1 - turn)
+            sources.append(others[turn + away])
+    order = [at for phase in Phase for at, station in enumerate(wanted) if station.phase is phase]
+    placed: list[int | None] = [None] * len(wanted)
+    for at, source in zip(order, sources, strict=True):
+        placed[at] = source
+    return placed
+
+
+def _is_turn(station: Station, part: int) -> bool:
+    return station.part == part and not station.outside
+
+
+def _with_moves(
+    candidate: Candidate, effect: Effect, known: Mapping[Candidate, Effect], base: Attribution, row: int
+) -> Effect:
+    """The effect with what it moves: what it no longer keeps, and would without its moves."""
+    moves = candidate.techniques & {"offload", "stream"}
+    if not moves:
+        return effect
+    out = back = 0
+    turn = next(
+        (at for at, station in enumerate(base.stations) if station.phase is Phase.BACKWARD), len(base.stations) - 1
+    )
+    if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
+        out = back = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
+    if "stream" in moves:
+        parameters_bytes = int(base.parameters_bytes[row])
+        out += int(base.gradients_bytes[row])
+        back += 2 * parameters_bytes
+    return replace(effect, out_bytes=out, in_bytes=back)

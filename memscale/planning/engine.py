@@ -1,0 +1,428 @@
+"""`plan`: the fastest composition of transforms that fits a budget, proved by simulating the step that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan, is_transformed
+from memscale.config import Config
+from memscale.core import (
+    BudgetError,
+    ConfigError,
+    Loss,
+    budget_bytes,
+    format_bytes,
+    format_seconds,
+)
+from memscale.hardware import Hardware
+from memscale.planning.candidates import Menu, Rules
+from memscale.planning.curve import Frontier, Point
+from memscale.planning.evidence import Decision, Evidence, Figures, ProvenPlan
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.search import Proven, Search
+from memscale.planning.solver import Link
+from memscale.simulation import MemoryProfiler, NeedsValues, Phase, Profile, SimulatedStep
+from memscale.transforms import cast
+
+Budget = int | float | str
+#: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
+Progress = Callable[[str, int, int | None], None]
+
+_POINTS = 12  # of a frontier
+
+# Stands in where a device does not say how fast it is: arithmetic and traffic of a server CPU. Costs are then relative
+# to each other, which is what a choice needs.
+_NOMINAL_FLOPS = {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12, "float64": 5e11}
+_NOMINAL_BANDWIDTH = 1e11
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: Budget,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    config: Config | None = None,
+    hardware: Hardware | str | None = None,
+    accumulate: int = 1,
+    progress: Progress | None = None,
+) -> ProvenPlan:
+    """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
+
+    Candidates for each part of the model (its repeated blocks, their large children, stages, the loss head) are
+    simulated, a solver chooses among them, and the step that the choice makes is simulated as a whole: only what then
+    fits is returned. Nothing is run, and nothing is changed.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> model, batch = nn.Sequential(*blocks), torch.ones(1024, 64)
+    >>> step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu"}
+    >>> plan = ms.plan(model, batch, budget="7MiB", **step)
+    >>> plan.evidence.plain.taken_bytes > 7 * 2**20 >= plan.evidence.planned.taken_bytes
+    True
+    >>> fit = ms.transform(model, plan)
+
+    Args:
+        model: a module on any device; ``meta`` costs no memory.
+        batch, optimizer, loss, accumulate: as in `memscale.profile`.
+        budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
+            ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
+        config: which transforms may be used; None allows every exact one, as ``Config(mode="aggressive")`` does.
+        hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
+            that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
+        progress: called before each simulation with what it is about, how many are done, and None.
+
+    Raises:
+        BudgetError: no composition fits; the error has the smallest peak that can be reached, and its plan.
+        ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
+    """
+    engine = DecisionEngine(
+        model,
+        batch,
+        optimizer=optimizer,
+        loss=loss,
+        config=config,
+        hardware=hardware,
+        accumulate=accumulate,
+        progress=progress,
+    )
+    return engine.plan(budget)
+
+
+def frontier(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    config: Config | None = None,
+    hardware: Hardware | str | None = None,
+    accumulate: int = 1,
+    points: int = _POINTS,
+    progress: Progress | None = None,
+) -> Frontier:
+    """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> curve = ms.frontier(nn.Sequential(*blocks), torch.ones(1024, 64), loss=lambda y, _: y.square().mean())
+    >>> [point.peak_bytes for point in curve] == sorted(point.peak_bytes for point in curve)
+    True
+    >>> curve[-1].plan
+    Plan()
+
+    Args:
+        model, batch, optimizer, loss, config, hardware, accumulate, progress: as in `plan`.
+        points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
+
+    Raises:
+        ConfigError: as in `plan`.
+    """
+    engine = DecisionEngine(
+        model,
+        batch,
+        optimizer=optimizer,
+        loss=loss,
+        config=config,
+        hardware=hardware,
+        accumulate=accumulate,
+        progress=progress,
+    )
+    return engine.frontier(points)
+
+
+class DecisionEngine:
+    """Plans steps of one model with one batch, for any budget; arguments and errors as in `memscale.plan`.
+
+    What candidates cost is found once, at the first budget that the step as it is does not fit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        loss: Loss | None = None,
+        config: Config | None = None,
+        hardware: Hardware | str | None = None,
+        accumulate: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"plan(model=...) takes a torch.nn.Module, got {type(model).__name__}; pass the model")
+        if is_transformed(model):
+            raise ConfigError(
+                f"this {type(model).__name__} is transformed already; plan the model that it was made of (detach a "
+                "wrapped one), and give that plan to transform"
+            )
+        self.model = model
+        self.batch = batch
+        self.optimizer = optimizer
+        self.loss = loss
+        self.config = config if config is not None else Config(mode="aggressive")
+        self.accumulate = accumulate
+        self.simulations = 0
+        self._progress = progress
+        self._searches: list[Search] | None = None
+        asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
+        self.hardware = _timed(asked)
+        self._nominal = self.hardware != asked
+        try:
+            self.plain_step = self._simulate((), True)
+        except NeedsValues as error:
+            raise ConfigError(
+                f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "
+                "that only a real run computes; make the model's control flow independent of them, or write a plan by "
+                "hand and measure it with profile(plan=...)"
+            ) from error
+        self.plain = self.plain_step.profile()
+
+    def plan(self, budget: Budget) -> ProvenPlan:
+        """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
+        limit = self._budget_bytes(budget)
+        if taken_bytes(self.plain) <= limit:
+            return self._unchanged(limit)
+        found = self._fastest(limit)
+        if found is None:
+            raise self._does_not_fit(limit)
+        return self._proven_plan(found, limit)
+
+    def frontier(self, points: int = _POINTS) -> Frontier:
+        """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
+        if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+            raise ConfigError(f"frontier(points={points!r}) must be an int of at least 2")
+        most = taken_bytes(self.plain)
+        least = min(most, self._smallest().taken_bytes)
+        found: list[ProvenPlan] = []
+        for at in range(points - 1):
+            limit = least + (most - least) * at // (points - 1)
+            best = self._fastest(limit)
+            if best is not None:
+                found.append(self._proven_plan(best, limit))
+        found.append(self._unchanged(most))
+        return Frontier.of(
+            Point(each.evidence.planned.taken_bytes, each.evidence.planned.step_seconds, each) for each in found
+        )
+
+    # -- simulations and searches --------------------------------------------------------------------------------------
+
+    def _simulate(self, rules: Rules, updates: bool) -> SimulatedStep:
+        if self._progress is not None:
+            self._progress(
+                "the step as it is" if not rules else "candidates" if not updates else "a plan", self.simulations, None
+            )
+        self.simulations += 1
+        profiler = MemoryProfiler(
+            self.model, self.optimizer, loss=self.loss, plan=Plan(rules) if rules else None, hardware=self.hardware
+        )
+        return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
+
+    @property
+    def searches(self) -> list[Search]:
+        """Among the exact transforms; and, where the config allows it, among them in a model that is cast."""
+        if self._searches is None:
+            link = self._link()
+            menu = Menu.of(self._techniques(link), self._dtype(), self.batch)
+            self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
+            if "cast" in self.config.eligible():
+                casting = dataclasses.replace(menu, casts=True)
+                always = (("", cast(compute=menu.dtype)),)
+                self._searches.append(Search(self.model, self._simulate, casting, always=always, link=link))
+        return self._searches
+
+    def _techniques(self, link: Link | None) -> frozenset[str]:
+        found = set(self.config.eligible()) - {"cast", "quantize_states"}
+        if link is None:
+            found.discard("offload")
+        elif "offload" in found:
+            found.add("stream")
+        return frozenset(found)
+
+    def _link(self) -> Link | None:
+        """The way to the next tier, None where there is none whose speed is known."""
+        hardware = self.hardware
+        out, back = hardware.device_to_host_bytes_per_second, hardware.host_to_device_bytes_per_second
+        if hardware.device_type != "cuda" or out is None or back is None:
+            return None
+        cap = self.config.max_cpu_offload_gb
+        return Link(out, back, None if cap is None else int(cap * 10**9))
+
+    def _dtype(self) -> torch.dtype:
+        rates = self.hardware.flops_per_second
+        return torch.bfloat16 if "bfloat16" in rates or "float16" not in rates else torch.float16
+
+    def _fastest(self, limit: int) -> Proven | None:
+        found = [best for search in self.searches if (best := search.fastest(limit)) is not None]
+        return min(found, key=lambda each: each.seconds, default=None)
+
+    def _smallest(self) -> Proven:
+        return min((search.smallest() for search in self.searches), key=lambda each: each.taken_bytes)
+
+    # -- what is said of them ------------------------------------------------------------------------------------------
+
+    def _budget_bytes(self, budget: Budget) -> int:
+        return budget_bytes(budget, self.hardware.usable_bytes)
+
+    def _unchanged(self, limit: int) -> ProvenPlan:
+        taken = taken_bytes(self.plain)
+        trace = (f"smart skip: the step as it is takes {format_bytes(taken)} of {format_bytes(limit)}",)
+        return ProvenPlan(Plan(), self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}))
+
+    def _proven_plan(self, found: Proven, limit: int) -> ProvenPlan:
+        search = found.search
+        costs = search.costs
+        taken, plain = found.taken_bytes, taken_bytes(self.plain)
+        techniques = {each for menu in costs.candidates for candidate in menu for each in candidate.techniques}
+        trace = [
+            f"memory pressure: the step as it is takes {format_bytes(plain)}, {plain / limit:.3g} of the budget of "
+            f"{format_bytes(limit)}",
+            f"eligible: {', '.join(sorted(techniques))}",
+            f"candidates: {sum(map(len, costs.candidates))} for {len(costs.parts)} parts and what is outside of them",
+        ]
+        link = self._link()
+        if link is not None:
+            out = format_bytes(link.out_bytes_per_second * costs.forward_seconds)
+            back = format_bytes(link.in_bytes_per_second * costs.backward_seconds)
+            trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
+        trace.append(f"choice: {format_seconds(found.bound_seconds)} a step is the least that their costs add up to")
+        trace.append(
+            f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
+            f"{format_seconds(found.seconds)}, {found.seconds / (self.plain.step_seconds or found.seconds):.3f} times "
+            "that of the step as it is"
+        )
+        evidence = self._evidence(
+            limit, found.profile, found.bound_seconds, tuple(trace), _decisions(found, limit), costs.rejected
+        )
+        return ProvenPlan(found.plan, evidence)
+
+    def _evidence(
+        self,
+        limit: int,
+        profile: Profile,
+        bound_seconds: float,
+        trace: tuple[str, ...],
+        decisions: tuple[Decision, ...],
+        rejected: Mapping[str, str],
+    ) -> Evidence:
+        nominal = (
+            [f"step times are relative: {self.hardware.name} does not say how fast it is; pass Hardware.measure()"]
+            if self._nominal
+            else []
+        )
+        return Evidence(
+            budget_bytes=limit,
+            hardware=self.hardware,
+            planned=_figures(profile),
+            plain=_figures(self.plain),
+            bound_seconds=bound_seconds,
+            by_tier=profile.by_tier,
+            trace=trace,
+            decisions=decisions,
+            rejected=rejected,
+            notes=(*profile.notes, *nominal),
+            simulations=self.simulations,
+        )
+
+    def _does_not_fit(self, limit: int) -> BudgetError:
+        smallest = self._smallest()
+        least = smallest.taken_bytes
+        lines = [
+            f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.hardware.name}: the smallest peak within "
+            f"reach is {format_bytes(least)} ({least} bytes)"
+        ]
+        lines += [f"{change} would lower it to {format_bytes(nbytes)}" for change, nbytes in self._wider(least)]
+        if len(lines) == 1:
+            lines.append("take a smaller batch and accumulate gradients, or an optimizer with less state")
+        error = BudgetError("; ".join(lines))
+        error.peak_bytes, error.plan = least, smallest.plan
+        return error
+
+    def _wider(self, least: int) -> list[tuple[str, int]]:
+        """Fields of the config that would lower the smallest peak, and what to."""
+        found = []
+        for field in ("enable_checkpointing", "enable_offloading", "enable_tiling", "use_mixed_precision"):
+            if getattr(self.config, field) or (field == "enable_offloading" and self._link() is None):
+                continue
+            engine = DecisionEngine(
+                self.model,
+                self.batch,
+                optimizer=self.optimizer,
+                loss=self.loss,
+                config=dataclasses.replace(self.config, **{field: True}),  # type: ignore[arg-type]
+                hardware=self.hardware,
+                accumulate=self.accumulate,
+                progress=self._progress,
+            )
+            nbytes = engine._smallest().taken_bytes
+            if nbytes < least:
+                found.append((f"Config({field}=True)", nbytes))
+        return sorted(found, key=lambda each: each[1])
+
+
+def _figures(profile: Profile) -> Figures:
+    return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0)
+
+
+def _decisions(found: Proven, limit: int) -> tuple[Decision, ...]:
+    costs = found.search.costs
+    turn = next(
+        (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
+    )
+    held = costs.held_bytes(found.assignment)
+    decisions = []
+    for row, (menu, effects) in enumerate(zip(costs.candidates, costs.effects, strict=True)):
+        number = found.assignment[row]
+        now, before = effects[number], effects[0]
+        # The fastest of the others, as if it alone were changed.
+        others = sorted((each for each in range(len(menu)) if each != number), key=lambda each: effects[each].seconds)
+        faster = [each for each in others if effects[each].seconds <= now.seconds]
+        runner_up = faster[-1] if faster else others[0] if others else None
+        verdict = ""
+        if runner_up is not None:
+            other = effects[runner_up]
+            peak = int((held - now.held_bytes + now.slack_bytes + other.held_bytes - other.slack_bytes).max())
+            slower = other.seconds - now.seconds
+            pace = f"{format_seconds(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
+            verdict = f"{pace}, and the step would hold {format_bytes(peak)} instead of {format_bytes(int(held.max()))}"
+        decisions.append(
+            Decision(
+                path=costs.parts[row].path if row < len(costs.parts) else "",
+                chosen=str(menu[number]),
+                rule=_rule(menu[number].techniques),
+                kept_bytes=int(now.held_bytes[turn]),
+                kept_bytes_before=int(before.held_bytes[turn]),
+                seconds=now.seconds,
+                seconds_before=before.seconds,
+                runner_up="" if runner_up is None else str(menu[runner_up]),
+                runner_up_verdict=verdict,
+            )
+        )
+    return tuple(decisions)
+
+
+def _rule(techniques: frozenset[str]) -> str:
+    if not techniques:
+        return "what fits is left as it is"
+    if "stream" in techniques:
+        return "parameters go to the next tier when activations alone do not free enough"
+    if "offload" in techniques:
+        return "bytes move where the link has time for them"
+    if "tile" in techniques:
+        return "rows are cut where what is alive at once is too much"
+    return "cheapest bytes first: what is recomputed frees most for its time"
+
+
+def _timed(hardware: Hardware) -> Hardware:
+    """The hardware with nominal speeds in place of those that are not known."""
+    if hardware.flops_per_second and hardware.bandwidth_bytes_per_second:
+        return hardware
+    return dataclasses.replace(hardware, flops_per_second=_NOMINAL_FLOPS, bandwidth_bytes_per_second=_NOMINAL_BANDWIDTH)

@@ -1,0 +1,117 @@
+"""The parts of a model that a plan decides about one by one: blocks, stages, towers, found by what they keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from memscale.core import matches
+from memscale.planning.blocks import could_be_block, repeated_blocks
+from memscale.simulation import SimulatedStep
+
+# A part of more than this share of what the step keeps is looked into, for its own parts decide better than it can.
+_LARGE = 1 / 8
+# What keeps less than this share is left alone: no decision about it shows in the peak.
+_SMALL = 1 / 1000
+# Of what a part keeps: a module inside with less is no part of its own, and one with more is the part itself.
+_LEAST, _MOST = 1 / 10, 9 / 10
+# The first and the last block of a row keep a little more or less than the others.
+_ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the model.
+
+    Attributes:
+        path: of its module.
+        module: the module.
+        children: paths, relative to `path`, of the modules inside that keep a good share of what it keeps: the
+            attention and the feed-forward layers of a block.
+        alike: what two parts share that are alike in code, shapes, and what the step does with them.
+    """
+
+    path: str
+    module: nn.Module
+    children: tuple[str, ...]
+    alike: object
+
+
+def parts_of(model: nn.Module, step: SimulatedStep) -> tuple[Part, ...]:
+    """The parts of `model`, none inside another, in the order in which the step comes to them.
+
+    Repeated blocks are parts, at whatever depth. What is not repeated is taken apart until a part keeps a small share
+    of what backward waits for.
+    """
+    modules = dict(model.named_modules())
+    paths = list(modules)
+    found = step.shares(paths)
+    kept = dict(zip(paths, found.kept_bytes.tolist(), strict=False))
+    seconds = dict(zip(paths, found.seconds.tolist(), strict=False))
+    first: dict[str, float] = {path: at for path, at in zip(paths, found.first.tolist(), strict=False) if at >= 0}
+    for path in reversed(paths):  # children come after their parents
+        if path:
+            parent = path.rpartition(".")[0]
+            kept[parent] += kept[path]
+            seconds[parent] += seconds[path]
+            first[parent] = min(first.get(parent, math.inf), first.get(path, math.inf))
+    patterns = repeated_blocks(model)
+    blocks = {path for path in paths if any(matches(pattern, path) for pattern in patterns)}
+    around = {path[:at] for path in blocks for at, letter in enumerate(path) if letter == "."}
+
+    def within(path: str) -> list[str]:
+        """The parts at and below `path`."""
+        if kept[path] <= _SMALL * kept[""]:
+            return []
+        can_be = bool(path) and could_be_block(modules[path])
+        if can_be and (path in blocks or (path not in around and kept[path] <= _LARGE * kept[""])):
+            return [path]
+        below = [each for child in _children(path, modules) for each in within(child)]
+        return below or ([path] if can_be else [])
+
+    chosen = sorted(within(""), key=lambda path: first.get(path, 0))
+    families: dict[object, list[tuple[int, float]]] = {}
+    found_parts = []
+    for path in chosen:
+        known = families.setdefault(_shape(modules[path]), [])
+        use = (kept[path], seconds[path])
+        family = next((at for at, other in enumerate(known) if _close(use, other)), len(known))
+        if family == len(known):
+            known.append(use)
+        children = tuple(child.removeprefix(f"{path}.") for child in _large(path, modules, kept))
+        found_parts.append(Part(path, modules[path], children, (_shape(modules[path]), family)))
+    return tuple(found_parts)
+
+
+def _close(one: tuple[int, float], other: tuple[int, float]) -> bool:
+    """Whether two parts keep as much and take as long, but for what happens where they meet their neighbours."""
+    return all(abs(first - second) <= _ALIKE * max(first, second) for first, second in zip(one, other, strict=True))
+
+
+def _large(path: str, modules: dict[str, nn.Module], kept: dict[str, int]) -> list[str]:
+    """The modules inside that could be regions of their own and keep a tenth to nine tenths of what this one keeps."""
+    found = []
+    for child in _children(path, modules):
+        if kept[child] > _MOST * kept[path]:
+            return _large(child, modules, kept)
+        if kept[child] >= _LEAST * kept[path] and could_be_block(modules[child]):
+            found.append(child)
+    return found
+
+
+def _shape(module: nn.Module) -> object:
+    """What two modules share that are alike: their classes, and the shapes of what they hold."""
+    return (
+        type(module).__qualname__,
+        tuple((name, type(each).__qualname__) for name, each in module.named_modules()),
+        tuple(
+            (name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in module.named_parameters()
+        ),
+    )
+
+
+def _children(path: str, modules: dict[str, nn.Module]) -> list[str]:
+    prefix = f"{path}." if path else ""
+    return [prefix + name for name, child in modules[path].named_children() if prefix + name in modules]

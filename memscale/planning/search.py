@@ -1,0 +1,147 @@
+"""The search among the candidates of one step: choose by what they cost, simulate the choice, correct the costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from memscale.algebra import Plan
+from memscale.planning.candidates import Candidate, Menu, Rules
+from memscale.planning.costs import Assignment, measured_costs
+from memscale.planning.parts import parts_of
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.solver import Chooser, Link
+from memscale.simulation import Profile, SimulatedStep
+
+# A plan that uses this share of the budget is not worth another round.
+_USED = 0.97
+_ROUNDS = 8
+
+#: Simulates the step with these rules, with its update or without.
+Simulate = Callable[[Rules, bool], SimulatedStep]
+
+
+@dataclass(frozen=True, eq=False)
+class Proven:
+    """A choice and the profile of the step that it makes.
+
+    Attributes:
+        search: that found it.
+        assignment: the candidate of each part.
+        plan: its rules.
+        profile: of the simulated step.
+        bound_seconds: no choice among these candidates that fits the same budget is faster than this.
+    """
+
+    search: Search
+    assignment: Assignment
+    plan: Plan
+    profile: Profile
+    bound_seconds: float
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the device has to give."""
+        return taken_bytes(self.profile)
+
+    @property
+    def seconds(self) -> float:
+        """Of the simulated step."""
+        assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
+        return self.profile.step_seconds
+
+
+class Search:
+    """The candidates on a menu, on top of rules that every step has.
+
+    Args:
+        model: to plan.
+        simulate: its step with rules.
+        menu: what may be chosen.
+        always: the rules that every step has; candidates come inside them.
+        link: between the device and the tier below; None if nothing moves.
+        plain: the step with `always`, if that is known already.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        simulate: Simulate,
+        menu: Menu,
+        *,
+        always: Rules = (),
+        link: Link | None = None,
+        plain: SimulatedStep | None = None,
+    ) -> None:
+        self.always = always
+        self.plain = plain if plain is not None else simulate(always, True)
+        self._simulate = simulate
+        parts = parts_of(model, self.plain)
+        menus: list[tuple[Candidate, ...]] = []
+        by_family: dict[object, tuple[Candidate, ...]] = {}
+        for part in parts:
+            if part.alike not in by_family:
+                by_family[part.alike] = menu.for_part(part, self.plain)
+            menus.append(by_family[part.alike])
+        menus.append(menu.for_outside(model, parts))
+        self.costs = measured_costs(self.plain, parts, menus, lambda rules: simulate(self._with(rules), False))
+        self._chooser = Chooser(self.costs, link)
+        self._beside = np.zeros(len(self.costs.stations))  # what steps hold above what their costs add up to
+        self._proofs: dict[Assignment, Proven] = {}
+
+    def fastest(self, budget_bytes: int) -> Proven | None:
+        """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
+        found = self.prove(self.costs.as_it_is, 0.0)
+        overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
+        for _ in range(_ROUNDS):
+            limit = np.full(len(self.costs.stations), float(budget_bytes - overhead)) - self._beside
+            choice = self._chooser.fastest(limit)
+            if choice is None:
+                break
+            known = choice.assignment in self._proofs
+            found = self.prove(choice.assignment, choice.bound)
+            fits = found.taken_bytes <= budget_bytes
+            if fits and (known or found.taken_bytes >= _USED * budget_bytes):
+                break
+            overhead = found.taken_bytes - found.profile.peak_bytes
+            if known:  # it was thought to fit twice
+                overhead += found.taken_bytes - budget_bytes
+        fitting = [each for each in self._proofs.values() if each.taken_bytes <= budget_bytes]
+        return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
+
+    def smallest(self) -> Proven:
+        """The plan with the least peak."""
+        best = self.prove(self.costs.as_it_is, 0.0)
+        for _ in range(_ROUNDS):
+            choice = self._chooser.smallest(self._beside)
+            if choice.assignment in self._proofs:
+                break
+            found = self.prove(choice.assignment, 0.0)
+            if found.taken_bytes >= best.taken_bytes:
+                break
+            best = found
+        return min(self._proofs.values(), key=lambda each: (each.taken_bytes, each.seconds))
+
+    def prove(self, assignment: Assignment, bound_seconds: float) -> Proven:
+        """The step under an assignment, simulated. What it holds above what was thought counts from then on."""
+        if assignment not in self._proofs:
+            rules = self._with(self.costs.rules(assignment))
+            step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True)
+            self._proofs[assignment] = Proven(self, assignment, Plan(rules), step.profile(), bound_seconds)
+            self._correct(assignment, step)
+        return self._proofs[assignment]
+
+    def _with(self, rules: Rules) -> Rules:
+        # A later rule composes outside an earlier one.
+        return (*rules, *self.always)
+
+    def _correct(self, assignment: Assignment, step: SimulatedStep) -> None:
+        found = step.attribution([part.path for part in self.costs.parts])
+        held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
+        thought = self.costs.held_bytes(assignment)
+        for at, station in enumerate(self.costs.stations):
+            if station in held:
+                self._beside[at] = held[station] - thought[at]

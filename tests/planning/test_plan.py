@@ -1,0 +1,242 @@
+"""Plans: within their budget on the real allocator, the same everywhere, no slower with more memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.algebra import is_transformed
+from memscale.planning import ProvenPlan
+from memscale.simulation.measured import training_roles
+from tests.support.checks import bits
+from tests.support.models import TransformerBlock
+
+CPU = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
+
+
+def _mlps(count=6, width=64):
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(count)]
+    )
+
+
+def _loss(output, _):
+    return output.square().mean()
+
+
+def _step(model, batch):
+    return {"batch": batch, "optimizer": torch.optim.AdamW(model.parameters()), "loss": _loss, "hardware": CPU}
+
+
+class Stages(nn.Module):
+    """Nothing repeats: every stage has another width, and what goes down is needed again on the way up."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (4, 8, 16)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.down = nn.ModuleList(self._stage(n, 2 * n) for n in widths)
+        self.up = nn.ModuleList(self._stage(4 * n, n) for n in reversed(widths))
+
+    @staticmethod
+    def _stage(inner, outer):
+        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1), nn.BatchNorm2d(outer), nn.ReLU())
+
+    def forward(self, x):
+        x = self.stem(x)
+        kept = []
+        for stage in self.down:
+            x = stage(x)
+            kept.append(x)
+        for stage in self.up:
+            x = stage(torch.cat([x, kept.pop()], 1))
+        return x
+
+
+MODELS = {
+    "mlps": (_mlps, lambda: torch.ones(512, 64)),
+    "blocks": (lambda: nn.Sequential(*[TransformerBlock(32) for _ in range(5)]), lambda: torch.ones(16, 32, 32)),
+    "stages": (Stages, lambda: torch.ones(4, 3, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_real_peak_keeps_to_the_budget(name):
+    make, batch = MODELS[name][0](), MODELS[name][1]()
+    engine = ms.DecisionEngine(make, **_step(make, batch))
+    curve = engine.frontier(5)
+    assert len(curve) >= 3, "there is something to decide"
+    for point in curve[:-1]:
+        fit = ms.transform(make, point.plan)
+        optimizer = torch.optim.AdamW(fit.parameters(), lr=0.0)
+
+        def step(fit=fit, optimizer=optimizer):
+            _loss(fit(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        measured = ms.measure(step, roles=training_roles(fit, optimizer, batch))
+        assert measured.peak_bytes <= point.peak_bytes
+
+
+def test_a_plan_trains_to_the_same_numbers():
+    model, batch = _mlps(), torch.randn(512, 64)
+    fit = ms.transform(model, ms.plan(model, budget=5_500_000, **_step(model, batch)))
+    assert is_transformed(fit)
+    gradients = []
+    for each in (model, fit):
+        _loss(each(batch), batch).backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+        each.zero_grad()
+    assert bits(gradients[0]) == bits(gradients[1])
+
+
+def test_what_fits_is_left_as_it_is():
+    model, batch = _mlps(), torch.ones(8, 64)
+    plan = ms.plan(model, budget="1GiB", **_step(model, batch))
+    assert plan == ms.Plan()
+    assert "smart skip" in plan.explain()
+
+
+def test_more_budget_is_never_slower():
+    model, batch = _mlps(), torch.ones(512, 64)
+    engine = ms.DecisionEngine(model, **_step(model, batch))
+    most = engine.plan("1GiB").evidence.plain.taken_bytes
+    least = engine.frontier(2)[0].peak_bytes
+    budgets = [least + (most - least) * at // 12 for at in range(13)]
+    times = [ms.plan(model, budget=budget, **_step(model, batch)).evidence.planned.step_seconds for budget in budgets]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) > 3
+
+
+def test_nothing_fits():
+    model, batch = _mlps(), torch.ones(512, 64)
+    with pytest.raises(ms.BudgetError, match="smallest peak within reach") as caught:
+        ms.plan(model, budget=10_000, **_step(model, batch))
+    assert caught.value.peak_bytes > 10_000
+    again = ms.profile(model, **_step(model, batch), plan=caught.value.plan)
+    assert max(again.peak_bytes, again.first_step_peak_bytes) == caught.value.peak_bytes
+    config = ms.Config(enable_checkpointing=False, enable_offloading=False)
+    with pytest.raises(ms.BudgetError, match=r"Config\(enable_checkpointing=True\) would lower it"):
+        ms.plan(model, budget=10_000, config=config, **_step(model, batch))
+
+
+def test_mixed_precision_only_where_it_is_allowed():
+    model, batch = _mlps(), torch.ones(512, 64)
+    allowed = ms.Config(mode="aggressive", use_mixed_precision=True)
+    step = _step(model, batch)
+    exact = ms.DecisionEngine(model, **step).frontier(2)[0]
+    mixed = ms.DecisionEngine(model, config=allowed, **step).frontier(2)[0]
+    assert "cast" not in repr(exact.plan)
+    assert "cast" in repr(mixed.plan)
+    assert mixed.peak_bytes < exact.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": -5}, "budget=-5"),
+        ({"budget": "lots"}, "budget='lots'"),
+        ({"budget": 0.0}, "budget=0.0"),
+        ({"hardware": "h1000"}, "h1000"),
+        ({"batch": None}, "batch"),
+        ({"loss": lambda y, _: y}, "one element"),
+    ],
+)
+def test_bad_input(change, message):
+    model = _mlps()
+    with pytest.raises(ms.ConfigError, match=message):
+        ms.plan(model, **{"budget": "1MiB", **_step(model, torch.ones(512, 64)), **change})
+
+
+def test_a_transformed_model_is_refused():
+    model = _mlps()
+    with pytest.raises(ms.ConfigError, match="transformed already"):
+        ms.plan(ms.transform(model, {"0": ms.checkpoint()}), torch.ones(2, 64), budget="1GiB")
+    with pytest.raises(ms.ConfigError, match=r"torch\.nn\.Module"):
+        ms.plan(torch.sin, torch.ones(2), budget="1GiB")
+
+
+def test_a_step_that_reads_values_is_refused_with_the_remedy():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y * 2 if y.sum().item() > 0 else y
+
+    with pytest.raises(ms.ConfigError, match=r"cannot be planned.*by\s+hand"):
+        ms.plan(Reads(), torch.ones(2, 4), budget="1GiB", loss=_loss)
+
+
+def test_the_evidence_says_what_was_decided():
+    model, batch = _mlps(), torch.ones(512, 64)
+    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
+    evidence = plan.evidence
+    assert evidence.planned.taken_bytes <= 5_500_000 < evidence.plain.taken_bytes
+    assert evidence.planned.step_seconds > evidence.plain.step_seconds
+    assert evidence.gap < 0.01
+    assert [each.path for each in evidence.decisions] == [*map(str, range(6)), ""]
+    text = plan.explain()
+    assert "memory pressure" in text
+    assert "proof" in text
+    one = next(each for each in evidence.decisions if each.chosen != "as it is")
+    assert one.runner_up in plan.explain(one.path)
+    with pytest.raises(ms.PlanError, match="nothing was decided about 'nowhere'"):
+        plan.explain("nowhere")
+    assert "as it is" in plan.diff(ms.Plan())
+    assert plan.diff(plan).startswith("takes")
+
+
+def test_json():
+    model, batch = _mlps(), torch.ones(512, 64)
+    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
+    again = ProvenPlan.from_json(plan.to_json())
+    assert again == plan == ms.Plan.from_json(plan.to_json())
+    assert again.evidence == plan.evidence
+    assert again.to_json() == plan.to_json()
+    with pytest.raises(ms.PlanError, match="no evidence"):
+        ProvenPlan.from_json(ms.Plan().to_json())
+
+
+_SCRIPT = """
+import hashlib, torch, memscale as ms
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)])
+box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
+plan = ms.plan(model, torch.ones(512, 64), budget=5_500_000, loss=lambda y, _: y.square().mean(), hardware=box,
+               optimizer=torch.optim.AdamW(model.parameters()))
+print(hashlib.sha256(plan.to_json().encode()).hexdigest())
+"""
+
+
+def test_every_process_makes_the_same_plan():
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "7")
+    }
+    assert len(hashes) == 1
+    assert len(hashes.pop().strip()) == 64
+
+
+def test_the_script_of_a_plan_makes_the_same_module():
+    model, batch = _mlps(), torch.ones(512, 64)
+    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
+    scope = {"model": model}
+    exec(plan.to_python(), scope)
+    assert scope["plan"] == plan
+    assert json.loads(plan.to_json())["evidence"]["budget_bytes"] == 5_500_000

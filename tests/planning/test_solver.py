@@ -1,0 +1,83 @@
+"""The solver's choice against all there are."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memscale.planning.candidates import AS_IT_IS, Candidate
+from memscale.planning.costs import Costs, Effect
+from memscale.planning.solver import Chooser, Link
+from memscale.simulation import Phase, Station
+from memscale.transforms import checkpoint
+
+_STATIONS = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
+
+
+def _costs(seed, parts, menu):
+    random = np.random.default_rng(seed)
+    effects = tuple(
+        tuple(
+            Effect(
+                random.integers(0, 1 << 30, len(_STATIONS)),
+                np.zeros(len(_STATIONS), dtype=np.int64),
+                float(random.uniform(0.1, 1.0)),
+                int(random.integers(0, 1 << 28)) if choice == 2 else 0,
+                int(random.integers(0, 1 << 28)) if choice == 2 else 0,
+            )
+            for choice in range(menu)
+        )
+        for _ in range(parts)
+    )
+    candidates = ((AS_IT_IS, *[Candidate((("", checkpoint()),))] * (menu - 1)),) * parts
+    return Costs(_STATIONS, (), candidates, effects, 0.5, 0.2, 0.3, {})
+
+
+def _all(costs):
+    return itertools.product(*(range(len(menu)) for menu in costs.effects))
+
+
+def _waits(costs, assignment, link):
+    if link is None:
+        return 0.0
+    chosen = [menu[at] for menu, at in zip(costs.effects, assignment, strict=True)]
+    out = sum(each.out_bytes for each in chosen) / link.out_bytes_per_second - costs.forward_seconds
+    back = sum(each.in_bytes for each in chosen) / link.in_bytes_per_second - costs.backward_seconds
+    return max(0.0, out) + max(0.0, back)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 6), st.floats(0.3, 1.1), st.sampled_from([None, Link(1e9, 1e9)]))
+def test_the_fastest_is_that_of_all(seed, parts, share, link):
+    costs = _costs(seed, parts, 3)
+    limit = share * costs.held_bytes(costs.as_it_is).max()
+    fitting = [each for each in _all(costs) if costs.held_bytes(each).max() <= limit]
+    choice = Chooser(costs, link).fastest(np.full(len(_STATIONS), limit))
+    if not fitting:
+        assert choice is None
+        return
+    best = min(costs.seconds(each) + _waits(costs, each, link) for each in fitting)
+    assert costs.held_bytes(choice.assignment).max() <= limit * (1 + 1e-6)
+    found = costs.seconds(choice.assignment) + _waits(costs, choice.assignment, link)
+    assert found <= 1.01 * best
+    assert choice.bound <= best * (1 + 1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 6))
+def test_the_smallest_is_that_of_all(seed, parts):
+    costs = _costs(seed, parts, 3)
+    choice = Chooser(costs, None).smallest(np.zeros(len(_STATIONS)))
+    least = min(int(costs.held_bytes(each).max()) for each in _all(costs))
+    assert costs.held_bytes(choice.assignment).max() == pytest.approx(least, rel=2e-3)
+
+
+def test_no_more_moves_than_the_cap_allows():
+    costs = _costs(3, 4, 3)
+    limit = 0.9 * costs.held_bytes(costs.as_it_is).max()
+    cap = 1 << 28
+    choice = Chooser(costs, Link(1e12, 1e12, cap)).fastest(np.full(len(_STATIONS), limit))
+    moved = sum(menu[at].out_bytes for menu, at in zip(costs.effects, choice.assignment, strict=True))
+    assert moved <= cap
