@@ -83,8 +83,8 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document
     device_type factory format_bytes format_flops format_seconds from_data integer is_of_modules matches misfit
     modules_in optional pytrees read_or_empty scalar_loss simulated_device_type simulating simulation spellings tensors
     unflatten validate version versions
-memscale.hardware: Direction Hardware Seconds Work copy_seconds cpu_name has_rate host_seconds issue_seconds
-    knows_copies seconds work_of
+memscale.hardware: DIRECTIONS Direction Hardware Seconds Work copy_seconds cpu_name has_rate host_seconds
+    issue_seconds knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale

@@ -1,10 +1,11 @@
 """Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
 
-from memscale.hardware.copies import Direction, copy_seconds, host_seconds, issue_seconds, knows_copies
+from memscale.hardware.copies import DIRECTIONS, Direction, copy_seconds, host_seconds, issue_seconds, knows_copies
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.roofline import Seconds, Work, has_rate, seconds, work_of
 
 __all__ = [
+    "DIRECTIONS",
     "Direction",
     "Hardware",
     "Seconds",

@@ -28,6 +28,7 @@ _HOST_BYTES_PER_SECOND = 20e9
 _HOST_OPERATOR_SECONDS = 5e-6
 
 Direction = Literal["out", "in"]
+DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
 
 
 def issue_seconds(hardware: Hardware) -> float:

@@ -1,4 +1,17 @@
-"""What would make a step fit: blocks, candidates, predictions."""
+"""What makes a step fit: plans for a budget, and predictions.
+
+The journey of `plan(model, batch, budget=...)`, in the order in which to read:
+
+1. `engine`: checks what it is given, simulates the step as it is, and says in the end what was decided and why.
+2. `parts` (over `blocks`): takes the model apart by its structure and by what each module keeps for backward.
+3. `candidates`: what may be done to each part.
+4. `costs`: simulates many candidates in one step, and reads off what each holds and takes.
+5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program.
+6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
+7. `evidence`: the plan with what was found; `curve`: several of them, as a frontier.
+
+`predictor` (with `prediction`, `largest`, `remedies`) answers whether a step fits as it is.
+"""
 
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.curve import Frontier, Point

@@ -19,7 +19,7 @@ from memscale.core import (
     format_bytes,
     format_seconds,
 )
-from memscale.hardware import Hardware
+from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.evidence import Decision, Evidence, Figures, ProvenPlan
@@ -34,6 +34,7 @@ Budget = int | float | str
 Progress = Callable[[str, int, int | None], None]
 
 _POINTS = 12  # of a frontier
+_PROBE_BYTES = 1 << 30  # of a copy that shows the rate of a link
 
 # Stands in where a device does not say how fast it is: arithmetic and traffic of a server CPU. Costs are then relative
 # to each other, which is what a choice needs.
@@ -143,6 +144,14 @@ class DecisionEngine:
     """Plans steps of one model with one batch, for any budget; arguments and errors as in `memscale.plan`.
 
     What candidates cost is found once, at the first budget that the step as it is does not fit.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu"}
+    >>> engine = ms.DecisionEngine(nn.Sequential(*blocks), torch.ones(1024, 64), **step)
+    >>> [len(engine.plan(budget)) for budget in ("16MiB", "8MiB", "7MiB")]
+    [0, 3, 3]
     """
 
     def __init__(
@@ -250,9 +259,15 @@ class DecisionEngine:
     def _link(self) -> Link | None:
         """The way to the next tier, None where there is none whose speed is known."""
         hardware = self.hardware
-        out, back = hardware.device_to_host_bytes_per_second, hardware.host_to_device_bytes_per_second
-        if hardware.device_type != "cuda" or out is None or back is None:
+        if not knows_copies(hardware):
             return None
+        tier = "pinned"
+        if hardware.device_type == "cpu":
+            # The next tier of a host is its disk, which is for those who ask for it.
+            if "enable_offloading" not in self.config.given:
+                return None
+            tier = "disk"
+        out, back = (_PROBE_BYTES / copy_seconds(_PROBE_BYTES, tier, way, hardware) for way in DIRECTIONS)
         cap = self.config.max_cpu_offload_gb
         return Link(out, back, None if cap is None else int(cap * 10**9))
 
@@ -369,7 +384,8 @@ class DecisionEngine:
 
 
 def _figures(profile: Profile) -> Figures:
-    return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0)
+    exposed = sum(profile.exposed_seconds.get(cause, 0.0) for cause in ("input", "room", "disk"))
+    return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
 def _decisions(found: Proven, limit: int) -> tuple[Decision, ...]:

@@ -17,7 +17,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import CorrectnessError, simulated_device_type
+from memscale.core import CorrectnessError, simulated_device_type, simulating
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -72,6 +72,8 @@ class Environment:
                 if randomness.position() != self._position:
                     used.append(first)
             used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
+            if used and simulating():
+                used = [(gen, state.clone()) for gen, state in used]  # an operator, whose result is counted
             self._random = used or None
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())

@@ -51,7 +51,7 @@ class SimulatedStep:
 
     def shares(self, paths: Sequence[str]) -> Shares:
         """What each of the modules at `paths` keeps for backward and takes of the time, without those inside it."""
-        return shares(self.ledger, self.hardware, paths)
+        return shares(self.ledger, self.clock, paths)
 
     def operators(self, path: str) -> frozenset[str]:
         """The names of the operators that the forward of the module at `path` runs, with those inside it."""
@@ -65,7 +65,7 @@ class SimulatedStep:
 
     def attribution(self, paths: Sequence[str]) -> Attribution:
         """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""
-        return attribute(self.ledger, self.clock.hardware, paths)
+        return attribute(self.ledger, self.clock, paths)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Shares:
     first: npt.NDArray[np.int64]
 
 
-def shares(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Shares:
+def shares(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Shares:
     """The `Shares` of the last step; a path inside another one counts apart from it."""
     begin, first_op = ledger.steps[-1]
     owners = _Owners(paths)
@@ -126,12 +126,12 @@ def shares(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Shares:
     kept = np.zeros(len(paths) + 1, dtype=np.int64)
     seconds = np.zeros(len(paths) + 1)
     first = np.full(len(paths) + 1, -1, dtype=np.int64)
-    for at, (op, part) in enumerate(zip(ledger.ops[first_op:], of_op, strict=True)):
-        seconds[part] += op.seconds or 0.0
+    for at, (taken, part) in enumerate(zip(_op_seconds(ledger, clock), of_op, strict=True)):
+        seconds[part] += taken
         if first[part] < 0:
             first[part] = at
     for number in _waiting(ledger, begin):
-        kept[rows[number]] += _size(ledger.records[number].nbytes, hardware)
+        kept[rows[number]] += _size(ledger.records[number].nbytes, clock.hardware)
     return Shares(kept, seconds, first)
 
 
@@ -146,12 +146,12 @@ def _waiting(ledger: Ledger, begin: int) -> set[int]:
     return {number for number in alive if ledger.records[number].category not in _RESIDENT}
 
 
-def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attribution:
+def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution:
     """What the parts at `paths`, none of which is inside another, hold of the last step in `ledger`.
 
     Args:
         ledger: with `add_in_place` done.
-        hardware: whose operators' seconds and whose allocator's rounding count.
+        clock: when its operators ran; on a CUDA device what counts is the blocks that its allocator would hand out.
         paths: of modules.
     """
     begin, first_op = ledger.steps[-1]
@@ -172,7 +172,7 @@ def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attri
         stations[Station(Phase.FORWARD, OUTSIDE, True)] = 0
         station_of.append(0)
 
-    sizes = [_size(record.nbytes, hardware) for record in ledger.records]
+    sizes = [_size(record.nbytes, clock.hardware) for record in ledger.records]
     numbers = np.abs(np.array(ledger.events, dtype=np.int64)) - 1
     signs = np.sign(np.array(ledger.events, dtype=np.int64))
     deltas = signs * np.array(sizes, dtype=np.int64)[numbers] if len(numbers) else numbers
@@ -208,8 +208,8 @@ def attribute(ledger: Ledger, hardware: Hardware, paths: Sequence[str]) -> Attri
     for number in _waiting(ledger, begin):
         kept[rows[number]] += sizes[number]
     seconds = np.zeros((parts, len(_PHASES)))
-    for op, part in zip(ledger.ops[first_op:], of_op, strict=True):
-        seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += op.seconds or 0.0
+    for op, taken, part in zip(ledger.ops[first_op:], _op_seconds(ledger, clock), of_op, strict=True):
+        seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += taken
     return Attribution(
         stations=tuple(stations),
         held_bytes=held,
@@ -257,6 +257,16 @@ def _rows(ledger: Ledger, owners: _Owners, of_op: list[int], first_op: int, begi
 
 def _is_backward(ledger: Ledger, op: int) -> bool:
     return op >= 0 and ledger.ops[op].phase is Phase.BACKWARD
+
+
+def _op_seconds(ledger: Ledger, clock: Clock) -> list[float]:
+    """What each operator of the last step takes, with what the host takes to issue it; copies are not waited for."""
+    first_op = ledger.steps[-1][1]
+    found = [op.seconds or 0.0 for op in ledger.ops[first_op:]]
+    for stall in clock.stalls:
+        if stall.cause == "host" and stall.begin >= clock.steps[-1] and stall.op < len(ledger.ops):
+            found[stall.op - first_op] += stall.end - stall.begin
+    return found
 
 
 def _size(nbytes: int, hardware: Hardware) -> int:

@@ -82,6 +82,7 @@ class _Answer:
     work: Work
     seconds: Seconds | None
     workspaces: Mapping[str, int]
+    draws: bool = False
 
 
 _NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), Seconds(0.0, 0.0), {})
@@ -173,6 +174,8 @@ class HollowMode(TorchDispatchMode):
             answer = self._answer(op, args, kwargs, tensors, loose)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._from_values(op, args, kwargs, tensors, records)
+        if answer.draws:
+            torch.rand(())  # for a region to see that the generator moved, whose state it then keeps
         if answer.layout.is_view:
             return self._note(op, op(*args, **kwargs), answer)
         if kind is Kind.IN_PLACE:
@@ -240,7 +243,9 @@ class HollowMode(TorchDispatchMode):
         work = work_of(op, args, kwargs, shown)
         scratch_bytes = 0 if layout.is_view else self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops)
         seconds = self._kernels.seconds(op, args, kwargs, work)
-        answer = _Answer(layout, scratch_bytes, work, seconds, self._kernels.workspaces(op, args))
+        # The generator of a card has its state on the host.
+        draws = self._kernels.device_type == "cpu" and torch.Tag.nondeterministic_seeded in op.tags
+        answer = _Answer(layout, scratch_bytes, work, seconds, self._kernels.workspaces(op, args), draws)
         if key is not None:
             self._answers[key] = answer
         return answer
