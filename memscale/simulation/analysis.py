@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memscale.core import format_bytes
 from memscale.hardware import Hardware, has_rate
-from memscale.simulation.allocator.caching import replay
+from memscale.simulation.allocator.caching import TRIM, replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
@@ -106,8 +106,7 @@ def _allocated(
     exact = [record.nbytes for record in ledger.records]
     if hardware.device_type != "cuda":
         return exact, None, []
-    # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
-    events = [(abs(event) - 1, exact[abs(event) - 1] * (1 if event > 0 else -1)) for event in ledger.events]
+    events = _allocator_events(ledger)
     settings = _settings()
     capacity_bytes = max(1, hardware.usable_bytes if capacity_bytes is None else capacity_bytes)
     found, notes = replay(events, settings=settings), []
@@ -128,6 +127,25 @@ def _allocated(
                 f"{format_bytes(settings.memory_fraction * capacity_bytes)}"
             )
     return [found.block_bytes.get(number, 0) for number in range(len(exact))], found.reserved_peak_bytes, notes
+
+
+def _allocator_events(ledger: Ledger) -> list[tuple[int, int]]:
+    """The events that `replay` takes.
+
+    Those of what lives before the first step and not in it are left out: a parameter that lives on another tier is
+    moved there region by region, and what it had on the device is given back.
+    """
+    first, trims = ledger.steps[0][0], set(ledger.trims)
+    moved = {-event - 1 for event in ledger.events[:first] if event < 0}
+    events = []
+    for at, event in enumerate(ledger.events):
+        if at in trims:
+            events.append(TRIM)
+        number = abs(event) - 1
+        if at >= first or number not in moved:
+            # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
+            events.append((number, ledger.records[number].nbytes * (1 if event > 0 else -1)))
+    return events
 
 
 def _peaks(ledger: Ledger, sizes: list[int]) -> list[_Peak]:

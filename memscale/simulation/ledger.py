@@ -152,6 +152,8 @@ class Ledger:
     sums: list[Sum] = field(default_factory=list)
     #: (index of the first event, index of the first operator) of each step.
     steps: list[tuple[int, int]] = field(default_factory=list)
+    #: The indices of the events before which the device was given back what was only cached.
+    trims: list[int] = field(default_factory=list)
 
     def birth(self, record: StorageRecord) -> int:
         """Note that this storage is allocated now, and return its number."""
@@ -170,6 +172,10 @@ class Ledger:
         """Mark the beginning of a step."""
         self.steps.append((len(self.events), len(self.ops)))
 
+    def trim(self) -> None:
+        """Note that the device is given back now what its allocator only caches."""
+        self.trims.append(len(self.events))
+
     def add_in_place(self) -> None:
         """Let the additions of gradients happen in place where autograd would have done that.
 
@@ -187,12 +193,13 @@ class Ledger:
         kept = [at for at, event in enumerate(self.events) if event]
         before = 0
         shifted = {}
-        marks = {event for event, _ in self.steps}
+        marks = {*self.trims, *(event for event, _ in self.steps)}
         for at in range(len(self.events) + 1):
             if at in marks:
                 shifted[at] = before
             before += at < len(self.events) and self.events[at] != 0
         self.steps = [(shifted[event], op) for event, op in self.steps]
+        self.trims = [shifted[event] for event in self.trims]
         self.event_ops = [self.event_ops[at] for at in kept]
         self.events = [self.events[at] for at in kept]
         self.sums = []

@@ -23,6 +23,7 @@ class CountingRuntimes:
         clock: of the device that is simulated, whatever the tensors say.
         away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
         references: how many tensors refer to a storage for the simulation's own sake.
+        on_trim: called where a runtime has the device give back what it only caches.
 
     Attributes:
         at_home: what lives on another tier in the simulation, by storage.
@@ -33,10 +34,12 @@ class CountingRuntimes:
         clock: Clock,
         away: Callable[[int], torch.Tensor],
         references: Callable[[torch.UntypedStorage], int],
+        on_trim: Callable[[], object],
     ) -> None:
         self.clock = clock
         self.away = away
         self.references = references
+        self.on_trim = on_trim
         self.at_home: dict[int, Home] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
@@ -67,7 +70,9 @@ class CountingRuntime(Runtime):
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
         clock = self._step.clock
         caps = self._real.caps(clock.hardware.device_type)
-        return ClockedBackend(caps, clock) if knows_copies(clock.hardware) else TraceBackend(caps)
+        backend = ClockedBackend(caps, clock) if knows_copies(clock.hardware) else TraceBackend(caps)
+        backend.on_trim = self._step.on_trim
+        return backend
 
     def _new_engine(self, tensor: torch.Tensor) -> Engine:
         engine = super()._new_engine(tensor)

@@ -60,7 +60,9 @@ class Simulation:
         self._inputs = inputs
         self._kernels = kernels
         self.clock = Clock(kernels.hardware)
-        self.runtimes = CountingRuntimes(self.clock, self._away, self._references)
+        self.runtimes = CountingRuntimes(
+            self.clock, self._away, self._references, on_trim=lambda: self.mode.ledger.trim()
+        )
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -191,6 +191,9 @@ class AdversarialDevice:
         """See `Backend.discard`."""
         tensor.fill_(_POISON)
 
+    def trim(self) -> None:
+        """See `Backend.trim`."""
+
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""
 

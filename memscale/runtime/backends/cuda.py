@@ -164,6 +164,11 @@ class CudaBackend:
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`. PyTorch's allocator needs no help here."""
 
+    def trim(self) -> None:
+        """See `Backend.trim`."""
+        self._refuse_where_impossible()
+        torch.cuda.empty_cache()
+
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`. PyTorch's allocator then waits for that stream, too, as late as the tensor is freed."""
         tensor.record_stream(torch.cuda.current_stream(self.device))

@@ -117,6 +117,10 @@ class HostBackend:
             self._untrimmed_bytes = 0
             _MALLOC_TRIM(0)
 
+    def trim(self) -> None:
+        """See `Backend.trim`."""
+        self._trim_after(_TRIM_BYTES + 1)
+
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""
 

@@ -7,7 +7,7 @@ moments at which a real one would be: a simulation that watches storages sees th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -42,9 +42,13 @@ class TraceBackend:
 
     Args:
         caps: for each tier, nearest first, the most bytes that it takes; `None` for no cap.
+
+    Attributes:
+        on_trim: called where a device would give back what it only caches.
     """
 
     def __init__(self, caps: Mapping[str, int | None]) -> None:
+        self.on_trim: Callable[[], object] = lambda: None
         self.tiers = tuple(caps)
         self._caps = dict(caps)
         self._used = dict.fromkeys(caps, 0)
@@ -77,6 +81,10 @@ class TraceBackend:
 
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`."""
+
+    def trim(self) -> None:
+        """See `Backend.trim`."""
+        self.on_trim()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""

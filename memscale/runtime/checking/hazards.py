@@ -123,7 +123,7 @@ class Checked:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.tiers = inner.tiers
-        self.lend, self.compute_stream = inner.lend, inner.compute_stream
+        self.lend, self.compute_stream, self.trim = inner.lend, inner.compute_stream, inner.trim
         self.hazards: list[Hazard] = []
         self.observed: Clock = {}  # what the host knows to be done
         self._clocks: dict[str, Clock] = {"compute": {"compute": 1}, "out": {}, "in": {}}

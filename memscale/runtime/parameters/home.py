@@ -22,6 +22,7 @@ from memscale.runtime.engine.loader import Loadable, State
 # What a region asks for at once: the numbers of its homes.
 Group = tuple[int, ...]
 _numbers = itertools.count()
+NEVER = (-1, -1)  # the versions of what was not loaded yet
 # By the storage of the parameter. Not the engines' own: a parameter has one home, whichever runtime's.
 AT_HOME: dict[int, Home] = {}
 
@@ -94,7 +95,7 @@ class Home(Loadable):
         self.title = ""  # what its region calls it, once that has looked
         self.address = data.untyped_storage().data_ptr()
         self.group: Group = (self.number,)
-        self.loaded = (-1, -1)  # the versions of the parameter and of its bytes on the device, when these were loaded
+        self.loaded = NEVER  # the versions of the parameter and of its bytes on the device, when these were loaded
         self.alive: set[int] = set()  # each `Saved`, by id
         self.asked: set[int] = set()  # those that backward has asked for since the bytes last came
 
@@ -173,11 +174,12 @@ def home_of(parameter: torch.Tensor, at_home: Mapping[int, Home] = AT_HOME) -> H
 
 
 class Visit:
-    """One run of a region: what it has on the device, also by the storage there."""
+    """One run of a region: what it has on the device, also by the storage there, and whether it is the first run."""
 
-    __slots__ = ("__weakref__", "homes", "loaded")
+    __slots__ = ("__weakref__", "homes", "is_first", "loaded")
 
     def __init__(self) -> None:
+        self.is_first = False
         self.homes: Sequence[Home] = ()
         self.loaded: dict[int, Home] = {}
 

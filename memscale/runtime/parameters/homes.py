@@ -15,7 +15,7 @@ from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Layout
 from memscale.runtime.engine.loader import State
 from memscale.runtime.parameters.gradients import Gradients
-from memscale.runtime.parameters.home import Group, Home, Saved, Visit, home_of, is_used
+from memscale.runtime.parameters.home import NEVER, Group, Home, Saved, Visit, home_of, is_used
 from memscale.runtime.parameters.mapped import MappedTensors, shaped
 from memscale.runtime.parameters.movable import is_movable
 
@@ -103,6 +103,8 @@ class Homes:
         engine, group = self.engine, tuple([home.number for home in homes])
         with engine.lock:
             in_backward = engine.follow_backward()  # a region that runs again
+            visit.is_first = any(home.loaded == NEVER for home in homes)
+            self._trim(visit)
             is_next = not in_backward and self._begin(group)
             try:
                 for home in homes:
@@ -156,8 +158,21 @@ class Homes:
                 self.forget_awaited()
             # The caller may change a parameter from here on, also in ways that no version counter sees.
             self._finish_reading(homes)
+            if not failed:
+                self._trim(visit)
             self.engine.transfers.pump()
         self.engine.go_on()
+
+    def _trim(self, visit: Visit) -> None:
+        """Around the first run of a region, give the device back what its allocator only caches.
+
+        What parameters left there when they moved home is in pieces that nothing larger fits in: 12.6 GiB of a Llama
+        8B, next to which its loss takes 13.7 GiB more. And the pieces of one region end up next to an activation that
+        stays, unless the next region gets its own. Kept apart from the allocator, as a slab of slots, the loads would
+        cost more: the loss could not use them (19.4 GiB reserved in place of 18.4, at a peak of 16.4).
+        """
+        if visit.is_first:
+            self.engine.backend.trim()
 
     def _bring_changes(self, home: Home) -> None:
         """A region may change its parameters in place, as an embedding with `max_norm` does."""

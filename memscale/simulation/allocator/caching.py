@@ -15,7 +15,7 @@ from memscale.core import ConfigError
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 
-__all__ = ["AllocatorSettings", "Replay", "replay"]
+__all__ = ["TRIM", "AllocatorSettings", "Replay", "replay"]
 
 _MIB = 1 << 20
 _SMALL_BYTES = 1 * _MIB  # kSmallSize: up to here a request goes to the small pool
@@ -26,6 +26,8 @@ _ROUND_LARGE_BYTES = 2 * _MIB  # kRoundLarge
 _UNLIMITED_SPACE_BYTES = 1 << 50
 
 _DEFAULTS = AllocatorSettings()
+# An event of `replay`: what `torch.cuda.empty_cache` does.
+TRIM = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def replay(
     Args:
         events: pairs of a block's id and its bytes, in the order of a step. Positive bytes allocate, negative
             bytes free the block of that id whatever their size, and 0 does nothing: an empty tensor has no
-            block. Blocks that lived before the step come first, as allocations.
+            block. Blocks that lived before the step come first, as allocations. `TRIM` gives cached segments back.
         settings: what ``PYTORCH_CUDA_ALLOC_CONF`` says.
         capacity_bytes: what the process can get from the device, at least 1; None is no limit. When it is
             reached, cached segments are given back and the request is tried again, as PyTorch does.
@@ -113,6 +115,8 @@ def replay(
             if block is None:
                 failed = index
                 break
+        elif (name, nbytes) == TRIM:
+            allocator.trim()
         elif nbytes < 0:
             if name not in live:
                 raise ConfigError(
@@ -161,8 +165,7 @@ class _Allocator:
             if block is None and self._release_available_cached_blocks(pool, size):
                 block = self._alloc_block(pool, size)
             if block is None:
-                self._release_blocks(self.large)
-                self._release_blocks(self.small)
+                self.trim()
                 self.retries += 1
                 block = self._alloc_block(pool, size)
             if block is None:
@@ -187,6 +190,10 @@ class _Allocator:
         self.allocated -= block.size
         block.pool.merge(block)
         block.pool.insert(block)
+
+    def trim(self) -> None:
+        self._release_blocks(self.large)
+        self._release_blocks(self.small)
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
         pool.searches += 1

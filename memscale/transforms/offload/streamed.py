@@ -105,6 +105,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
             hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
             stack.enter_context(saving_by(hooks, self.how))
         on_device = list(stand_ins.values())
+        stack.callback(on_device.clear)  # before the parameters leave: their memory is free from there on
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(scope, stand_ins))
         watch = bool(homes) and scope.flags() not in self.watched and runtime_for(self.runtime).has_values
@@ -180,6 +181,7 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
                 tensor.requires_grad_(parameter.requires_grad)
             stand_for(_OnDevice(home, version(parameter)), tensor)
             stand_ins[id(parameter)] = tensor
+            del tensor  # likewise
         try:
             yield stand_ins
         finally:

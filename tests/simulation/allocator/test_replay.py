@@ -1,4 +1,5 @@
 import ctypes
+import dataclasses
 import random
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.allocator.caching import AllocatorSettings, Replay, _Allocator, replay
+from memscale.simulation.allocator.caching import TRIM, AllocatorSettings, Replay, _Allocator, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -291,6 +292,13 @@ def test_scenarios_on_a_device_of_100_mib(name):
     result = replay(stream(*steps), settings=AllocatorSettings(**settings), capacity_bytes=100 * MIB)
     assert summary(result) == expected
     assert result.reserved_end_bytes == reserved_end_bytes
+
+
+def test_a_trim_gives_back_whole_segments_that_nothing_uses():
+    events = [(0, 30 * MIB), (1, 6 * MIB), (2, 6 * MIB), (0, -1), (1, -1)]
+    assert replay(events).reserved_end_bytes == 50 * MIB
+    assert replay([*events, TRIM]).reserved_end_bytes == 20 * MIB
+    assert replay([*events, TRIM, (3, 40 * MIB)]).reserved_peak_bytes == 60 * MIB
 
 
 def test_what_remains_at_the_end():
@@ -613,5 +621,52 @@ def test_the_replay_is_what_the_allocator_does(text):
         # The driver chooses the segments' addresses, which decide between free blocks of one size.
         assert abs(result.reserved_peak_bytes / torch.cuda.max_memory_reserved() - 1) <= 0.01
     finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated:FutureWarning")
+@pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:8"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_replay_of_a_full_device_gives_back_and_fails_where_the_allocator_does(text, seed):
+    """Cached segments go before an allocation fails, and when the caller asks for it; what fails, fails."""
+    choose, total = random.Random(seed), torch.cuda.get_device_properties(0).total_memory
+    fraction = 400 * MIB / total
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings(text)
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        if (before := torch.cuda.memory_reserved()) != 0:
+            pytest.skip(f"earlier tests hold {before} bytes on the device, and their free space would be used")
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        live, events, failed = {}, [], None
+        for index in range(1000):
+            if choose.random() < 0.02:
+                torch.cuda.empty_cache()
+                events.append(TRIM)
+            elif live and choose.random() < 0.47:
+                name = choose.choice(sorted(live))
+                del live[name]
+                events.append((name, -1))
+            else:
+                events.append((index, int(2 ** choose.uniform(10, 26))))
+                try:
+                    live[index] = torch.empty(events[-1][1], dtype=torch.uint8, device="cuda")
+                except torch.OutOfMemoryError:
+                    failed = len(events) - 1
+                    break
+        settings = dataclasses.replace(AllocatorSettings.from_env(text), memory_fraction=fraction)
+        result = replay(events, settings=settings, capacity_bytes=total)
+        assert result.out_of_memory_at == failed
+        assert result.allocated_peak_bytes == torch.cuda.max_memory_allocated()
+        assert result.retries == torch.cuda.memory_stats()["num_alloc_retries"]
+        assert result.retries > 0
+        assert abs(result.reserved_peak_bytes / torch.cuda.max_memory_reserved() - 1) <= 0.01
+    finally:
+        live.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         torch.cuda.empty_cache()
