@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -23,18 +23,24 @@ from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
 # All calls of one profile together, after which the others are estimated from those.
 _BUDGET_SECONDS = 30.0
-_CALL_SECONDS = 0.02  # that a kernel is repeated for, at least twice
-_FEW_CALLS, _MOST_CALLS = 2, 200
-_COLD_CALLS = 2
+_CALL_SECONDS = 0.03  # that a kernel is repeated for, but three times at least
+_FEW_CALLS, _MOST_CALLS = 3, 200
+_COLD_CALLS = 3
 # What is smaller costs its dispatch, wherever its operands are.
 _SMALLEST_COLD_BYTES = 1 << 16
 # Larger than any cache that a core has a share of.
-_FLUSH_BYTES = 1 << 26
+_FLUSH_BYTES = 48 << 20
 _POOL = 1 << 16
+_FEW_FAULTS = 8  # of the interpreter and the allocator
 # They talk to other processes, or to a profiler.
 _NOT_RUN = ("c10d", "_c10d_functional", "c10d_functional", "profiler")
 
 Clock = Callable[[], float]
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 
 class CpuTimes:
@@ -83,6 +89,11 @@ class CpuTimes:
             self._left_seconds -= time.perf_counter() - began
 
 
+class _Call(NamedTuple):
+    seconds: float
+    page_faults: int
+
+
 class CallTimer:
     """Times calls on tensors that are like those of the step, and its own.
 
@@ -95,6 +106,7 @@ class CallTimer:
         self._clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
         self._flush: torch.Tensor | None = None
         self._pool: dict[torch.dtype, torch.Tensor] = {}
+        self._last: Any = None
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
         """The time of a call with arguments like these.
@@ -111,18 +123,19 @@ class CallTimer:
         own = {id(tensor): self._like(tensor) for tensor in tensors}
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
         with _random_state_kept(op):
-            op(*args, **kwargs)  # the first call of a kind loads code, and lets libraries prepare
+            self._once(op, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
             cached = self._cached(op, args, kwargs)
-            if nbytes < _SMALLEST_COLD_BYTES or nbytes > _FLUSH_BYTES:
-                return Seconds(cached, cached)
-            return Seconds(cached, max(cached, self._uncached(op, args, kwargs)))
+            has_both = _SMALLEST_COLD_BYTES <= nbytes <= _FLUSH_BYTES
+            uncached = self._uncached(op, args, kwargs) if has_both else cached
+        self._last = None
+        return Seconds(cached, max(cached, uncached))
 
     def _cached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
-        taken: list[float] = []
+        taken: list[_Call] = []
         spent = 0.0
         while len(taken) < _FEW_CALLS or (spent < _CALL_SECONDS and len(taken) < _MOST_CALLS):
             taken.append(self._once(op, args, kwargs))
-            spent += taken[-1]
+            spent += taken[-1].seconds
         return _usual(taken)
 
     def _uncached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
@@ -130,15 +143,18 @@ class CallTimer:
             self._flush = torch.ones(_FLUSH_BYTES // 4, device="cpu", dtype=torch.float32)
         taken = []
         for _ in range(_COLD_CALLS):
-            self._flush.add_(1)
+            self._flush.sum()
             taken.append(self._once(op, args, kwargs))
         return _usual(taken)
 
-    def _once(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+    def _once(self, op: OpOverload, args: Any, kwargs: Any) -> _Call:
+        faults = _page_faults()
         began = self._clock()
         result = op(*args, **kwargs)
-        taken = self._clock() - began
-        del result
+        taken = _Call(self._clock() - began, _page_faults() - faults)
+        # Kept until the next call is over, so that a call in two takes memory that was in use a moment ago. What lies
+        # last on the heap goes back to the system when it is freed, and comes again a page at a time.
+        self._last = result
         return taken
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -165,9 +181,21 @@ class CallTimer:
         return self._pool[dtype]
 
 
-def _usual(taken: list[float]) -> float:
-    """The lower quartile: what disturbs a call only ever makes it longer."""
-    return sorted(taken)[len(taken) // 4]
+def _usual(taken: list[_Call]) -> float:
+    """The lower quartile: what disturbs a call only ever makes it longer.
+
+    Of those with the fewest page faults. Results of more than 32 MiB have theirs in every call, in a step as well, since
+    glibc maps and unmaps them; smaller ones where the heap happens to end behind them.
+    """
+    fewest = min(call.page_faults for call in taken)
+    seconds = sorted(call.seconds for call in taken if call.page_faults <= fewest + _FEW_FAULTS)
+    return seconds[len(seconds) // 4]
+
+
+def _page_faults() -> int:
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
