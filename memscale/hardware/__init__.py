@@ -2,7 +2,8 @@
 
 from memscale.hardware.copies import DIRECTIONS, Direction, copy_seconds, host_seconds, issue_seconds, knows_copies
 from memscale.hardware.device import Hardware, cpu_name
-from memscale.hardware.roofline import Seconds, Work, has_rate, seconds, work_of
+from memscale.hardware.roofline import Seconds, has_rate, seconds
+from memscale.hardware.work import Work, work_of
 
 __all__ = [
     "DIRECTIONS",

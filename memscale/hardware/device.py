@@ -23,6 +23,7 @@ from memscale.core import (
 )
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.cards import Card, by_device_name, by_name
+from memscale.hardware.operator_rates import operator_rates
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
 
@@ -79,6 +80,8 @@ class Hardware:
         multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
             None, those of an H100 (132) are taken.
         launch_seconds: what an operator costs however small it is.
+        operator_rates: bytes a second that single operators reach, or operations a second where they compute, by name
+            and dtype, as ``"gelu float32"``; for devices on which they are far from the rates above, as CPUs are.
         measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
             which kernels reach a part.
 
@@ -108,6 +111,7 @@ class Hardware:
     capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     launch_seconds: float | None = None
+    operator_rates: Mapping[str, float] = field(default_factory=dict)
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -118,7 +122,8 @@ class Hardware:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
-        object.__setattr__(self, "flops_per_second", Rates(self.flops_per_second))
+        for name in ("flops_per_second", "operator_rates"):
+            object.__setattr__(self, name, Rates(getattr(self, name)))
 
     @property
     def usable_bytes(self) -> int:
@@ -181,7 +186,8 @@ class Hardware:
         """Describe ``device`` with speeds that it just reached, which takes up to 20 seconds.
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
-        host, and an operator on one number. Keep the machine idle meanwhile, and keep the result: it prints as the
+        host, and an operator on one number; on a CPU the operators of two small training steps, each by itself, with as
+        many threads as PyTorch has. Keep the machine idle meanwhile, and keep the result: it prints as the
         Python that makes it, and `to_json` writes it down.
 
         Args:
@@ -192,7 +198,10 @@ class Hardware:
         """
         where = _place("measure", device)
         hardware = cls.detect(where)
-        return dataclasses.replace(hardware, measured=True, **calibrate(where, hardware.free_bytes))
+        speeds = calibrate(where, hardware.free_bytes)
+        if where.type == "cpu":
+            speeds |= operator_rates()
+        return dataclasses.replace(hardware, measured=True, **speeds)
 
     @classmethod
     def _of_cuda(cls, device: torch.device) -> Hardware:
@@ -247,8 +256,7 @@ class Hardware:
     def to_json(self) -> str:
         """The description as JSON text, with a schema version."""
         known = self._known()
-        if self.flops_per_second:
-            known["flops_per_second"] = dict(self.flops_per_second)
+        known |= {name: dict(rates) for name, rates in known.items() if isinstance(rates, Rates)}
         return _DOCUMENT.write(known, indent=2)
 
     @classmethod
@@ -298,6 +306,11 @@ def _misfit(key: str, value: Any) -> str | None:
                 "a mapping from names of torch dtypes to positive finite numbers; pass {'bfloat16': 312e12}, "
                 "'tfloat32' included"
             )
+    elif key == "operator_rates":
+        if not isinstance(value, Mapping) or not all(
+            isinstance(op, str) and _is_rate(rate) for op, rate in value.items()
+        ):
+            return "a mapping from names of operators and dtypes to positive finite numbers; pass {'gelu float32': 5e9}"
     elif key == "capability":
         if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
             return "a pair of ints; pass (9, 0) for compute capability 9.0"

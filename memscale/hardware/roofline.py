@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-from torch._ops import OpOverload
+from typing import NamedTuple
 
 from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
-from memscale.hardware.flops import flops_of
-from memscale.hardware.traffic import traffic_of
-
-
-@dataclass(frozen=True)
-class Work:
-    """What an operator does.
-
-    Args:
-        flops: additions and multiplications.
-        nbytes: bytes read from and written to the device's memory.
-        dtype: what the arithmetic is done on, as in ``Hardware.flops_per_second``; ``""`` when there is nothing to do.
-    """
-
-    flops: int
-    nbytes: int
-    dtype: str
+from memscale.hardware.work import AT_THE_RATE_OF, Work, rate_name
 
 
 class Seconds(NamedTuple):
@@ -88,15 +68,11 @@ _AS_MEASURED = Efficiency(compute=1.0, bandwidth=1.0)
 _ACCELERATOR_LAUNCH_SECONDS = 5.5e-6
 _CPU_LAUNCH_SECONDS = 2e-6
 
-# Dtypes that the same units work on, where a device has no figure for them.
-_AT_THE_RATE_OF = {
-    "tfloat32": "float32",  # TF32 is a permission, which a device without it does not use
-    "float8_e5m2": "float8_e4m3fn",
-    "float8_e5m2fnuz": "float8_e4m3fnuz",
-}
+# Rates of single operators are measured on less, which caches hold.
+_CACHED_BYTES = 1 << 24
 
 
-def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = None) -> float:
+def seconds(work: Work, hardware: Hardware, *, op: str = "", efficiency: Efficiency | None = None) -> float:
     """How long `hardware` takes for `work`, run by itself: the roofline, plus what an operator costs at least.
 
     ``max(flops / (compute * peak), nbytes / (bandwidth * peak)) + launch``; work of nothing takes no time. (Williams,
@@ -105,6 +81,7 @@ def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = N
     Args:
         work: from `work_of`.
         hardware: whose speeds are used.
+        op: the name of the operator; where `hardware` knows its own rate, that is used and no other.
         efficiency: the shares of these speeds that kernels reach; None is 80% of the arithmetic and 85% of the
             bandwidth of a data sheet, and all of a speed that was measured.
 
@@ -122,6 +99,11 @@ def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = N
         return 0.0
     share = efficiency or (_AS_MEASURED if hardware.measured else _OF_PEAK)
     longest = 0.0
+    own_rate = hardware.operator_rates.get(rate_name(op, work.dtype))
+    if own_rate is not None:
+        if not work.flops and work.nbytes > _CACHED_BYTES and hardware.bandwidth_bytes_per_second is not None:
+            own_rate = min(own_rate, hardware.bandwidth_bytes_per_second)
+        return (work.flops or work.nbytes) / own_rate + _launch_seconds(hardware)
     if work.flops:
         longest = work.flops / (share.compute * _peak(work.dtype, hardware))
     if work.nbytes:
@@ -129,58 +111,6 @@ def seconds(work: Work, hardware: Hardware, *, efficiency: Efficiency | None = N
             raise _unknown(hardware, "bandwidth_bytes_per_second", "a number")
         longest = max(longest, work.nbytes / (share.bandwidth * hardware.bandwidth_bytes_per_second))
     return longest + _launch_seconds(hardware)
-
-
-def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
-    """What a call of `op` does, from the shapes of its arguments and results; no value is looked at.
-
-    Arithmetic is counted where it can be what takes the time: in matrix products, convolutions, attention and
-    recurrences. Everything else is taken to be as slow as its traffic. float32 arithmetic is called ``"tfloat32"``
-    where PyTorch's settings allow that (``torch.backends``: by default for convolutions, not for products).
-
-    Args:
-        op: an operator, as a dispatch mode sees it.
-        args, kwargs, outputs: what it got and returned. Fake tensors, meta tensors and real ones do.
-
-    >>> x = torch.empty(8, 4, dtype=torch.bfloat16)
-    >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))
-    Work(flops=512, nbytes=256, dtype='bfloat16')
-    """
-    flops = flops_of(op, args, kwargs, outputs)
-    nbytes = traffic_of(op, args, kwargs, outputs)
-    if not flops and not nbytes:
-        return _NOTHING
-    dtype = _dtype(args) or _dtype(list(kwargs.values())) or _dtype([outputs])
-    if flops and dtype == "float32" and _allows_tfloat32(op._opname):
-        dtype = "tfloat32"
-    return Work(flops, nbytes, dtype)
-
-
-_NOTHING = Work(0, 0, "")
-_NAMES: dict[torch.dtype, str] = {}
-
-
-def _dtype(values: Sequence[Any]) -> str:
-    """The name of the dtype of the first tensor; of complex numbers, that of their parts."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            dtype = value.dtype
-            if dtype not in _NAMES:
-                _NAMES[dtype] = str(dtype.to_real()).removeprefix("torch.")
-            return _NAMES[dtype]
-        if isinstance(value, (list, tuple)) and (name := _dtype(value)):
-            return name
-    return ""
-
-
-def _allows_tfloat32(name: str) -> bool:
-    if "convolution" in name:
-        settings = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    elif "rnn" in name:
-        settings = torch.backends.cudnn.rnn
-    else:
-        settings = torch.backends.cuda.matmul
-    return bool(settings.fp32_precision == "tf32")
 
 
 def has_rate(dtype: str, hardware: Hardware) -> bool:
@@ -194,7 +124,7 @@ def has_rate(dtype: str, hardware: Hardware) -> bool:
 
 def _rate(dtype: str, hardware: Hardware) -> float | None:
     peaks = hardware.flops_per_second
-    return peaks.get(dtype) or peaks.get(_AT_THE_RATE_OF.get(dtype, ""))
+    return peaks.get(dtype) or peaks.get(AT_THE_RATE_OF.get(dtype, ""))
 
 
 def _peak(dtype: str, hardware: Hardware) -> float:

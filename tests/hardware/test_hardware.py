@@ -15,6 +15,7 @@ from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate
 from memscale.hardware.device import Hardware
+from memscale.hardware.operator_rates import operator_rates
 
 GIB = 1024**3
 
@@ -116,7 +117,8 @@ def test_a_cuda_context_takes_its_part():
      ("bandwidth_bytes_per_second", 0), ("bandwidth_bytes_per_second", float("nan")),
      ("host_to_device_bytes_per_second", "fast"), ("device_to_host_bytes_per_second", float("inf")),
      ("peer_bytes_per_second", -1.0), ("launch_seconds", 0), ("capability", 9), ("capability", (9,)),
-     ("capability", [9, 0]), ("capability", (9.0, 0)), ("multiprocessors", 0), ("measured", 1), ("measured", None)],
+     ("capability", [9, 0]), ("capability", (9.0, 0)), ("multiprocessors", 0), ("measured", 1), ("measured", None),
+     ("operator_rates", {"gelu float32": 0.0}), ("operator_rates", None)],
 )  # fmt: skip
 def test_bad_fields(field, value):
     good = {"name": "H", "device_type": "cpu", "memory_bytes": 1}
@@ -215,11 +217,29 @@ def test_float32_is_measured_with_and_without_rounding_to_tf32(dtype, precision)
 
 def test_what_is_measured_is_filled_in(monkeypatch):
     speeds = {"flops_per_second": {"float32": 1e9}, "bandwidth_bytes_per_second": 2e9, "launch_seconds": 1e-6}
+    of_steps = {"operator_rates": {"gelu float32": 5e9}, "launch_seconds": 2e-6}
     monkeypatch.setattr(_hardware, "calibrate", lambda device, free_bytes: speeds if device == CPU else None)
+    monkeypatch.setattr(_hardware, "operator_rates", lambda: of_steps)
     measured = Hardware.measure("cpu")
-    assert measured == dataclasses.replace(Hardware.detect("cpu"), measured=True, **speeds)
+    assert measured == dataclasses.replace(Hardware.detect("cpu"), measured=True, **{**speeds, **of_steps})
+    assert Hardware.from_json(measured.to_json()) == measured
+    assert eval(repr(measured)) == measured
+    assert hash(measured) == hash(Hardware.from_json(measured.to_json()))
     with pytest.raises(ConfigError, match=r"Hardware\.measure\(device='gpu\?'\) must name a device"):
         Hardware.measure("gpu?")
+
+
+def test_operators_are_timed_in_training_steps():
+    state = torch.get_rng_state()
+    found = operator_rates(Clock(1e-3))
+    assert torch.equal(torch.get_rng_state(), state)
+    rates = found["operator_rates"]
+    # 2 x 256 tokens of width 256, four times as wide inside: a product's result is read once and written once.
+    assert rates["tanh float32"] == pytest.approx(2 * 4 * 128 * 1024 * 4 / 1e-3)
+    assert rates["tanh bfloat16"] == pytest.approx(rates["tanh float32"] / 2)
+    assert {"gelu_backward float32", "convolution_backward bfloat16", "native_batch_norm float32"} <= rates.keys()
+    assert not [name for name in rates if name.startswith(("mm ", "addmm "))]  # theirs are those of the device
+    assert 1e-6 < found["launch_seconds"] < 1e-4  # a millisecond for a step of some dozen operators
 
 
 @pytest.mark.cuda

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 import memscale as ms
 from memscale import ConfigError, Hardware
 from memscale.hardware.flops import flops_of
-from memscale.hardware.roofline import Efficiency, Work, seconds, work_of
+from memscale.hardware.roofline import Efficiency, seconds
 from memscale.hardware.traffic import traffic_of
+from memscale.hardware.work import Work, work_of
 
 aten = torch.ops.aten
 
@@ -368,6 +369,16 @@ def test_a_data_sheet_is_not_reached_and_a_measured_speed_is():
     halves = Efficiency(compute=0.5, bandwidth=0.25)
     assert seconds(compute, changed(measured=True), efficiency=halves) == pytest.approx(2e-3 + 1e-6)
     assert seconds(memory, CARD, efficiency=halves) == pytest.approx(4e-2 + 1e-6)
+
+
+def test_an_operators_own_rate_takes_the_place_of_the_devices():
+    own = changed(measured=True, operator_rates={"gelu float32": 10**9, "bmm float32": 10**9, "add float32": 10**13})
+    assert seconds(Work(0, 10**6, "float32"), own, op="gelu") == pytest.approx(1e-3 + 1e-6)
+    assert seconds(Work(0, 10**6, "bfloat16"), own, op="gelu") == seconds(Work(0, 10**6, "bfloat16"), own)
+    assert seconds(Work(10**6, 1, "tfloat32"), own, op="bmm") == pytest.approx(1e-3 + 1e-6)
+    # Faster than memory, as far as there is room for it in caches.
+    assert seconds(Work(0, 10**7, "float32"), own, op="add") == pytest.approx(1e-6 + 1e-6)
+    assert seconds(Work(0, 10**9, "float32"), own, op="add") == seconds(Work(0, 10**9, "float32"), own)
 
 
 @pytest.mark.parametrize("shares", [{"compute": 0.0, "bandwidth": 1.0}, {"compute": 1.0, "bandwidth": -0.5}])

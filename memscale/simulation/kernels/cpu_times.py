@@ -184,7 +184,7 @@ class CallTimer:
 def _usual(taken: list[_Call]) -> float:
     """The lower quartile: what disturbs a call only ever makes it longer.
 
-    Of those with the fewest page faults. Results of more than 32 MiB have theirs in every call, in a step as well, since
+    Of those with the fewest page faults. Results of more than 32 MiB have theirs in every call, in a step as well:
     glibc maps and unmaps them; smaller ones where the heap happens to end behind them.
     """
     fewest = min(call.page_faults for call in taken)

@@ -66,7 +66,7 @@ class Kernels:
         if measured is not None:
             return measured
         try:
-            taken = seconds(work, self.hardware)
+            taken = seconds(work, self.hardware, op=op._opname)
         except ConfigError:
             return None
         return Seconds(taken, taken)

@@ -1,0 +1,100 @@
+"""What an operator does, by the shapes of its arguments: its arithmetic and its memory traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.hardware.flops import flops_of
+from memscale.hardware.traffic import traffic_of
+
+#: Dtypes that the same units work on, where a device has no figure for them.
+AT_THE_RATE_OF = {
+    "tfloat32": "float32",  # TF32 is a permission, which a device without it does not use
+    "float8_e5m2": "float8_e4m3fn",
+    "float8_e5m2fnuz": "float8_e4m3fnuz",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an operator does.
+
+    Args:
+        flops: additions and multiplications.
+        nbytes: bytes read from and written to the device's memory.
+        dtype: what the arithmetic is done on, as in ``Hardware.flops_per_second``; ``""`` when there is nothing to do.
+    """
+
+    flops: int
+    nbytes: int
+    dtype: str
+
+
+#: Products of two matrices, whose rate is that of ``flops_per_second``.
+PRODUCTS = ("mm", "addmm", "_scaled_mm", "_int_mm")
+
+
+def rate_name(op: str, dtype: str) -> str:
+    """What ``Hardware.operator_rates`` calls the operator `op` on `dtype`.
+
+    >>> rate_name("gelu", "tfloat32")
+    'gelu float32'
+    """
+    return f"{op} {AT_THE_RATE_OF.get(dtype, dtype)}"
+
+
+def work_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> Work:
+    """What a call of `op` does, from the shapes of its arguments and results; no value is looked at.
+
+    Arithmetic is counted where it can be what takes the time: in matrix products, convolutions, attention and
+    recurrences. Everything else is taken to be as slow as its traffic. float32 arithmetic is called ``"tfloat32"``
+    where PyTorch's settings allow that (``torch.backends``: by default for convolutions, not for products).
+
+    Args:
+        op: an operator, as a dispatch mode sees it.
+        args, kwargs, outputs: what it got and returned. Fake tensors, meta tensors and real ones do.
+
+    >>> x = torch.empty(8, 4, dtype=torch.bfloat16)
+    >>> work_of(torch.ops.aten.mm.default, (x, x.t()), {}, torch.empty(8, 8, dtype=torch.bfloat16))
+    Work(flops=512, nbytes=256, dtype='bfloat16')
+    """
+    flops = flops_of(op, args, kwargs, outputs)
+    nbytes = traffic_of(op, args, kwargs, outputs)
+    if not flops and not nbytes:
+        return _NOTHING
+    dtype = _dtype(args) or _dtype(list(kwargs.values())) or _dtype([outputs])
+    if flops and dtype == "float32" and _allows_tfloat32(op._opname):
+        dtype = "tfloat32"
+    return Work(flops, nbytes, dtype)
+
+
+_NOTHING = Work(0, 0, "")
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def _dtype(values: Sequence[Any]) -> str:
+    """The name of the dtype of the first tensor; of complex numbers, that of their parts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dtype = value.dtype
+            if dtype not in _NAMES:
+                _NAMES[dtype] = str(dtype.to_real()).removeprefix("torch.")
+            return _NAMES[dtype]
+        if isinstance(value, (list, tuple)) and (name := _dtype(value)):
+            return name
+    return ""
+
+
+def _allows_tfloat32(name: str) -> bool:
+    if "convolution" in name:
+        settings = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    elif "rnn" in name:
+        settings = torch.backends.cudnn.rnn
+    else:
+        settings = torch.backends.cuda.matmul
+    return bool(settings.fp32_precision == "tf32")
