@@ -10,6 +10,7 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
+from fractions import Fraction
 
 from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, validate
 from memscale.runtime import AsyncOffloadConfig
@@ -204,6 +205,17 @@ class Config:
         """
         given: frozenset[str] = self.__dict__["_given"]
         return given
+
+    @property
+    def host_bytes(self) -> int | None:
+        """`max_cpu_offload_gb` in bytes.
+
+        >>> Config(max_cpu_offload_gb=0.3).host_bytes
+        300000000
+        """
+        # A fraction, for a float of this size may overflow, and 0.3 is meant as it is written.
+        gigabytes = self.max_cpu_offload_gb
+        return None if gigabytes is None else int(Fraction(str(gigabytes)) * 10**9)
 
     def eligible(self) -> frozenset[str]:
         """Return the names of the transforms that a plan under this config may use.

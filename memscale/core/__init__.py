@@ -14,6 +14,7 @@ from memscale.core.errors import (
     RuntimeUnavailable,
     TransformError,
 )
+from memscale.core.folders import folder_on_disk, is_in_memory
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
@@ -54,11 +55,13 @@ __all__ = [
     "described",
     "device_type",
     "factory",
+    "folder_on_disk",
     "format_bytes",
     "format_flops",
     "format_seconds",
     "from_data",
     "integer",
+    "is_in_memory",
     "is_of_modules",
     "matches",
     "misfit",

@@ -1,6 +1,14 @@
 """Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
 
-from memscale.hardware.copies import DIRECTIONS, Direction, copy_seconds, host_seconds, issue_seconds, knows_copies
+from memscale.hardware.copies import (
+    DIRECTIONS,
+    Direction,
+    assumed_speeds,
+    copy_seconds,
+    host_seconds,
+    issue_seconds,
+    knows_copies,
+)
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.roofline import Seconds, has_rate, seconds
 from memscale.hardware.work import Work, work_of
@@ -11,6 +19,7 @@ __all__ = [
     "Hardware",
     "Seconds",
     "Work",
+    "assumed_speeds",
     "copy_seconds",
     "cpu_name",
     "has_rate",

@@ -14,17 +14,17 @@ _LINK_SHARE = 0.85
 _COPY_SECONDS = 5e-6
 _DISK_SECONDS = 100e-6
 
-# What is assumed where the hardware does not say: the driver copies pageable memory through a buffer of its own, by the
-# CPU; an NVMe disk of a server.
-PAGEABLE_BYTES_PER_SECOND = 8e9
-DISK_READ_BYTES_PER_SECOND = 3e9
-DISK_WRITE_BYTES_PER_SECOND = 2e9
+# The driver copies pageable memory through a buffer of its own, with one thread of the CPU.
+_PAGEABLE_BYTES_PER_SECOND = 8e9
+
+# What is assumed where the hardware does not say: an NVMe disk of a server, and its RAM.
+_DISK_READ_BYTES_PER_SECOND = 3e9
+_DISK_WRITE_BYTES_PER_SECOND = 2e9
+_HOST_BYTES_PER_SECOND = 50e9
 
 # What the host takes for an operator of eager PyTorch, from Python to the launch of its kernel.
 _ISSUE_SECONDS = 8e-6
 
-# Of one thread of a server's CPU that streams through memory; an optimizer's loop over single tensors uses few.
-_HOST_BYTES_PER_SECOND = 20e9
 _HOST_OPERATOR_SECONDS = 5e-6
 
 Direction = Literal["out", "in"]
@@ -36,9 +36,9 @@ def issue_seconds(hardware: Hardware) -> float:
     return 0.0 if hardware.device_type == "cpu" else _ISSUE_SECONDS
 
 
-def host_seconds(nbytes: int) -> float:
+def host_seconds(nbytes: int, hardware: Hardware) -> float:
     """How long the CPU beside an accelerator takes for an operator that reads and writes `nbytes`."""
-    return _HOST_OPERATOR_SECONDS + nbytes / _HOST_BYTES_PER_SECOND
+    return _HOST_OPERATOR_SECONDS + nbytes / (hardware.host_bandwidth_bytes_per_second or _HOST_BYTES_PER_SECOND)
 
 
 def knows_copies(hardware: Hardware) -> bool:
@@ -47,6 +47,18 @@ def knows_copies(hardware: Hardware) -> bool:
         hardware.host_to_device_bytes_per_second,
         hardware.device_to_host_bytes_per_second,
     )
+
+
+def assumed_speeds(hardware: Hardware, *, disk: bool, host: bool) -> str:
+    """What is assumed of the disk and of the CPU beside an accelerator, where they are used and not known."""
+    found = []
+    if disk and not hardware.disk_read_bytes_per_second:
+        found.append(f"how fast its disk reads: {_DISK_READ_BYTES_PER_SECOND / 1e9:g} GB/s was assumed")
+    if disk and not hardware.disk_write_bytes_per_second:
+        found.append(f"how fast its disk writes: {_DISK_WRITE_BYTES_PER_SECOND / 1e9:g} GB/s was assumed")
+    if host and not hardware.host_bandwidth_bytes_per_second:
+        found.append(f"how fast its host computes: {_HOST_BYTES_PER_SECOND / 1e9:g} GB/s of traffic was assumed")
+    return ", nor ".join(found)
 
 
 def copy_seconds(nbytes: int, tier: str, direction: Direction, hardware: Hardware) -> float:
@@ -63,7 +75,9 @@ def copy_seconds(nbytes: int, tier: str, direction: Direction, hardware: Hardwar
         assert link is not None, "asked of hardware that says so"
         rates.append(link * (1.0 if hardware.measured else _LINK_SHARE))
         if tier == "pageable":
-            rates.append(PAGEABLE_BYTES_PER_SECOND)
+            rates.append(_PAGEABLE_BYTES_PER_SECOND)
     if tier == "disk":
-        rates.append(DISK_WRITE_BYTES_PER_SECOND if direction == "out" else DISK_READ_BYTES_PER_SECOND)
+        write = hardware.disk_write_bytes_per_second or _DISK_WRITE_BYTES_PER_SECOND
+        read = hardware.disk_read_bytes_per_second or _DISK_READ_BYTES_PER_SECOND
+        rates.append(write if direction == "out" else read)
     return nbytes / min(rates) + (_DISK_SECONDS if tier == "disk" else _COPY_SECONDS)

@@ -76,6 +76,10 @@ class Hardware:
         host_to_device_bytes_per_second: of copies from pinned host memory; on a CPU, of copies within its memory.
         device_to_host_bytes_per_second: the other way.
         peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
+        host_memory_bytes: RAM of the machine that an accelerator is in, which its offloaded tensors may fill.
+        host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: of the disk that tensors are offloaded to, past the
+            system's cache.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
         multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
             None, those of an H100 (132) are taken.
@@ -108,6 +112,10 @@ class Hardware:
     host_to_device_bytes_per_second: float | None = None
     device_to_host_bytes_per_second: float | None = None
     peer_bytes_per_second: float | None = None
+    host_memory_bytes: int | None = None
+    host_bandwidth_bytes_per_second: float | None = None
+    disk_read_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None
     capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     launch_seconds: float | None = None
@@ -186,9 +194,9 @@ class Hardware:
         """Describe ``device`` with speeds that it just reached, which takes up to 20 seconds.
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
-        host, and an operator on one number; on a CPU the operators of two small training steps, each by itself, with as
-        many threads as PyTorch has. Keep the machine idle meanwhile, and keep the result: it prints as the
-        Python that makes it, and `to_json` writes it down.
+        host, reads and writes of a temporary file of 256 MiB, and an operator on one number; on a CPU the operators of
+        two small training steps, each by itself, with as many threads as PyTorch has. Keep the machine idle meanwhile,
+        and keep the result: it prints as the Python that makes it, and `to_json` writes it down.
 
         Args:
             device: as in `detect`.
@@ -222,6 +230,7 @@ class Hardware:
             "cuda",
             memory_bytes,
             free_bytes,
+            host_memory_bytes=_ram_bytes(),
             capability=capability,
             multiprocessors=properties.multi_processor_count,
             **speeds,
@@ -229,16 +238,12 @@ class Hardware:
 
     @classmethod
     def _of_cpu(cls) -> Hardware:
-        try:
-            memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):  # no sysconf on Windows
+        memory_bytes = _ram_bytes()
+        if memory_bytes is None:
             raise RuntimeUnavailable(
                 "this system does not say how much RAM it has; describe it yourself with "
                 "Hardware(name=..., device_type='cpu', memory_bytes=...)"
-            ) from None
-        limit_bytes = cgroup_limit_bytes()
-        if limit_bytes is not None:
-            memory_bytes = min(memory_bytes, limit_bytes)
+            )
         return cls(cpu_name(), "cpu", memory_bytes, available_host_bytes())
 
     def __str__(self) -> str:
@@ -278,6 +283,16 @@ class Hardware:
             return cls(**data)
 
 
+def _ram_bytes() -> int | None:
+    """The RAM that a process here may use at most; None where the system does not say."""
+    try:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no sysconf on Windows
+        return None
+    limit_bytes = cgroup_limit_bytes()
+    return memory_bytes if limit_bytes is None else min(memory_bytes, limit_bytes)
+
+
 def _speeds(card: Card) -> dict[str, Any]:
     return {
         # Rounded, since 66.9 * 1e12 is not 66.9e12.
@@ -294,7 +309,7 @@ def _misfit(key: str, value: Any) -> str | None:
     if key in ("name", "device_type"):
         if not isinstance(value, str) or not value:
             return "a non-empty str; pass what the device is called"
-    elif key in ("memory_bytes", "free_bytes"):
+    elif key in ("memory_bytes", "free_bytes", "host_memory_bytes"):
         low = 1 if key == "memory_bytes" else 0
         if (value is not None or key == "memory_bytes") and not (_is_int(value) and value >= low):
             return f"an int of at least {low}; pass a size in bytes"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from fractions import Fraction
 
 from torch import nn
 
@@ -56,18 +55,13 @@ def _new_runtime(model: nn.Module, config: Config) -> Runtime:
     sizes = config.async_config or AsyncOffloadConfig()
     if not config.async_offload:
         sizes = dataclasses.replace(sizes, prefetch_depth=0)
-    runtime = Runtime(sizes, host_bytes=_host_bytes(config.max_cpu_offload_gb))
+    runtime = Runtime(sizes, host_bytes=config.host_bytes)
     for device, parameter in {parameter.device: parameter for parameter in model.parameters()}.items():
         # Made now, to fail now. A CPU always has an engine, and one made before a fork is of no use after it; tensors
         # on meta say nothing about where the model will train.
         if device.type not in ("cpu", "meta"):
             runtime.engine(parameter)
     return runtime
-
-
-def _host_bytes(gigabytes: float | None) -> int | None:
-    # A fraction, for a float of this size may overflow, and 0.3 is meant as it is written.
-    return None if gigabytes is None else int(Fraction(str(gigabytes)) * 10**9)
 
 
 def _environment_asks() -> bool:

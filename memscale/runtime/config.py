@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memscale.core import Check, ConfigError, boolean, integer, optional, validate
+from memscale.runtime.storage.arena import SLAB_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,16 @@ class AsyncOffloadConfig:
                 f"AsyncOffloadConfig(min_bytes={self.min_bytes}) must be at most "
                 f"pool_bytes={self.pool_bytes}, or nothing could ever move; lower it or raise pool_bytes"
             )
+
+    @classmethod
+    def sized(cls, pinned_bytes: int, *, prefetch_depth: int) -> AsyncOffloadConfig:
+        """One for a step that moves so many bytes to pinned memory at once.
+
+        >>> AsyncOffloadConfig.sized(5 * 10**9, prefetch_depth=3).pool_bytes / 2**20
+        5120.0
+        """
+        # Whole slabs, and one more for what does not fit between others.
+        return cls(pool_bytes=(-(-pinned_bytes // SLAB_BYTES) + 1) * SLAB_BYTES, prefetch_depth=prefetch_depth)
 
 
 _CHECKS: Mapping[str, Check] = {

@@ -21,7 +21,7 @@ from memscale.runtime.engine.locks import new_lock
 from memscale.runtime.parameters.home import AT_HOME, Home
 from memscale.runtime.parameters.homes import Homes
 from memscale.runtime.stats import CopyTimeline, Stats
-from memscale.runtime.storage.budget import HostBudget
+from memscale.runtime.storage.budget import KEPT_FREE_BYTES, HostBudget
 
 
 class Runtime:
@@ -69,7 +69,7 @@ class Runtime:
         self.config = config or AsyncOffloadConfig()
         self._disk_directory = disk_directory
         self._disk_bytes = disk_bytes
-        self._host_bytes = host_bytes
+        self.host_bytes = host_bytes
         self._budget = None if host_bytes is None else HostBudget(host_bytes)  # one for all devices
         self._backend = backend
         self._lock = new_lock()
@@ -165,7 +165,7 @@ class Runtime:
 
             return CudaBackend(
                 tensor.device,
-                pinned_bytes=self._caps()["pinned"],
+                pinned_bytes=self.caps(kind)["pinned"],
                 budget=self._budget,
                 disk_bytes=self._disk_bytes,
                 disk_directory=self._disk_directory,
@@ -175,20 +175,23 @@ class Runtime:
             "leave offload() out of the plan on this device"
         )
 
-    def caps(self, device_type: str) -> dict[str, int | None]:
-        """The most bytes on each tier below a device of this type, nearest first; `None` for no cap."""
-        return {"disk": self._disk_bytes} if device_type == "cpu" else self._caps()
+    def caps(self, device_type: str, *, ram_bytes: int | None = None) -> dict[str, int | None]:
+        """The most bytes on each tier below a device of this type, nearest first; `None` for no cap.
+
+        `ram_bytes` is what the host has, where that is known and its free memory is not looked at.
+        """
+        if device_type == "cpu":
+            return {"disk": self._disk_bytes}
+        pinned, pageable = self.config.pool_bytes, None
+        free_bytes = None if ram_bytes is None else max(0, ram_bytes - KEPT_FREE_BYTES)
+        limits = [each for each in (self.host_bytes, free_bytes) if each is not None]
+        if (host := min(limits, default=None)) is not None:
+            pinned = host if pinned is None else min(pinned, host)
+            pageable = host - pinned
+        return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
     def _new_homes(self, engine: Engine) -> Homes:
         return Homes(engine, AT_HOME)
-
-    def _caps(self) -> dict[str, int | None]:
-        """The most bytes on each tier below an accelerator."""
-        pinned, pageable = self.config.pool_bytes, None
-        if self._host_bytes is not None:
-            pinned = self._host_bytes if pinned is None else min(pinned, self._host_bytes)
-            pageable = self._host_bytes - pinned
-        return {"pinned": pinned, "pageable": pageable, "disk": self._disk_bytes}
 
     def __reduce__(self) -> Any:
         # The process's own runtime becomes that of the process that a pickled region wakes up in. Any other takes its
@@ -196,7 +199,7 @@ class Runtime:
         if self is default_runtime():
             return (default_runtime, ())
         make = functools.partial(
-            Runtime, disk_directory=self._disk_directory, disk_bytes=self._disk_bytes, host_bytes=self._host_bytes
+            Runtime, disk_directory=self._disk_directory, disk_bytes=self._disk_bytes, host_bytes=self.host_bytes
         )
         return (make, (self.config,))
 

@@ -276,7 +276,7 @@ class HollowMode(TorchDispatchMode):
         between = 0.0 if self.host is None else self.host.taken()
         seconds: float | None
         if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
-            seconds = host_seconds(work.nbytes)
+            seconds = host_seconds(work.nbytes, self._kernels.hardware)
             self._clock.host_operator(seconds)
         else:
             seconds = None if answer.seconds is None else between + answer.seconds.at(uncached_share)

@@ -198,13 +198,9 @@ class MemoryProfiler:
         finally:
             self.kernels.save()
         simulation.mode.ledger.add_in_place()
-        notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules))
-        by_tier: dict[str, int] = {}
-        for engine in simulation.runtimes.engines:
-            for tier, nbytes in engine.stats().high_water_bytes.items():
-                by_tier[tier] = by_tier.get(tier, 0) + nbytes
-        moved = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
-        return SimulatedStep(simulation.mode.ledger, simulation.clock, notes, moved)
+        runtimes = simulation.runtimes
+        notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
+        return SimulatedStep(simulation.mode.ledger, simulation.clock, notes, runtimes.high_water_bytes())
 
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         return self._simulated(step, batch, _STEPS).profile(capacity_bytes)

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memscale.config import Config
 from memscale.core import ConfigError, Document
 from memscale.hardware import Hardware
+from memscale.runtime import AsyncOffloadConfig, Runtime
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.schedule.schedule import Schedule
 
@@ -154,6 +156,27 @@ class Profile:
     def pinned_bytes(self) -> int:
         """The pinned memory of the host that the step needs: the most that lies there at once."""
         return self.by_tier.get("pinned", 0)
+
+    def runtime(self, *, max_cpu_offload_gb: float | None = None) -> Runtime:
+        """A runtime with pinned memory and a prefetch depth for this step, to give to `transform`.
+
+        Args:
+            max_cpu_offload_gb: as in `Config`: the most host memory that it may take, in GB of 10**9 bytes.
+
+        >>> import torch, memscale as ms
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(6)])
+        >>> batch, plan = torch.ones(4096, 2048), {"*": ms.offload()}
+        >>> profile = ms.profile(model, batch, loss=lambda y, _: y.sum(), plan=plan, hardware="h100")
+        >>> profile.runtime().config.prefetch_depth == profile.prefetch_depth
+        True
+        """
+        usual = AsyncOffloadConfig().prefetch_depth
+        depth = usual if self.prefetch_depth is None else self.prefetch_depth
+        # As many as are in flight fewer may be so in truth, in each direction, and lie there instead.
+        copies = () if self.schedule is None else self.schedule.copies
+        largest = max((copy.nbytes for copy in copies), default=0)
+        config = AsyncOffloadConfig.sized(self.pinned_bytes + 2 * usual * largest, prefetch_depth=depth)
+        return Runtime(config, host_bytes=Config(max_cpu_offload_gb=max_cpu_offload_gb).host_bytes)
 
     @property
     def by_module(self) -> dict[str, int]:

@@ -1,13 +1,13 @@
-"""The runtimes of a simulated step: each counts what the one in whose place it is would move, and when,
-and moves nothing."""
+"""The runtimes of a simulated step: each says what the one in whose place it is would move, and when; nothing moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from memscale.hardware import knows_copies
+from memscale.core import format_bytes
+from memscale.hardware import assumed_speeds, knows_copies
 from memscale.runtime import Home, Homes, Runtime
 from memscale.runtime.backends import Backend, Buffer, TraceBackend
 from memscale.runtime.engine import Engine
@@ -44,6 +44,26 @@ class CountingRuntimes:
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
 
+    def high_water_bytes(self) -> dict[str, int]:
+        """The most bytes that each tier held, without those that held none."""
+        found: dict[str, int] = {}
+        for engine in self.engines:
+            for tier, nbytes in engine.stats().high_water_bytes.items():
+                found[tier] = found.get(tier, 0) + nbytes
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+    def notes(self) -> list[str]:
+        """What did not go to the tier that it was to go to, and why; and what was assumed of the host."""
+        found = [note for runtime in self._made.values() for note in runtime.spills()]
+        hardware = self.clock.hardware
+        if assumed := assumed_speeds(
+            hardware,
+            disk=any(transfer.tier == "disk" for transfer in self.clock.transfers),
+            host=bool(self.clock.on_host),
+        ):
+            found.append(f"{hardware.name} does not say {assumed}; Hardware.measure() there finds out")
+        return found
+
     def in_place_of(self, runtime: Runtime) -> Runtime:
         """What a region uses here that would use `runtime`."""
         if runtime not in self._made:
@@ -58,6 +78,7 @@ class CountingRuntime(Runtime):
         super().__init__(real.config)
         self._real = real
         self._step = step
+        self._backends: list[TraceBackend] = []
 
     @property
     def has_values(self) -> bool:
@@ -68,11 +89,27 @@ class CountingRuntime(Runtime):
         return self._step.at_home
 
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
-        clock = self._step.clock
-        caps = self._real.caps(clock.hardware.device_type)
-        backend = ClockedBackend(caps, clock) if knows_copies(clock.hardware) else TraceBackend(caps)
+        hardware = self._step.clock.hardware
+        caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
+        backend = ClockedBackend(caps, self._step.clock) if knows_copies(hardware) else TraceBackend(caps)
         backend.on_trim = self._step.on_trim
+        self._backends.append(backend)
         return backend
+
+    def spills(self) -> Iterator[str]:
+        """For each tier that took what one above it had no room for: how much, and why."""
+        for backend in self._backends:
+            for tier, nbytes in backend.spilled_bytes.items():
+                yield f"{format_bytes(nbytes)} of what moves lies on {tier} at most, since {self._limit(tier)}"
+
+    def _limit(self, tier: str) -> str:
+        pool, host = self._real.config.pool_bytes, self._real.host_bytes
+        ram = self._step.clock.hardware.host_memory_bytes
+        if tier == "pageable" and pool is not None:
+            return f"AsyncOffloadConfig(pool_bytes={pool}) is {format_bytes(pool)} of pinned memory"
+        if host is not None and (ram is None or host < ram):
+            return f"it may take {format_bytes(host)} of the host's RAM (max_cpu_offload_gb, Runtime(host_bytes=))"
+        return f"the host has {format_bytes(ram or 0)} of RAM"
 
     def _new_engine(self, tensor: torch.Tensor) -> Engine:
         engine = super()._new_engine(tensor)

@@ -12,13 +12,11 @@ import torch
 
 from memscale.core import TIERS, RuntimeUnavailable
 from memscale.runtime.backends.protocol import Event
-from memscale.runtime.storage.arena import PAGE_BYTES, Arena, ArenaBlock, page_aligned_memory
+from memscale.runtime.storage.arena import PAGE_BYTES, SLAB_BYTES, Arena, ArenaBlock, page_aligned_memory
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse, at_or_below
-
-_SLAB_BYTES = 256 * 1024**2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,11 +63,11 @@ class HostTiers:
             "pinned": Arena(
                 self._new_pinned,
                 cap_bytes=UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
-                slab_bytes=_SLAB_BYTES,
+                slab_bytes=SLAB_BYTES,
                 release_slab=self._end_pinned,
             ),
             "pageable": Arena(
-                self._new_pageable, cap_bytes=UNLIMITED_BYTES, slab_bytes=_SLAB_BYTES, release_slab=self._end_pageable
+                self._new_pageable, cap_bytes=UNLIMITED_BYTES, slab_bytes=SLAB_BYTES, release_slab=self._end_pageable
             ),
         }
         self._disk_bytes = UNLIMITED_BYTES if disk_bytes is None else disk_bytes

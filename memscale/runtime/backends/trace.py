@@ -45,6 +45,7 @@ class TraceBackend:
 
     Attributes:
         on_trim: called where a device would give back what it only caches.
+        spilled_bytes: by tier, the most at once that it took for want of room on a tier above.
     """
 
     def __init__(self, caps: Mapping[str, int | None]) -> None:
@@ -53,20 +54,35 @@ class TraceBackend:
         self._caps = dict(caps)
         self._used = dict.fromkeys(caps, 0)
         self._high_water = dict.fromkeys(caps, 0)
+        self._spilled: set[CountedBuffer] = set()
+        self._spilling = dict.fromkeys(caps, 0)
+        self.spilled_bytes: dict[str, int] = {}
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
         """See `Backend.allocate`."""
-        for name in at_or_below(self.tiers, tier):
+        for place, name in enumerate(at_or_below(self.tiers, tier)):
             cap = self._caps[name]
             if cap is None or self._used[name] + nbytes <= cap:
                 self._used[name] += nbytes
                 self._high_water[name] = max(self._high_water[name], self._used[name])
-                return CountedBuffer(name, nbytes)
+                buffer = CountedBuffer(name, nbytes)
+                if place:
+                    self._note_spill(buffer)
+                return buffer
         return None
+
+    def _note_spill(self, buffer: CountedBuffer) -> None:
+        self._spilled.add(buffer)
+        self._spilling[buffer.tier] += buffer.nbytes
+        self.spilled_bytes[buffer.tier] = max(self._spilling[buffer.tier], self.spilled_bytes.get(buffer.tier, 0))
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
         """See `Backend.free`."""
+        assert isinstance(buffer, CountedBuffer)
         self._used[buffer.tier] -= buffer.nbytes
+        if buffer in self._spilled:
+            self._spilled.remove(buffer)
+            self._spilling[buffer.tier] -= buffer.nbytes
 
     def map(self, buffer: Buffer) -> Bytes:
         """See `Backend.map`."""

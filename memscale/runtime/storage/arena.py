@@ -26,6 +26,8 @@ from memscale.runtime.storage.tiers import TierUse
 # At least the system's own, which is 16 or 64 KiB on some machines: two extents of a file that shared one could not be
 # mapped, for writing back a page of the one would undo what was written past the page cache to the other.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
+# What the host takes from the system at a time, and pins.
+SLAB_BYTES = 256 * 1024**2
 _HUGE_PAGE_BYTES = 2 * 1024**2
 # A plan is renewed only where it saves more than this: memory that is pinned anew costs seconds.
 _TOLERATED_WASTE = 0.03

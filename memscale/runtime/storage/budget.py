@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from memscale.core import ConfigError, RuntimeUnavailable, available_host_bytes
 
-_KEPT_FREE_BYTES = 512 * 1024**2
+KEPT_FREE_BYTES = 512 * 1024**2
 
 
 class HostBudget:
@@ -38,7 +38,7 @@ class HostBudget:
         self,
         cap_bytes: int | None,
         *,
-        kept_free_bytes: int = _KEPT_FREE_BYTES,
+        kept_free_bytes: int = KEPT_FREE_BYTES,
         available_bytes: Callable[[], int | None] = available_host_bytes,
     ) -> None:
         for name, value in (("cap_bytes", cap_bytes), ("kept_free_bytes", kept_free_bytes)):

@@ -9,13 +9,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from memscale.core import MemscaleError, RuntimeUnavailable, read_or_empty
+from memscale.core import MemscaleError, RuntimeUnavailable, folder_on_disk, is_in_memory
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime.storage.mapping import Mapping
 
@@ -112,7 +111,7 @@ class SlabFile:
     def __init__(self, directory: str | os.PathLike[str] | None, size_bytes: int, io: FileIO) -> None:
         if not hasattr(os, "preadv"):
             raise RuntimeUnavailable("offloading to disk needs os.preadv, which this system has not; use another tier")
-        self.directory = _directory_on_disk() if directory is None else os.fspath(directory)
+        self.directory = folder_on_disk() if directory is None else os.fspath(directory)
         self._io = io
         self._own = threading.local()
         self.size_bytes = 0
@@ -132,7 +131,7 @@ class SlabFile:
         except BaseException:
             self._close()
             raise
-        if directory is not None and _is_in_memory(self.directory):
+        if directory is not None and is_in_memory(self.directory):
             warnings.warn(
                 f"{self.directory!r} is in RAM, so offloading to it frees nothing; pass a directory on a disk",
                 stacklevel=3,
@@ -286,28 +285,3 @@ def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
             left.append(buffer[done:])
         done = max(0, done - len(buffer))
     return left
-
-
-def _directory_on_disk() -> str:
-    candidates = list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp"]))
-    for candidate in candidates:
-        if os.path.isdir(candidate) and not _is_in_memory(candidate):
-            return candidate
-    raise RuntimeUnavailable(
-        f"the temporary directories {candidates} are in RAM, so offloading to them frees nothing; pass a directory on "
-        f"a disk, or set TMPDIR to one"
-    )
-
-
-def _is_in_memory(directory: str) -> bool:
-    """Whether a directory is on a filesystem that lives in RAM; False where the system does not say."""
-    try:
-        device = os.stat(directory).st_dev
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in read_or_empty(Path("/proc/self/mountinfo")).splitlines():
-        mount, _, filesystem = line.partition(" - ")
-        if mount.split()[2] == number:
-            return filesystem.split()[0] in ("tmpfs", "ramfs")
-    return False

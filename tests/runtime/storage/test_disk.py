@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memscale.core import folders
 from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.storage import slab_file
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 from memscale.runtime.storage.courier import Courier
 from memscale.runtime.storage.disk import DiskSlab, DiskTierError, DiskTierFull, FileIO
@@ -541,18 +541,18 @@ def test_bad_arguments(make, tmp_path):
 def mount(monkeypatch, tmp_path, filesystem):
     device = os.stat(tmp_path).st_dev
     line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw master:1 - {filesystem} {filesystem} rw\n"
-    monkeypatch.setattr(slab_file, "read_or_empty", lambda path: line)
-    monkeypatch.setattr(slab_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folders, "read_or_empty", lambda path: line)
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tmp_path):
     mount(monkeypatch, tmp_path, "ext4")
     DiskSlab(cap_bytes=CAP).close()
-    assert os.path.samefile(tmp_path, slab_file._directory_on_disk())
+    assert os.path.samefile(tmp_path, folders.folder_on_disk())
     mount(monkeypatch, tmp_path, "tmpfs")
     with pytest.warns(UserWarning, match="is in RAM, so offloading to it frees nothing"):
         DiskSlab(tmp_path, cap_bytes=CAP).close()
-    monkeypatch.setattr(slab_file, "_is_in_memory", lambda directory: True)
+    monkeypatch.setattr(folders, "is_in_memory", lambda folder: True)
     with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
         DiskSlab(cap_bytes=CAP)
 
