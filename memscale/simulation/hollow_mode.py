@@ -6,6 +6,7 @@ is computed for real where it is known, so that `.item()`, `nonzero` and a mixtu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -41,6 +42,7 @@ from memscale.simulation.schedule.clock import Clock
 
 aten = torch.ops.aten
 
+_CPU = torch.device("cpu")
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
@@ -120,6 +122,7 @@ class HollowMode(TorchDispatchMode):
         self.assumptions: dict[str, None] = {}
         self.host = host
         self._kernels = kernels
+        self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._clock = clock
         self._used: list[tuple[StorageRecord, int]] = []  # by the operator that is being answered
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
@@ -150,6 +153,10 @@ class HollowMode(TorchDispatchMode):
             return NotImplemented  # a subclass takes itself apart, and its parts come back here
         if op.__class__ is not OpOverload:
             return op(*args, **kwargs)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == self._accelerator:
+            kwargs = {**kwargs, "device": _CPU}  # which stands for it
+            if op is aten._to_copy.default and self._is_there(args[0], kwargs):
+                return aten.alias.default(args[0])
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
             self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
@@ -181,7 +188,8 @@ class HollowMode(TorchDispatchMode):
         if kind is Kind.IN_PLACE:
             return self._in_place(op, args, kwargs, tensors, records, known, answer)
         if known and all(nbytes <= LARGEST_KNOWN for nbytes in answer.layout.storage_bytes):
-            return self._compute(op, args, kwargs, records, answer)
+            with contextlib.suppress(NotImplementedError):  # a kernel of the device's that a CPU does not have
+                return self._compute(op, args, kwargs, records, answer)
         if records and op._opname in _CHOICES and not op._schema.is_mutable and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(op, args, kwargs, tensors, answer)
         result = _with_scalars(op, answer.layout.build(self.hollow, tensors))
@@ -199,6 +207,10 @@ class HollowMode(TorchDispatchMode):
         elif op is aten._safe_softmax.default:
             self._mask_added_in_place(tensors[0])
         return result
+
+    def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
+        """Whether `tensor` is on the device already, as it is wanted: ``x.to("cuda")`` copies nothing then."""
+        return wanted.get("dtype") in (None, tensor.dtype) and not (tensor.is_meta or self.storages.is_away(tensor))
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Refuse what the kernel would refuse: no fake kernel looks at values."""

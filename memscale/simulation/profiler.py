@@ -189,18 +189,54 @@ class MemoryProfiler:
         return self._simulated(training_step(self.model, batch, None, self.loss, accumulate), batch, 1)
 
     def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
+        """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
+        asked: list[str] = []
+        try:
+            return self._simulated_once(step, batch, steps, (), asked)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not asked:
+                raise
+            note = (
+                f"the step asks for {', '.join(asked)} and goes where it cannot be simulated on a CUDA device "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); simulated is the way "
+                "that it goes on a CPU"
+            )
+            try:
+                return self._simulated_once(step, batch, steps, (note,), None)
+            except Exception:
+                raise error from None  # it fails on a CPU, too
+
+    def _simulated_once(
+        self,
+        step: Callable[[], object],
+        batch: Any,
+        steps: int,
+        notes: tuple[str, ...],
+        asked: list[str] | None,
+    ) -> SimulatedStep:
+        """The step; `asked` receives what it asks about its device, None leaves that without an answer."""
         model = self.model if isinstance(self.model, nn.Module) else None
         host = HostTime(own_cost()) if self.kernels.is_timed else None
+        simulation = Simulation(
+            step, model, self.optimizer, batch, kernels=self.kernels, host=host, answering=asked is not None
+        )
         try:
-            with Simulation(step, model, self.optimizer, batch, kernels=self.kernels, host=host) as simulation:
+            with simulation:
                 for _ in range(steps):
                     simulation.step(step)
         finally:
             self.kernels.save()
+            if asked is not None and simulation.answers is not None:
+                asked += simulation.answers.asked
+        if simulation.answers is not None:
+            notes = (*notes, *simulation.answers.notes)
         simulation.mode.ledger.add_in_place()
         runtimes = simulation.runtimes
-        notes = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
-        return SimulatedStep(simulation.mode.ledger, simulation.clock, notes, runtimes.high_water_bytes())
+        found = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
+        moved = runtimes.high_water_bytes()
+        return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), moved)
 
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         return self._simulated(step, batch, _STEPS).profile(capacity_bytes)

@@ -17,6 +17,7 @@ from memscale.core import ConfigError, batches, simulation
 from memscale.core import tensors as tensors_of
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
+from memscale.simulation.answers import Answers
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode, NeedsValues
 from memscale.simulation.host_time import HostTime
@@ -38,6 +39,7 @@ class Simulation:
         model: the module it trains, whose paths name things; None to find them.
         optimizer, batch: what else it uses.
         kernels: those of the device that is simulated.
+        answering: whether the step's own code is told that it is on that device, where it asks.
         host: times what the step does between its operators; None if nobody asks.
     """
 
@@ -50,8 +52,11 @@ class Simulation:
         *,
         kernels: Kernels,
         host: HostTime | None = None,
+        answering: bool = True,
     ) -> None:
         self._host = host
+        is_there = answering and kernels.is_cuda
+        self.answers = Answers(kernels.hardware, kernels.capability, self._is_on_device) if is_there else None
         self.scope = StepScope(model, optimizer, step, batch)
         inputs = _parts(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
@@ -90,6 +95,8 @@ class Simulation:
             stack.enter_context(_reads_checked(self.mode))
             stack.enter_context(simulation(self._kernels.device_type, self._device_type))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
+            if self.answers is not None:
+                stack.enter_context(self.answers.given())
             stack.enter_context(self.mode)
             self._send_home()
             stack.enter_context(self._kernels.chosen(self.scope.optimizers, self.runtimes.at_home))
@@ -138,6 +145,9 @@ class Simulation:
             return "meta"
         plain = type(tensor) in (torch.Tensor, nn.Parameter)
         return "cpu" if plain and self.mode.storages.is_away(tensor) else self._kernels.device_type
+
+    def _is_on_device(self, tensor: torch.Tensor) -> bool:
+        return self._device_type(tensor) == self._kernels.device_type
 
     def _away(self, nbytes: int) -> torch.Tensor:
         hollow = self.mode.hollow

@@ -30,6 +30,7 @@ MAY_ASK = {
     "runtime/runtime.py": "picks that backend; a simulation passes in a runtime of its own",
     "runtime/parameters/movable.py": "shared memory is a matter of this process",
     "runtime/storage/disk.py": "checks a buffer in host memory",
+    "simulation/answers.py": "whether PyTorch itself has CUDA here, or has to be told of a device",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",

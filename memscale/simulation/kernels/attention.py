@@ -303,6 +303,8 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cuda"):  # it is on autocast's list, which the kernels themselves are not
+            query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
         if not (query.numel() and key.numel() and value.numel()):
             # No kernel runs for nothing.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -327,6 +329,11 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
 
     with patched(F, "scaled_dot_product_attention", attend):
         yield
+
+
+def _autocast(tensor: Any) -> Any:
+    narrowed = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype("cuda")) if narrowed else tensor
 
 
 def _run_flash(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""What a model's own code is told of its device while a CUDA device is simulated.
+
+The tensors of a simulated step are on the CPU, where nothing computes. Code of users and libraries that asks
+(``x.is_cuda``, ``x.device``, ``torch.cuda.is_available()``, ``torch.autocast("cuda")``) goes the way of the device: it
+is told that of a tensor, and what it makes there is made in the simulation. PyTorch's own code and memscale's are told
+where tensors are, for that decides which kernels take them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+
+from memscale.hardware import Hardware
+from memscale.simulation.kernels.attention import patched
+from memscale.simulation.kernels.cuda_autocast import CudaAutocast
+
+# The folders of PyTorch and of memscale, whose code is told where tensors are.
+_INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[1]), ""))
+_DEVICE = torch.device("cuda", 0)
+
+
+class Answers:
+    """The answers for one step on a simulated CUDA device.
+
+    Attributes:
+        asked: the questions that were answered, each once, by what was asked.
+        notes: what could not be answered truly.
+    """
+
+    def __init__(self, hardware: Hardware, capability: tuple[int, int], on_device: Callable[[Any], bool]) -> None:
+        self.asked: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self._hardware = hardware
+        self._capability = capability
+        self._on_device = on_device
+        self._insider: dict[CodeType, bool] = {}
+        self.autocast = CudaAutocast(on_device)
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Answer in the body."""
+        lifts_only = torch._C._only_lift_cpu_tensors()
+        with ExitStack() as stack:
+            # `torch.tensor(1, device="cuda")` is made on the CPU, and goes to the device by an operator.
+            torch._C._set_only_lift_cpu_tensors(True)
+            stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_only)
+            if not torch.cuda.is_available():
+                torch._C._ensureCUDADeviceGuardSet()
+                stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
+            for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
+                stack.enter_context(self._attribute(name, value))
+            # Without CUDA, PyTorch cannot say which device is the present one, as "cuda" alone means.
+            stack.enter_context(_method("to", _indexed(torch.Tensor.to)))
+            stack.enter_context(_method("cuda", _to_device))
+            for name in ("tensor", "as_tensor"):
+                stack.enter_context(patched(torch, name, _indexed(getattr(torch, name))))
+            for name, answer in self._functions().items():
+                stack.enter_context(patched(torch.cuda, name, self._function(name, answer)))
+            stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+            stack.enter_context(self.autocast.installed())
+            stack.enter_context(patched(torch, "set_autocast_enabled", self._watched(torch.set_autocast_enabled)))
+            yield
+
+    def _functions(self) -> dict[str, Any]:
+        return {
+            "is_available": True,
+            "is_initialized": True,
+            "device_count": 1,
+            "current_device": 0,
+            "get_device_capability": self._capability,
+            "get_device_name": self._hardware.name,
+            "is_bf16_supported": True,  # emulated before Ampere, as PyTorch says by default
+            "synchronize": None,
+            "empty_cache": None,
+        }
+
+    def _function(self, name: str, answer: Any) -> Callable[..., Any]:
+        original = getattr(torch.cuda, name)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            # Autocast, which is PyTorch's, asks whether it may use bfloat16.
+            if name != "is_bf16_supported" and self._is_insider(sys._getframe(1).f_code):
+                return original(*args, **kwargs)
+            self.asked[f"torch.cuda.{name}()"] = None
+            return answer
+
+        return function
+
+    @contextmanager
+    def _attribute(self, name: str, value: Any) -> Iterator[None]:
+        original = getattr(torch.Tensor, name)
+
+        def read(tensor: torch.Tensor) -> Any:
+            if self._is_insider(sys._getframe(1).f_code) or not self._on_device(tensor):
+                return original.__get__(tensor)
+            self.asked[f"Tensor.{name}"] = None
+            return value
+
+        with _method(name, property(read)):
+            yield
+
+    def _watched(self, enable: Callable[..., None]) -> Callable[..., None]:
+        def enabled(*args: Any) -> None:
+            if args[0] == "cpu" and args[-1]:
+                self.notes[
+                    'torch.autocast("cpu") is on in the step: simulated as on the CPU, though it casts no tensor of a '
+                    'CUDA device; write torch.autocast("cuda") or torch.autocast(x.device.type)'
+                ] = None
+            enable(*args)
+
+        return enabled
+
+    def _is_insider(self, code: CodeType) -> bool:
+        if code not in self._insider:
+            self._insider[code] = code.co_filename.startswith(_INSIDERS)
+        return self._insider[code]
+
+
+@contextmanager
+def _method(name: str, replacement: Any) -> Iterator[None]:
+    setattr(torch.Tensor, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(torch.Tensor, name)  # what the C++ base class has shows again
+
+
+def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, where a CUDA device without a number is the first."""
+
+    def indexed(value: Any) -> Any:
+        if isinstance(value, (str, torch.device)) and str(value) == "cuda":
+            return _DEVICE
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(indexed, args), **{name: indexed(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _to_device(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
+    return tensor.to(_DEVICE, non_blocking=non_blocking, **kwargs)

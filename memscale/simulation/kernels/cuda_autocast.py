@@ -1,0 +1,168 @@
+"""``torch.autocast("cuda")`` on CPU tensors that stand for a CUDA device's: its casts, by its lists.
+
+PyTorch's own kernels for the dispatch key of CUDA's autocast cast no tensor that is on a CPU. Here others take their
+place, with the same lists (they are not the CPU's: powers, layer norms and
+losses are in float32 on CUDA) and the same cache, which keeps the narrow copy of a weight until autocast ends.
+
+Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.10 to 2.13; the header comes with PyTorch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memscale.simulation.kernels.attention import patched
+
+LOWER = """
+_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
+chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+_scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+FLOAT32 = """
+acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
+cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+_upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+_upsample_bicubic2d_aa
+"""
+FLOAT32_RESULT = """
+prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+_NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+
+
+class CudaAutocast:
+    """The kernels of CUDA's autocast for tensors of which `eligible` says that they stand for the device's."""
+
+    def __init__(self, eligible: Callable[[torch.Tensor], bool]) -> None:
+        self._eligible = eligible
+        self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a leaf and its copy, by the leaf's identity
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let CUDA's autocast cast these tensors, in this process, for the body."""
+        library = torch.library.Library("aten", "IMPL")
+        enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+        registered = False
+
+        def enabled(*args: Any) -> None:
+            nonlocal registered
+            if not registered and args[0] == "cuda" and args[-1]:
+                registered = True  # only now: most steps have no autocast, and it takes milliseconds
+                self._register(library)
+            enable(*args)
+            # A CUDA tensor brings the key of its autocast along, and a CPU's does not.
+            if args[0] == "cuda":
+                torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST, bool(args[-1]))
+
+        def cleared() -> None:
+            self._narrow.clear()
+            clear()
+
+        with ExitStack() as stack:
+            stack.callback(self._narrow.clear)
+            stack.callback(library._destroy)
+            stack.callback(torch._C._dispatch_tls_set_dispatch_key_included, _AUTOCAST, False)
+            stack.enter_context(patched(torch, "set_autocast_enabled", enabled))
+            stack.enter_context(patched(torch, "clear_autocast_cache", cleared))
+            yield
+
+    def cast(self, tensor: Any) -> Any:
+        """`tensor` as an operator of the narrow list gets it."""
+        return self._to(torch.get_autocast_dtype("cuda"), tensor)
+
+    def _register(self, library: torch.library.Library) -> None:
+        policies = ((LOWER, self._lower), (FLOAT32, self._wide), (FLOAT32_RESULT, self._wide_result))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden: until the end of the simulation
+            for names, policy in (*policies, (WIDEST, self._widest), (" ".join(_NORMS), self._norm)):
+                for op in filter(None, map(_overload, names.split())):
+                    library.impl(op, policy(op), "AutocastCUDA")
+
+    def _lower(self, op: OpOverload) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _below(op, tree_map(self.cast, args), tree_map(self.cast, kwargs))
+
+    def _wide(self, op: OpOverload) -> Callable[..., Any]:
+        def widen(value: Any) -> Any:
+            return self._to(torch.float32, value)
+
+        return lambda *args, **kwargs: _below(op, tree_map(widen, args), tree_map(widen, kwargs))
+
+    def _wide_result(self, op: OpOverload) -> Callable[..., Any]:
+        at = next(index for index, each in enumerate(op._schema.arguments) if each.name == "dtype")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._casts(args[0]) and kwargs.get("dtype") is None and (len(args) <= at or args[at] is None):
+                args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
+            return _below(op, args, kwargs)
+
+        return run
+
+    def _norm(self, op: OpOverload) -> Callable[..., Any]:
+        wide = getattr(torch.ops.aten.norm, _NORMS[f"norm.{op._overloadname}"])
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._casts(args[0]):
+                return _below(op, args, kwargs)
+            return _below(wide, args, {**kwargs, "dtype": torch.float32})
+
+        return run
+
+    def _widest(self, op: OpOverload) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if self._casts(leaf)}
+            to = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
+            return _below(op, *tree_map(lambda value: self._to(to, value), (args, kwargs)))
+
+        return run
+
+    def _casts(self, value: Any) -> bool:
+        """``is_autocast_eligible``, and no float64."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype != torch.float64
+            and self._eligible(value)
+        )
+
+    def _to(self, dtype: torch.dtype, value: Any) -> Any:
+        """``cached_cast``: the copy of a trained leaf in float32 is made once, and shared until autocast ends."""
+        if not self._casts(value) or value.dtype == dtype:
+            return value
+        cached = (
+            dtype == torch.get_autocast_dtype("cuda") and value.dtype == torch.float32 and value.requires_grad
+        ) and (value.is_leaf and not value._is_view() and torch.is_autocast_cache_enabled())
+        if not cached:
+            return value.to(dtype)
+        if id(value) not in self._narrow:
+            self._narrow[id(value)] = value, value.to(dtype)
+        return self._narrow[id(value)][1]
+
+
+def _below(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):
+        return op(*args, **kwargs)
+
+
+_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
+_BELOW = torch._C.DispatchKeySet(_AUTOCAST)
+
+
+def _overload(name: str) -> OpOverload | None:
+    """The operator of this name, None if this PyTorch has none."""
+    packet, _, overload = name.partition(".")
+    found: OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return found
