@@ -156,7 +156,8 @@ class Rewind:
                 self._put(position, _as_then(position, place, content, renewed, arrived))
         for module in scope.modules:
             own = module.__dict__
-            if (hooks := scope.hooks.get(id(own))) is not None or is_hooked(own):
+            hooks = scope.hooks.get(id(own)) if scope.hooks else None
+            if hooks is not None or is_hooked(own):
                 for name in HOOKS:
                     then = {} if hooks is None else hooks.get(name, {})
                     if name in own and not holds(own[name], then):

@@ -278,7 +278,10 @@ class Scope:
                 self._visit_names(mapping, names, NOWHERE)
             for table in (own["_parameters"], own["_buffers"]):
                 if table:
-                    self._add(lasting(table))
+                    position = len(places)
+                    places.append(lasting(table))
+                    self.contents.append(content := dict(table))
+                    tensors += [(position, key, value) for key, value in content.items() if value is not None]
             if is_hooked(own):
                 self._visit_forward_hooks(own)
             if own["_modules"]:

@@ -28,7 +28,7 @@ from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.scope import Attributes, Scope, differing, holds, read
-from memscale.regions.stand_ins import Note, is_stand_in, origin_of
+from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
 
 NOTHING = nullcontext()
@@ -243,10 +243,9 @@ class Snapshot:
 
     def _let_go_of_stand_ins(self) -> None:
         """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
-        kept = [not is_stand_in(tensor) for tensor in self.tensors]
-        if all(kept):
+        if not any_stand_in(self.tensors):
             return
-        scope = self.scope
+        kept, scope = [not is_stand_in(tensor) for tensor in self.tensors], self.scope
         for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
             if not keep:
                 note = scope.contents[position][key] = origin_of(tensor).note(tensor)

@@ -40,6 +40,11 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _ORIGIN)
 
 
+def any_stand_in(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of `tensors` is."""
+    return True in [hasattr(tensor, _ORIGIN) for tensor in tensors]
+
+
 def origin_of(stand_in: torch.Tensor) -> Any:
     """What `stand_in` stands for."""
     return getattr(stand_in, _ORIGIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +22,15 @@ def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
 
 
 def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` itself where Dynamo is not loaded, which takes longer than importing memscale; else out of its reach.
+    """`run` itself where Dynamo is not at work, else out of its reach; loading it takes longer than importing memscale.
 
     >>> without_dynamo(len)("abc")
     3
     """
-    return _disabled(run) if "torch._dynamo" in sys.modules else run
+    return run if _dynamo_callback() is None else _disabled(run)
+
+
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # what CPython calls with each new frame
 
 
 @functools.cache

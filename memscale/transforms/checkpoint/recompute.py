@@ -70,7 +70,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     found = placeholder.found
     if found is None:
         found = placeholder.frame.recompute(placeholder)
-    if _keeps_graph() and placeholder.frame.can_run_again:
+    if placeholder.frame.can_run_again and _keeps_graph():
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
@@ -310,7 +310,7 @@ class _Rerun:
         self._fresh = fresh  # tensors whose version counters mean nothing
         self._of_fresh: set[int] | None = None  # their storages
         self.made: set[int] = set()  # and others
-        self._last = max(index for index, placeholder in enumerate(live) if placeholder is not None)
+        self._last = next(index for index in range(len(live) - 1, -1, -1) if live[index] is not None)
         self._count = 0
         self.found: dict[int, _Found] = {}
 
