@@ -110,9 +110,7 @@ memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.transforms: cast checkpoint listeners name offload tile
 memscale.transforms.cast:
-memscale.transforms.checkpoint: Checkpoint Checkpointed Move Policy Recompute Save Site Verdict checkpoint
-    dots_saveable dots_with_no_batch_dims_saveable everything_saveable is_view nothing_saveable
-    save_and_offload_only_these_names save_any_names_but_these save_from_both_policies save_only_these_names
+memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view
 memscale.transforms.offload:
 memscale.transforms.tile:
 memscale.transforms.tile.head:

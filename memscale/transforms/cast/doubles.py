@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import Assembled
+from memscale.core import Assembled, TransformError
 from memscale.transforms.cast.converted import Converted
 from memscale.transforms.cast.precision import Adapted, Survey, adapted, is_castable
 
@@ -78,12 +78,25 @@ class Doubles:
         return self._copies.of(value, self._dtype) if value is not None and is_castable(value) else value
 
     def give_back(self) -> None:
-        """After the run: attributes that it set on doubles go to the modules themselves."""
+        """After the run: attributes that it set on doubles go to the modules themselves.
+
+        Raises:
+            TransformError: it has put other parameters or buffers into a double.
+        """
         for module, double in self._made.items():
+            if module in self._cast:
+                self._refuse_replaced(module, double)
             put = self._put[module]
             for key, value in double.__dict__.items():
                 if key not in _OWN and value is not module.__dict__.get(key) and value is not put.get(key):
                     module.__dict__[key] = value
+
+    def _refuse_replaced(self, module: nn.Module, ran: nn.Module) -> None:
+        for mapping in ("_parameters", "_buffers"):
+            then, now = module.__dict__[mapping], ran.__dict__[mapping]
+            for name in [*then, *now]:
+                if name not in now or name not in then or now[name] is not self._of(then[name]):
+                    raise _replaced(name, module)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -91,17 +104,27 @@ class Doubles:
 
         For functions of the user's that call modules, of which there can be no copy that calls others.
         """
-        before: list[tuple[dict[str, Any], str, Any]] = [
-            (mapping, name, value)
+        before: list[tuple[nn.Module, dict[str, Any], str, Any]] = [
+            (module, mapping, name, value)
             for module in self._found.cast
             for mapping in (module._parameters, module._buffers)
             for name, value in mapping.items()
         ]
         with adapted(self._found, self._compute, self._natural):
             try:
-                for mapping, name, value in before:
+                for _, mapping, name, value in before:
                     mapping[name] = self._of(value)
                 yield
+                for module, mapping, name, value in before:
+                    if mapping.get(name) is not self._of(value):
+                        raise _replaced(name, module)
             finally:
-                for mapping, name, value in before:
+                for _, mapping, name, value in before:
                     mapping[name] = value
+
+
+def _replaced(name: str, module: nn.Module) -> TransformError:
+    return TransformError(
+        f"a cast region under torch.compile replaces {name!r} of a {type(module).__name__}, and the new value would be "
+        "lost; name the path of its module in keep, or change it outside of the region"
+    )

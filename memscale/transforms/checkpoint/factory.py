@@ -12,9 +12,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from memscale.algebra import Transform, Transformed
 from memscale.core import TransformError, factory
-from memscale.regions import functorch_state, without_dynamo
-from memscale.transforms.checkpoint import functorch, recompute
-from memscale.transforms.checkpoint.policies import (
+from memscale.policies import (
     EverythingSaveable,
     Move,
     NothingSaveable,
@@ -25,6 +23,8 @@ from memscale.transforms.checkpoint.policies import (
     check_policy,
     nothing_saveable,
 )
+from memscale.regions import functorch_state, without_dynamo
+from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.selective import Recorder
 
 

@@ -13,10 +13,10 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.core import CorrectnessError
+from memscale.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
 from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
-from memscale.transforms.checkpoint.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
 from memscale.transforms.labels import listeners
 
 

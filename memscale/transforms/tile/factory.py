@@ -15,8 +15,9 @@ from torch import nn
 
 from memscale.algebra import Transform, Transformed
 from memscale.core import ConfigError, TransformError, factory, is_of_modules, pytrees
+from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding
-from memscale.transforms.checkpoint import Checkpoint, Checkpointed, everything_saveable, nothing_saveable
+from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Sink, Source

@@ -133,3 +133,50 @@ def test_per_sample_gradients_of_a_region():
     assert {name: bits(value) for name, value in traced.items()} == {
         name: bits(value) for name, value in gradients(state, x).items()
     }
+
+
+class Replacing(nn.Module):
+    refusal = "sourceless builder"  # Dynamo's own, of an attribute that is set on a module which it has seen made
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4, dtype=dtype))
+
+    def forward(self, x):
+        self.count = self.count + 1
+        return self.linear(x) * self.count
+
+
+class ReplacingEntry(Replacing):
+    refusal = "nothing else"
+
+    def forward(self, x):
+        self._buffers["count"] = self.count + 1
+        return self.linear(x) * self.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    ("kind", "region"),
+    [(Replacing, "function"), (ReplacingEntry, "function"), (ReplacingEntry, "module"), (Replacing, "module")],
+)
+def test_a_buffer_that_the_region_replaces_in_evaluation(kind, region, dtype):
+    """The new value went to what stood in for the module, and was lost."""
+    torch._dynamo.reset()
+    model = kind(dtype).eval()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"replaces 'count' of a {kind.__name__}|{kind.refusal}"):
+        torch.compile(REGIONS[region](model), backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
+    assert not model.count.any()
+
+
+@pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])
+@pytest.mark.parametrize("region", ["module", "function"])
+def test_a_replaced_buffer_of_another_kind_is_right_without_fullgraph(region, kind):
+    torch._dynamo.reset()
+    model, x = kind(torch.int64).eval(), torch.randn(2, 4)
+    fit = REGIONS[region](model)
+    y = torch.compile(fit, backend="aot_eager")(x)
+    assert model.count.tolist() == [1] * 4
+    model.count.zero_()
+    assert torch.equal(y, fit(x))
