@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, pytrees
 from memscale.regions.modes import modes
@@ -85,6 +86,8 @@ class Rewind:
         # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
         if changed or (not environment.dispatched and modes().dispatched):
             self._watch(_ChangedWatch(changed, self._made))
+        if changed:
+            self._watch(_ListedWatch(changed))
         if snapshot.is_watched:
             self._watch(snapshot.watching())
         return {name: tensor for name, tensor in renewed.items() if isinstance(name, int)}
@@ -247,6 +250,19 @@ class _ChangedWatch(OperatorWatch):
         result = func(*args, **kwargs)
         self._made.update(_storages(result) - given)
         return result
+
+
+class _ListedWatch(TorchFunctionMode):
+    """Raises `CorrectnessError` when a rerun lists the values of a tensor that was changed: no operator does that."""
+
+    def __init__(self, changed: dict[int, str]) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and (message := self._changed.get(args[0].untyped_storage()._cdata)) is not None:
+            raise CorrectnessError(message)
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(tree: Any) -> set[int]:

@@ -15,7 +15,7 @@ def fails(program):
     """What is wrong with the transformed run of `program`, or `None`; and how the two runs compare."""
     found, plain, other = programs.differences(program)
     if isinstance(other.error, ms.MemscaleError) and plain.error is None:
-        if not program.refused():
+        if not program.refused(other.error):
             return f"refused for no reason that the docs give: {other.error}", "refused"
         return None, "refused"
     if plain.error is not None and other.error is None and program.spared() and "inplace" in str(plain.error):

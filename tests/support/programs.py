@@ -14,6 +14,7 @@ import itertools
 import linecache
 import math
 import random
+import re
 import sys
 import types
 import warnings
@@ -422,6 +423,22 @@ REFUSED = {
     },
 }
 
+# The kinds of message, where those are pinned: a feature that is there for an error must not excuse another one.
+_MOVED_ON = r"modified by an inplace operation: .* is at version"
+_IN_THE_RUN = r"the region changed .* while it ran, which|only copy of|saved tensor \d+ of a checkpointed region"
+MESSAGES = {
+    "checkpoint": {
+        "parameter": rf"{_IN_THE_RUN}|{_MOVED_ON}",
+        "data": rf"{_IN_THE_RUN}|{_MOVED_ON}|has other memory than in the forward",
+        "between: parameters": rf"{_MOVED_ON}|has other memory than in the forward",
+        "between: buffers": _MOVED_ON,
+        "between: input": _MOVED_ON,
+        "after: load": _MOVED_ON,
+        # By what comes after the region. Most programs that change an argument must run.
+        "in place": r"tensor argument \d+ of a checkpointed region, .* is at version",
+    }
+}
+
 # What a plain run cannot do and a transformed one may: backward reads a tensor that was changed in place meanwhile, and
 # the transform has a copy of its own.
 SPARED = {
@@ -458,10 +475,15 @@ class Program:
             found |= {f"between: {name}" for name in step.between} | {f"after: {name}" for name in step.after}
         return found
 
-    def refused(self) -> list[str]:
-        """Why memscale may refuse it."""
+    def refused(self, error: Exception) -> list[str]:
+        """The features for which memscale may refuse it with this error."""
         features = self.features()
-        return [why for family in self.families() for feature, why in REFUSED[family].items() if feature in features]
+        return [
+            feature
+            for family in self.families()
+            for feature, message in {**dict.fromkeys(REFUSED[family], ""), **MESSAGES.get(family, {})}.items()
+            if feature in features and re.search(message, str(error))
+        ]
 
     def spared(self) -> bool:
         """Whether it may run where PyTorch finds a tensor changed in place."""
