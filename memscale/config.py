@@ -114,14 +114,13 @@ class Config:
     Args:
         mode: an :class:`OptimizationMode` or its name in any case.
         enable_checkpointing: activations may be recomputed in backward instead of kept.
-        enable_offloading: tensors may be moved to another memory tier and back. `memscale.wrap` moves them when the
-            caller sets it to True.
+        enable_offloading: tensors may be moved to another memory tier and back.
         enable_tiling: wide layers may run in pieces.
         use_mixed_precision: regions may run in a lower precision. Not exact.
         use_8bit_optimizer: optimizer states may be kept in 8 bits. Not exact.
         max_cpu_offload_gb: hard cap on offloaded host memory, in GB of 10**9 bytes; None is no cap.
         target_gpu_utilization: share of the device's memory that a step may fill, above 0 and at most 1.
-        force_optimize: transform even a model that fits comfortably.
+        force_optimize: transform even a model that fits comfortably, by rule.
         use_static_profiling: measure by simulation, without running the model.
         use_empirical_fallback: measure a real step where simulation cannot.
         warmup_steps: real steps to run before measuring one.

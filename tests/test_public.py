@@ -74,7 +74,7 @@ POLICIES = [
 ]
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
-memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan chain compose functional
+memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose functional
     identity install is_transformed placing_in transform uninstall
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError

@@ -4,7 +4,7 @@ from memscale.algebra.apply import PlanLike, install, transform, uninstall
 from memscale.algebra.composition import Transform, chain, compose, identity
 from memscale.algebra.functions import functional
 from memscale.algebra.plan import Plan, as_plan
-from memscale.algebra.region import Former, OwnForward, Placing, Transformed, is_transformed, placing_in
+from memscale.algebra.region import Former, OwnForward, Placing, Transformed, attach, is_transformed, placing_in
 
 __all__ = [
     "Former",
@@ -15,6 +15,7 @@ __all__ = [
     "Transform",
     "Transformed",
     "as_plan",
+    "attach",
     "chain",
     "compose",
     "functional",

@@ -1,35 +1,44 @@
-"""`Executor`: what `wrap` did to one model, and how to undo it."""
+"""`Executor`: what `wrap` did to one model, how to undo it, and how it plans for what comes."""
 
 from __future__ import annotations
 
-import logging
+import threading
 import weakref
-from datetime import datetime
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memscale.algebra import Former, Plan, install, uninstall
+from memscale.algebra import Former, attach, install, uninstall
 from memscale.config import Config
-from memscale.core import TransformError, format_bytes
+from memscale.core import TransformError, format_bytes, simulating
 from memscale.hardware import Hardware
+from memscale.legacy.decision import Verdict, decide, hardware_of
+from memscale.legacy.log import say
+from memscale.legacy.offloading import runtime_of_plan
+from memscale.legacy.reality import Reality
+from memscale.legacy.shapes import Shapes, are_alike, as_batch, bucket, covers, shapes_of, with_shapes
+from memscale.legacy.watch import Gate, Watch, is_a_step_of_its_own
 from memscale.runtime import Runtime
-from memscale.simulation import Profile
 
 ATTRIBUTE = "_memscale_executor"
-_LOG = logging.getLogger("memscale")
+_MOST_PLANS = 8  # of one model, for batches of different shapes
 
 
 class Executor:
     """What `wrap` did: its ``model``, ``plan``, ``config``, ``hardware``, ``profile``, ``skipped`` and ``runtime``.
 
-    ``profile`` is that of the model's own step, and None where no ``sample_input`` told what the step is or where it
-    failed. ``step_bytes`` is what that step takes or, without a profile, what stays on the device from step to step.
+    ``profile`` is that of the model's own step, and None until a batch told what the step is, or where it failed.
+    ``step_bytes`` is what that step takes or, without a profile, what stays on the device from step to step.
     ``skipped`` says why the plan is empty, and is None when it is not. ``runtime`` is what the plan's ``offload()``
     moves tensors with, and is None where nothing is offloaded, and after `detach`. ``str`` is a readable report, with
     what was moved so far. A deep copy or a pickle of a wrapped model carries an executor of its own, without the
     profile, which detaches the copy; a deep copy shares the runtime, a pickle makes one with the same settings.
     An executor does not keep its model alive, and once that is gone has only its report.
+
+    It plans at the first call of a training loop if it was given no batch, and again, between two steps, when a batch
+    comes that no plan so far was made for; see `docs/wrap.md`.
 
     >>> import torch, memscale as ms
     >>> blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
@@ -38,31 +47,46 @@ class Executor:
     >>> ms.wrap(model, config)._memscale_executor.plan
     Plan({'*': checkpoint()})
     >>> ms.detach(model)
+
+    Args:
+        model: to act on.
+        config: what is allowed.
+        hardware: the model's device.
+        verdict: what to do first.
+        runtime: with which the caller asks to offload; None if that is for plans to decide.
+        optimizer: that trains the model; None where it is not known.
+        batch: what `verdict` was made for; None for none.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         config: Config,
         hardware: Hardware,
-        profile: Profile | None,
-        step_bytes: int,
-        skipped: str | None,
+        verdict: Verdict,
         runtime: Runtime | None,
+        optimizer: torch.optim.Optimizer | None,
+        batch: Any,
     ) -> None:
         # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
         self._model = weakref.ref(model)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._kind = type(model).__name__
-        self.plan = plan
         self.config = config
         self.hardware = hardware
-        self.profile = profile
-        self.step_bytes = step_bytes
-        self.skipped = skipped
-        self.runtime = runtime
+        self._asked = runtime
+        self.runtime: Runtime | None = None
         self._caching: list[Any] = []
         self._before: list[Former] = []
+        self._watch = None if verdict.for_all else Watch(self.before_call)
+        self._plans: list[tuple[Shapes, Verdict, Runtime | None]] = []
+        self._shapes: Shapes | None = None  # that the present plan was made for
+        self._later: Shapes | None = None  # that came in the middle of a step
+        self._between_steps = True
+        self._reality: Reality | None = None
+        self._steps: Any = None  # the hook that counts them
+        self._lock = threading.RLock()
+        self._take(verdict, None if batch is None else shapes_of(batch))
 
     @property
     def model(self) -> nn.Module:
@@ -87,14 +111,21 @@ class Executor:
         >>> model.__dict__ == before
         True
         """
+        with self._lock:
+            self._detach()
+
+    def _detach(self) -> None:
         if self.model.__dict__.get(ATTRIBUTE) is not self:
             return
         self.uninstall()
+        if self._steps is not None:
+            self._steps()
         for settings in self._caching:
             settings.use_cache = True
         del self.model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
-        self.runtime = None
+        self.runtime = self._asked = None
+        self._plans.clear()
         say(self.config, f"detached {self._kind}{moved}")
 
     def attach(self) -> None:
@@ -110,19 +141,145 @@ class Executor:
 
     def install(self) -> None:
         """Put the plan's regions on the model."""
-        self._before = install(self.model, self.plan, runtime=self.runtime)
+        model = self.model
+        # First the root, which a region may be as well as watched.
+        self._before = [] if self._watch is None else [Former(model)]
+        self._before += install(model, self.plan, runtime=self.runtime)
+        if self._watch is not None:
+            attach(model, self._watch.over)
 
     def uninstall(self) -> None:
         """Take the plan's regions off, and leave what `attach` did."""
         uninstall(self._before)
         self._before = []
 
+    # -- plans for the batches that come -------------------------------------------------------------------------------
+
+    def before_call(self, args: Any, kwargs: Any) -> None:
+        """Called with the arguments of each call of the model with gradients: plan, where no plan is for these."""
+        shapes = shapes_of((args, kwargs))
+        if self._later is None and self._shapes is not None and covers(self._shapes, shapes):
+            if self._between_steps:
+                self._begin_step()
+            return
+        model = self._model()
+        if model is None or not model.training or not is_a_step_of_its_own(model):
+            return
+        with self._lock:
+            if model.__dict__.get(ATTRIBUTE) is not self:
+                return
+            if not self._between_steps:
+                # The graph of this step was made under the present plan, and is recomputed under it.
+                if self._later is None or covers(shapes, self._later):
+                    self._later = shapes
+                return
+            wanted = self._later if self._later is not None and are_alike(self._later, shapes) else shapes
+            self._later = None
+            self._change(model, args, kwargs, wanted if covers(wanted, shapes) else shapes)
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._between_steps = False
+        if self._steps is None:
+            this = weakref.ref(self)
+
+            def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                if (executor := this()) is not None and not simulating():
+                    executor._end_step(optimizer)
+
+            self._steps = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+            if self._reality is not None:
+                self._reality.begin(self.model)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        self._between_steps = True
+        if self._reality is not None and self._reality.after_step(model, optimizer):
+            self._reality = None
+
+    def _change(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
+        """Another plan for `shapes`: one that there is, or a new one."""
+        if self._shapes is not None and covers(self._shapes, shapes):
+            return
+        known = next((each for each in self._plans if covers(each[0], shapes)), None)
+        if known is None and len(self._plans) >= _MOST_PLANS:
+            say(self.config, f"{_MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
+            self._plans.append((shapes, *self._plans[-1][1:]))
+            self._shapes = shapes
+            return
+        self.uninstall()
+        try:
+            if known is None:
+                verdict, shapes = self._planned(model, args, kwargs, shapes)
+                self._take(verdict, shapes)
+            else:
+                self._shapes, verdict, self.runtime = known
+                self._show(verdict)
+        finally:
+            self.install()
+        self.report()
+
+    def _planned(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
+        """The verdict on a call, and the shapes that it is for."""
+        batch = as_batch(model.forward, args, kwargs)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        self.hardware = hardware_of(model)
+        former = Former(model)
+        model.__dict__["forward"] = Gate(model, model.__dict__.get("forward"), self._lock)
+        try:
+            alike = next((each for each, *_ in self._plans if are_alike(each, shapes)), None)
+            wider = shapes if alike is None or batch is None else bucket(shapes, alike)
+            for wanted in dict.fromkeys((wider, shapes)):
+                say(self.config, f"planning for a batch of shapes {', '.join(map(str, wanted))}")
+                given = None if batch is None else with_shapes(batch, wanted)
+                verdict = decide(model, given, optimizer, self.config, self.hardware, moving=self._asked is not None)
+                if verdict.profile is not None:
+                    return verdict, wanted
+            return verdict, shapes
+        finally:
+            former.put_back()
+            # Autocast keeps the copies of weights that it makes; those that the simulation made have no values.
+            torch.clear_autocast_cache()
+
+    def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
+        """Make `verdict`, for a batch of `shapes`, what holds."""
+        model = self.model
+        moves = any("offload" in repr(rule.transform) for rule in verdict.plan)
+        self.runtime = None if not moves else self._asked or runtime_of_plan(model, self.config)
+        self._show(verdict)
+        if shapes is not None:
+            self._shapes = shapes
+            self._plans.append((shapes, verdict, self.runtime))
+
+    def _show(self, verdict: Verdict) -> None:
+        self.plan, self.profile = verdict.plan, verdict.profile
+        self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
+        self._reality = Reality.of(verdict.plan, verdict.profile, self.config)
+
+    def report(self) -> None:
+        """Log what holds."""
+        say(self.config, self.step_text())
+        if self.skipped is not None:
+            say(self.config, f"{self._kind} stays as it is: {self.skipped}")
+            return
+        say(self.config, f"plan for {self._kind}:\n{self.plan}")
+        if self.runtime is not None:
+            cap = self.config.max_cpu_offload_gb
+            say(self.config, f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": self.model, "profile": None}  # of the step of another model, and long
+        gone = dict.fromkeys(("_lock", "_optimizer", "_steps", "profile"))  # of another model, and the last one long
+        return {**self.__dict__, **gone, "_plans": [], "_model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._model = weakref.ref(state["_model"])
+        self._lock = threading.RLock()
 
     def step_text(self) -> str:
         """What the untransformed step takes, in a line."""
@@ -167,17 +324,3 @@ def _caching_settings(model: nn.Module) -> list[Any]:
             found[id(settings)] = settings
         pending += [value for key, value in vars(settings).items() if key.endswith("config")]
     return list(found.values())
-
-
-def say(config: Config, message: str) -> None:
-    """One log record, and the same text in ``config.log_file``."""
-    if not config.enable_logging:
-        return
-    _LOG.info(message)
-    if config.log_file is not None:
-        # Opened for each message: nothing stays open when a wrapped model is dropped, copied or pickled.
-        try:
-            with open(config.log_file, "a", encoding="utf-8") as file:
-                file.write(f"{datetime.now().isoformat(timespec='seconds')} {message}\n")
-        except OSError as error:
-            _LOG.warning("log_file %s cannot be written any more: %s", config.log_file, error)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 
 from torch import nn
 
 from memscale.config import Config
 from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.legacy.log import LOG
 from memscale.runtime import AsyncOffloadConfig, Runtime
 
-_LOG = logging.getLogger("memscale")
 _VARIABLE = "MEMSCALE_ASYNC_OFFLOAD"
 
 
@@ -36,7 +35,7 @@ def with_runtime(model: nn.Module, config: Config, *, ask_environment: bool) -> 
     settled = config
     if ask_environment and "async_offload" not in config.given and _environment_asks():
         if "offload" not in config.eligible():
-            _LOG.warning("%s is set, but %r rules offloading out; this model runs without it", _VARIABLE, config)
+            LOG.warning("%s is set, but %r rules offloading out; this model runs without it", _VARIABLE, config)
             return config, None
         settled = dataclasses.replace(config, async_offload=True)
     if not asking and settled is config:
@@ -47,8 +46,27 @@ def with_runtime(model: nn.Module, config: Config, *, ask_environment: bool) -> 
         if asking:
             asked = " and ".join(f"{name}=True" for name in asking)
             raise RuntimeUnavailable(f"{asked}: {error}; or leave that unset") from error
-        _LOG.warning("%s is set, but %s; this model runs without it", _VARIABLE, error)
+        LOG.warning("%s is set, but %s; this model runs without it", _VARIABLE, error)
         return config, None
+
+
+def runtime_of_plan(model: nn.Module, config: Config) -> Runtime:
+    """The runtime for a plan that offloads though nobody asked by name: with overlap, as it was planned.
+
+    Raises:
+        RuntimeUnavailable: nothing here moves tensors of the model's devices.
+    """
+    overlaps = config if "async_offload" in config.given else dataclasses.replace(config, async_offload=True)
+    return _new_runtime(model, overlaps)
+
+
+def can_move(model: nn.Module, config: Config) -> bool:
+    """Whether something here moves tensors of the model's devices."""
+    try:
+        _new_runtime(model, config)
+    except RuntimeUnavailable:
+        return False
+    return True
 
 
 def _new_runtime(model: nn.Module, config: Config) -> Runtime:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, Transform, compose, identity
 from memscale.config import Config
-from memscale.core import ConfigError, RuntimeUnavailable, TransformError, batches, tensors
-from memscale.hardware import Hardware
+from memscale.core import ConfigError, RuntimeUnavailable, TransformError, batches
 from memscale.inspection import check_same_numbers
-from memscale.legacy.executor import ATTRIBUTE, Executor, say
+from memscale.legacy.decision import decide, hardware_of
+from memscale.legacy.executor import ATTRIBUTE, Executor
+from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
-from memscale.planning import repeated_blocks, taken_bytes
 from memscale.runtime import AsyncOffloadConfig
-from memscale.simulation import MemoryProfiler, Profile
-from memscale.transforms import checkpoint, offload
-
-_LOG = logging.getLogger("memscale")
 
 _Target = TypeVar("_Target")
 
@@ -36,9 +30,7 @@ _NOT_USED = {
 
 # What a caller can ask for by name and this version cannot do: (field of Config, what to do instead).
 _NOT_BUILT = {
-    "enable_tiling": "wrap does not tile yet; apply memscale.tile in a plan, and leave enable_tiling unset",
     "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
-    "use_mixed_precision": "wrap does not cast yet; apply memscale.cast in a plan, or use torch.autocast",
 }
 
 
@@ -51,14 +43,15 @@ def wrap(
 ) -> _Target:
     """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
 
-    The rule: the model's repeated blocks get ``checkpoint()`` where checkpointing is eligible under the config,
-    and ``offload()`` around it where the caller asks for that, by ``async_offload=True`` or, for the same without
-    overlap, by ``enable_offloading=True``; unless the step fits comfortably. It fits when what `profile` finds that a
-    step on ``sample_input`` takes, with AdamW and the output's own loss or else a sum of the outputs, is at most
-    ``config.target_gpu_utilization`` of the device's memory; without ``sample_input`` parameters, buffers, gradients
-    and two Adam moments are all that counts. ``config.force_optimize`` ignores that. A Hugging Face
-    ``config.use_cache`` is off while wrapped. The hardware, the step and the plan are logged (logger ``memscale``,
-    level INFO, and ``config.log_file``). A model that is already wrapped is detached first.
+    Where the step on ``sample_input`` takes more than ``config.target_gpu_utilization`` of the device's memory, the
+    model gets the fastest plan that fits, as `plan` finds it among the transforms that the config allows, or the
+    smallest one with a warning if none does. The step is one with AdamW (`optimize` takes yours) and the output's own
+    loss, or else a sum of the outputs. Without ``sample_input`` the first call of the training loop plans, for its own
+    batch; and whenever a larger batch comes, the first call after an optimizer's step does so again. With
+    ``config.force_optimize`` a model that fits, and any model whose step cannot be simulated and does not fit, gets
+    ``checkpoint()`` on its repeated blocks and what the config asks for by name. A Hugging Face ``config.use_cache`` is
+    off while wrapped. The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and
+    ``config.log_file``). A model that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
@@ -76,7 +69,7 @@ def wrap(
         TypeError: ``target`` is neither a module nor a trainer.
         ConfigError: another argument is of the wrong type, ``async_offload=True`` meets
             ``enable_offloading=False``, ``log_file`` cannot be written, or ``verify_correctness`` has no
-            ``sample_input``.
+            ``sample_input`` or meets ``use_mixed_precision=True``.
         RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading
             where nothing can move the tensors of the model's device. The environment variable is not the
             caller's word on this model, so it gives a logged warning instead.
@@ -113,8 +106,8 @@ def optimize(
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``; and all that `wrap` raises.
 
     >>> with optimize(torch.nn.Linear(2, 2)) as executor:
-    ...     print(executor.skipped)
-    no repeated blocks: nothing in the model is worth recomputing or moving
+    ...     print(executor.skipped.partition(":")[0])
+    the step fits
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -143,7 +136,7 @@ def detach(model: Any) -> None:
     executor = module.__dict__.get(ATTRIBUTE)
     # A tree that `transform` made from a wrapped model lists the executor, which is the other tree's.
     if executor is None or executor.model is not module:
-        _LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
+        LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
     else:
         executor.detach()
 
@@ -171,35 +164,20 @@ def _wrapped(
     if previous is not None and previous.model is model:
         say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
         previous.detach()
-    parameter = next(model.parameters(), None)
-    hardware = Hardware.detect(None if parameter is None or parameter.is_meta else parameter.device)
+    hardware = hardware_of(model)
     say(config, f"hardware: {hardware}")
-    blocks = repeated_blocks(model)
-    profile = _profile(model, optimizer, sample_input, config, hardware)
-    step_bytes = taken_bytes(profile) if profile is not None else _resident_bytes(model, optimizer)
-    moving = offload() if runtime is not None else identity
-    how = compose(moving, checkpoint() if "checkpoint" in config.eligible() else identity)
-    skipped = _reason_to_skip(model, how, blocks, profile, step_bytes, config, hardware)
-    if skipped is not None:
-        runtime = None
-    plan = Plan({} if skipped is not None else dict.fromkeys(blocks, how))
-    executor = Executor(model, plan, config, hardware, profile, step_bytes, skipped, runtime)
-    say(config, executor.step_text())
+    verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
+    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input)
     try:
         executor.attach()
-        if config.verify_correctness and skipped is None:
+        if config.verify_correctness and verdict.skipped is None:
             check_same_numbers(model, executor.install, executor.uninstall, sample_input)
         else:
             executor.install()
     except BaseException:
         executor.detach()
         raise
-    if skipped is None:
-        say(config, f"plan for {type(model).__name__}:\n{plan}")
-        if runtime is not None:
-            say(config, f"offload() runs with {runtime.config}, max_cpu_offload_gb={config.max_cpu_offload_gb}")
-    else:
-        say(config, f"{type(model).__name__} stays as it is: {skipped}")
+    executor.report()
     return executor
 
 
@@ -236,6 +214,11 @@ def _config_in_force(
         value = getattr(config, field)
         if value is not None and value is not False:  # a port may be 0
             warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=4)
+    if config.verify_correctness and config.use_mixed_precision:
+        raise ConfigError(
+            "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "
+            "for bit, and what the second allows rounds differently; leave one of the two unset"
+        )
     if config.log_file is not None and config.enable_logging:
         try:
             with open(config.log_file, "a", encoding="utf-8"):
@@ -246,69 +229,3 @@ def _config_in_force(
                 f"pass a path in a folder that exists and is yours"
             ) from error
     return config
-
-
-def _profile(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, sample_input: Any, config: Config, hardware: Hardware
-) -> Profile | None:
-    """The profile of the model's own step; None without a batch, with nothing to train, or where the step fails."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if sample_input is None or not trained:
-        return None
-    try:
-        profiler = MemoryProfiler(
-            model, optimizer or torch.optim.AdamW(trained), loss=_any_loss, hardware=hardware, config=config
-        )
-        return profiler.profile(sample_input)
-    except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
-        reason = (str(error).splitlines() or [""])[0]
-        say(config, f"the step cannot be profiled: {type(error).__name__}: {reason}")
-        return None
-
-
-def _any_loss(output: Any, _: Any) -> torch.Tensor:
-    """A loss for a model whose loss is not known: the output's own, else a sum that needs all of the output."""
-    own = batches.own_loss(output)
-    if isinstance(own, torch.Tensor) and own.numel() == 1:
-        return own
-    return torch.stack([tensor.sum().real.float() for tensor in tensors(output) if tensor.requires_grad]).sum()
-
-
-def _resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """What stays on the device from step to step: parameters, buffers, gradients, the optimizer's states.
-
-    Those of an optimizer that has not stepped yet count as two Adam moments.
-    """
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    states = tensors([dict(state) for state in optimizer.state.values()]) if optimizer is not None else []
-    state_bytes = sum(tensor.nbytes for tensor in states) or 2 * gradient_bytes
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + gradient_bytes + state_bytes
-
-
-def _reason_to_skip(
-    model: nn.Module,
-    how: Transform,
-    blocks: tuple[str, ...],
-    profile: Profile | None,
-    step_bytes: int,
-    config: Config,
-    hardware: Hardware,
-) -> str | None:
-    if how == identity:
-        return (
-            "enable_checkpointing is False and nothing is offloaded: no transform is left; async_offload=True adds one"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return "nothing to train: no parameter requires a gradient"
-    if not blocks:
-        return "no repeated blocks: nothing in the model is worth recomputing or moving"
-    usable_bytes = int(config.target_gpu_utilization * hardware.memory_bytes)
-    if not config.force_optimize and step_bytes <= usable_bytes:
-        unmeasured = "" if profile is not None else " (pass sample_input to count activations)"
-        return (
-            f"the step fits: about {step_bytes} bytes of {usable_bytes} usable "
-            f"(target_gpu_utilization={config.target_gpu_utilization} of {hardware.memory_bytes})"
-            f"{unmeasured}; "
-            "Config(force_optimize=True) transforms it all the same"
-        )
-    return None

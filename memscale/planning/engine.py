@@ -143,7 +143,8 @@ def frontier(
 class DecisionEngine:
     """Plans steps of one model with one batch, for any budget; arguments and errors as in `memscale.plan`.
 
-    What candidates cost is found once, at the first budget that the step as it is does not fit.
+    What candidates cost is found once, at the first budget that the step as it is does not fit. With ``streams=False``
+    no plan moves parameters, which then stay where the caller has them.
 
     >>> import torch, memscale as ms
     >>> from torch import nn
@@ -165,6 +166,7 @@ class DecisionEngine:
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
         progress: Progress | None = None,
+        streams: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"plan(model=...) takes a torch.nn.Module, got {type(model).__name__}; pass the model")
@@ -179,6 +181,7 @@ class DecisionEngine:
         self.loss = loss
         self.config = config if config is not None else Config(mode="aggressive")
         self.accumulate = accumulate
+        self.streams = streams
         self.simulations = 0
         self._progress = progress
         self._searches: list[Search] | None = None
@@ -252,7 +255,7 @@ class DecisionEngine:
         found = set(self.config.eligible()) - {"cast", "quantize_states"}
         if link is None:
             found.discard("offload")
-        elif "offload" in found:
+        elif "offload" in found and self.streams:
             found.add("stream")
         return frozenset(found)
 
@@ -376,6 +379,7 @@ class DecisionEngine:
                 hardware=self.hardware,
                 accumulate=self.accumulate,
                 progress=self._progress,
+                streams=self.streams,
             )
             nbytes = engine._smallest().taken_bytes
             if nbytes < least:

@@ -1,0 +1,286 @@
+"""wrap plans: at once with a batch, else at the first call of the loop, and again when larger batches come."""
+
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.algebra import chain
+from memscale.hardware.device import Hardware
+from tests.legacy.test_legacy import equal, gpt2, gpt2_batch, traces, train
+
+MIB = 2**20
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def stack(blocks=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(blocks)])
+
+
+def rows(count):
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Sets the device at hand."""
+
+    def of(mib, **fields):
+        box = Hardware(name="box", device_type="cpu", memory_bytes=int(mib * MIB), **fields)
+        monkeypatch.setattr(Hardware, "detect", lambda device=None: box)
+
+    return of
+
+
+def config(**fields):
+    return ms.Config(**{"target_gpu_utilization": 1, "enable_logging": False, **fields})
+
+
+def spellings(plan):
+    return {part.spelling for rule in plan for part in chain(rule.transform)}
+
+
+def planned_rows(model):
+    """How many rows the present plan was made for."""
+    return model._memscale_executor._shapes[0][0]
+
+
+def test_a_step_that_does_not_fit_gets_the_plan_of_the_planner(device):
+    device(11)
+    model, batch = stack(), rows(1024)
+    before = traces(model)
+    ms.wrap(model, config(), batch)
+    executor = model._memscale_executor
+    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
+    assert len(executor.plan) > 0
+    ms.detach(model)
+    assert traces(model) == before
+
+
+def test_without_a_batch_the_first_call_of_the_loop_plans(device, caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    device(11)
+    given = ms.wrap(stack(), config(), rows(1024))._memscale_executor
+    model = ms.wrap(stack(), config(enable_logging=True))
+    executor = model._memscale_executor
+    assert len(executor.plan) == 0
+    assert "the first training call shows what activations take" in executor.skipped
+    with torch.no_grad():
+        model(rows(1024))
+    model.eval()
+    model(rows(1024)).sum().backward()
+    assert len(executor.plan) == 0
+    model.train()
+    model.zero_grad()
+    assert equal(train(model, rows(1024)), train(stack(), rows(1024)))
+    assert executor.plan == given.plan
+    assert executor.plan
+    assert executor.skipped is None
+    assert caplog.text.count("planning for a batch of shapes (1024, 64)") == 1
+
+
+def test_the_call_that_plans_leaves_no_trace(device):
+    device(11)
+    model = stack()
+    model(rows(8)).sum().backward()
+    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+    before, values = traces(model), [(tensor._version, tensor.clone()) for tensor in tensors]
+    outside = nn.Linear(WIDTH, WIDTH)  # a graph before the model, which the simulated backward must not run through
+    state = torch.get_rng_state()
+    out = ms.wrap(model, config())(outside(rows(1024)))
+    assert model._memscale_executor.plan
+    assert torch.equal(torch.get_rng_state(), state)
+    for tensor, (version, value) in zip(tensors, values, strict=True):
+        assert tensor._version == version
+        assert torch.equal(tensor, value)
+    assert outside.weight.grad is None
+    out.sum().backward()
+    assert outside.weight.grad is not None
+    ms.detach(model)
+    assert traces(model) == before
+
+
+def test_autocast_around_the_first_call_gets_no_weights_of_the_simulation(device):
+    device(7)
+
+    def step(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(rows(1024)).square().mean()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    model = ms.wrap(stack(), config())
+    assert equal(step(model), step(stack()))
+    assert model._memscale_executor.plan, model._memscale_executor.step_bytes
+
+
+def test_two_threads_that_call_first_plan_once(device, caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    device(11)
+    model, results = ms.wrap(stack(), config(enable_logging=True)), []
+    threads = [threading.Thread(target=lambda: results.append(model(rows(1024)))) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    expected = stack()(rows(1024))
+    assert len(results) == 3
+    assert all(torch.equal(each, expected) for each in results)
+    assert caplog.text.count("planning for a batch") == 1
+
+
+def test_larger_batches_are_planned_for_between_steps_and_smaller_ones_are_served(device):
+    device(1000)
+    model = ms.wrap(stack(2), config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(*counts):
+        for count in counts:
+            model(rows(count)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return planned_rows(model)
+
+    assert step(10) == 10
+    assert step(7) == 10
+    assert step(11) == 16  # it varies: up to the next power of two
+    assert step(16, 3) == 16
+    assert step(3, 100) == 16, "never inside a step"
+    assert step(3) == 128, "but for what came there, at the next one"
+    assert step(20) == 128
+    for count in (2**power + 1 for power in range(7, 13)):
+        step(count)
+    assert len(model._memscale_executor._plans) == 9  # eight plans, and one more shape that the last one serves
+
+
+def test_a_larger_batch_gets_the_plan_that_it_needs(device):
+    device(11)
+    model = ms.wrap(stack(), config(), rows(100))
+    executor = model._memscale_executor
+    assert not executor.plan
+    assert equal(train(model, rows(1000)), train(stack(), rows(1000)))
+    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB
+    assert planned_rows(model) == 1024
+    assert len(executor.plan) > 0
+
+
+def test_what_does_not_fit_at_all_runs_under_the_smallest_plan_with_a_warning(device, caplog):
+    device(1)
+    model = ms.wrap(stack(), config(), rows(1024))
+    assert "no plan fits 1.00 MiB" in caplog.text
+    assert "the model runs under the smallest plan" in caplog.text
+    assert model._memscale_executor.plan
+    assert equal(train(model, rows(1024)), train(stack(), rows(1024)))
+
+
+def test_the_mode_and_the_switches_say_what_a_plan_is_made_of(device):
+    speeds = {"host_to_device_bytes_per_second": 1e12, "device_to_host_bytes_per_second": 1e12}
+    device(9, **speeds)
+    for fields, allowed in (
+        ({"mode": "conservative"}, {"checkpoint"}),
+        ({"mode": "aggressive", "enable_checkpointing": False}, {"tile", "offload"}),
+        ({"enable_tiling": True, "enable_checkpointing": False, "enable_offloading": False}, {"tile"}),
+        ({"use_mixed_precision": True, "enable_checkpointing": False}, {"cast"}),
+    ):
+        plan = ms.wrap(stack(), config(**fields), rows(1024))._memscale_executor.plan
+        assert spellings(plan) <= allowed, fields
+        assert plan or "tile" in allowed
+
+
+def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):
+    device(1000)
+    force = config(force_optimize=True, use_mixed_precision=True)
+    model = ms.wrap(nn.Sequential(*stack(2), nn.Linear(WIDTH, 500)), force, rows(16))
+    both = ms.compose(ms.checkpoint(), ms.cast())
+    assert model._memscale_executor.plan == ms.Plan({"0": both, "1": both, "": ms.cast()})
+    tiled = ms.wrap(nn.Sequential(*stack(2), nn.Linear(WIDTH, 500)), config(force_optimize=True, enable_tiling=True))
+    assert tiled._memscale_executor.plan == ms.Plan(
+        {"0": ms.checkpoint(), "1": ms.checkpoint(), "2": ms.tile(chunks=8)}
+    )
+
+
+class Reads(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) if float(self[0](x).sum().item()) < 1e9 else x
+
+
+def test_a_step_that_cannot_be_simulated_gets_the_rule_if_memory_is_short(device, caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    for mib, plan in ((9, {"*": ms.checkpoint()}), (1000, {})):
+        device(mib)
+        model = ms.wrap(Reads(*stack()), config(enable_logging=True, warmup_steps=0))
+        model(rows(1024)).sum().backward()
+        executor = model._memscale_executor
+        assert executor.profile.method == "empirical"
+        assert executor.plan == ms.Plan(plan)
+    assert "the step cannot be planned: ConfigError" in caplog.text
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_plans_by_itself_and_a_transformed_tree_does_not(duplicate, device):
+    device(11)
+    model = ms.wrap(stack(), config())
+    other, tree = duplicate(model), ms.transform(model, {})
+    tree(rows(1024)).sum().backward()
+    assert not model._memscale_executor.plan
+    other(rows(1024)).sum().backward()
+    assert other._memscale_executor.plan
+    assert not model._memscale_executor.plan
+    model(rows(1024)).sum().backward()
+    assert model._memscale_executor.plan == other._memscale_executor.plan
+    ms.detach(other)
+    assert not any("forward" in module.__dict__ for module in other.modules())
+
+
+def test_under_functorch_and_a_compiler_nothing_is_planned(device):
+    device(11)
+    model = ms.wrap(stack(), config())
+    fn, state = ms.functional(model)
+    torch.func.grad(lambda state: fn(state, rows(1024)).sum())(state)
+    assert not model._memscale_executor.plan
+    torch.compile(model, backend="eager", fullgraph=True)(rows(1024)).sum().backward()
+    assert not model._memscale_executor.plan
+
+
+def test_arguments_and_keywords_of_a_call_are_one_batch(device):
+    transformers = pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
+    assert transformers
+    device(1000)
+    model, batch = ms.wrap(gpt2(), config()), gpt2_batch()
+    model(batch["input_ids"], labels=batch["labels"]).loss.backward()
+    assert model._memscale_executor.profile is not None
+
+
+def test_the_second_step_is_compared_with_what_was_predicted(device, caplog):
+    caplog.set_level(logging.INFO, logger="memscale")
+    device(11)
+    for make, level, text in (
+        (torch.optim.AdamW, logging.INFO, "the step is as predicted"),
+        (torch.optim.SGD, logging.WARNING, "the step is not as predicted"),
+    ):
+        caplog.clear()
+        model = ms.wrap(stack(), config(enable_logging=True), rows(1024))
+        optimizer = make(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rows(1024)).square().mean().backward()
+            optimizer.step()
+        (found,) = [record for record in caplog.records if "as predicted" in record.message]
+        assert found.levelno == level
+        assert found.message.startswith(text)
+    assert "optimizer state" in found.message
