@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TypeVar
@@ -14,10 +14,14 @@ import numpy.typing as npt
 
 from memscale.core import format_bytes
 from memscale.reports.drawing import Columns, byte_scale, columns, css_name, placed, thick, time_scale
+from memscale.reports.queues import COLOURS as QUEUE_COLOURS
+from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
 from memscale.simulation import Profile
 
 _COLUMNS = 720
 _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 26, 920, 300
+_ROW = 18  # the height of a queue
+_SHORT = {"device": "device", "out": "to host", "in": "from host", "disk": "disk", "host": "host"}
 _LETTER = 6.5  # the width of a letter of 12 pixels
 
 _Number = TypeVar("_Number", float, npt.NDArray[np.float64])
@@ -48,6 +52,8 @@ def chart(profile: Profile) -> str:
     total = np.sum(list(cut.live_bytes.values()), axis=0, dtype=np.int64)
     peak = int(total.argmax())
     bottom = _TOP + _HEIGHT
+    rows = queue_rows(profile.schedule, columns=_COLUMNS)
+    height = bottom + 40 + _ROW * len(rows)
     label = f"Live bytes over the step by category, with a peak of {format_bytes(profile.peak_bytes)}"
     data = {
         "live": [cut.live_bytes[category].tolist() for category in reversed(shown)],
@@ -61,11 +67,12 @@ def chart(profile: Profile) -> str:
         "span": _LEFT + _WIDTH + 10,
     }
     parts = [
-        f'<svg id="chart" viewBox="0 0 {data["span"]} {bottom + 40}" tabindex="0" role="img" aria-label="{label}">',
+        f'<svg id="chart" viewBox="0 0 {data["span"]} {height}" tabindex="0" role="img" aria-label="{label}">',
         *_grid(frame, unit),
         *_areas(frame, cut, shown),
         *_phases(frame, phases),
         *_peak(frame, profile.peak_bytes, (peak + 0.5) / _COLUMNS),
+        *_queues(frame, rows, seconds),
         f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{bottom}"/>',
         "</svg>",
         f'<p class="facts" id="moment">at the peak: {format_bytes(profile.peak_bytes)} live</p>',
@@ -75,6 +82,7 @@ def chart(profile: Profile) -> str:
             for category in reversed(shown)
         ),
         "</ul>",
+        *_queue_legend(rows),
         # Only "<" could end a script element early, and JSON can say it in another way.
         '<script type="application/json" id="timeline">',
         json.dumps(data).replace("<", "\\u003c"),
@@ -120,6 +128,27 @@ def _peak(frame: _PlotArea, peak_bytes: int, share: float) -> Iterator[str]:
     height = f"{frame.y(float(peak_bytes)):.1f}"
     yield f'<line class="top" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{height}" y2="{height}"/>'
     yield f'<circle class="dot" cx="{_LEFT + _WIDTH * share:.1f}" cy="{height}" r="4"/>'
+
+
+def _queues(frame: _PlotArea, rows: Mapping[str, Sequence[Bar]], seconds: float) -> Iterator[str]:
+    for place, (row, bars) in enumerate(rows.items()):
+        top = _TOP + _HEIGHT + 34 + _ROW * place
+        yield f'<text x="{_LEFT - 8}" y="{top + 11}" text-anchor="end">{escape(_SHORT[row])}</text>'
+        for bar in bars:
+            left, right = frame.x(bar.begin / seconds), frame.x(bar.end / seconds)
+            yield (
+                f'<rect class="queue" x="{left:.1f}" y="{top}" width="{max(0.2, right - left):.1f}" '
+                f'height="{_ROW - 4}" fill="{QUEUE_COLOURS[bar.what]}"><title>{ROWS[row]}: {MEANINGS[bar.what]}</title>'
+                "</rect>"
+            )
+
+
+def _queue_legend(rows: Mapping[str, Sequence[Bar]]) -> Iterator[str]:
+    if rows:
+        seen = dict.fromkeys(bar.what for bars in rows.values() for bar in bars)
+        chips = {what: f'<span class="chip" style="background:{QUEUE_COLOURS[what]}"></span>' for what in seen}
+        items = (f"<li>{chips[what]}{MEANINGS[what]}</li>" for what in seen)
+        yield f'<ul class="legend queues">{"".join(items)}</ul>'
 
 
 def _grid(frame: _PlotArea, unit: str) -> Iterator[str]:

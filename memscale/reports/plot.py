@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.queues import COLOURS as QUEUE_COLOURS
+from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
 from memscale.reports.text import shortened
 from memscale.simulation import Profile
 from memscale.simulation.measured import AllocatorTrace
@@ -90,8 +92,11 @@ def profile_figure(profile: Profile) -> Figure:
     end = float(position[-1]) or 1.0
     unit, scale = byte_scale(profile.peak_bytes)
     shown = thick([timeline.live_bytes], profile.peak_bytes)
-    figure = _figure(10.0, "Profile.plot")
-    axes = figure.subplots()
+    rows = queue_rows(profile.schedule, columns=_COLUMNS)
+    figure = _figure(10.0, "Profile.plot", height=5.0 + 0.25 * len(rows) + 0.3 * bool(rows))
+    axes, *below = figure.subplots(
+        1 + bool(rows), sharex=True, squeeze=False, height_ratios=[5.0, *([0.3 * len(rows)] if rows else [])]
+    )[:, 0]
     _stack(axes, position, timeline.live_bytes, shown, scale)
     at = float(position[timeline.total_bytes.argmax()])
     _mark_peak(axes, profile.peak_bytes, at, scale, when=shortened(str(profile.moment), 90))
@@ -103,7 +108,10 @@ def profile_figure(profile: Profile) -> Figure:
     title = f"one training step, {profile.hardware.name}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
     estimated = "estimated " if profile.method == "static" else ""
-    axes.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=_INK)
+    for lower in below:
+        _draw_queues(lower, rows, seconds)
+    lowest = below[-1] if below else axes
+    lowest.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=_INK)
     axes.set_ylabel(f"live memory ({unit})", color=_INK)
     axes.set_ylim(0, profile.peak_bytes / scale * 1.12)
     axes.set_xlim(0, end)
@@ -111,13 +119,29 @@ def profile_figure(profile: Profile) -> Figure:
     return figure
 
 
-def _figure(width: float, caller: str) -> Figure:
+def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> None:
+    """What each queue does, one under the other."""
+    told: set[str] = set()
+    for place, bars in enumerate(rows.values()):
+        for what in dict.fromkeys(bar.what for bar in bars):
+            spans = [(bar.begin / seconds, (bar.end - bar.begin) / seconds) for bar in bars if bar.what == what]
+            label = MEANINGS[what] if what not in told else None
+            axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=QUEUE_COLOURS[what], linewidth=0, label=label)
+            told.add(what)
+    axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(colors=_INK, left=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+
+
+def _figure(width: float, caller: str, height: float = 5.0) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeUnavailable(f"{caller} needs matplotlib: pip install 'memscale-transforms[plot]'") from error
     # A figure of our own and not pyplot's: no window system, no global state left behind.
-    return Figure(figsize=(width, 5.0), dpi=150, layout="constrained")
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def _stack(

@@ -41,29 +41,31 @@ def facts(profile: Profile) -> list[str]:
     device = [f"{share} on {profile.hardware.name}"]
     if profile.reserved_peak_bytes is not None:
         device.append(f"the allocator reserves {format_bytes(profile.reserved_peak_bytes)}")
+    moved = []
     if profile.by_tier:
         tiers = ", ".join(f"{format_bytes(nbytes)} {tier}" for tier, nbytes in profile.by_tier.items())
-        ahead = f", prefetch depth {profile.prefetch_depth}" if profile.prefetch_depth else ""
-        device.append(f"on other tiers at most {tiers}{ahead}")
+        moved.append(f"on other tiers at most {tiers}")
+    if profile.prefetch_depth:
+        moved.append(f"prefetch depth {profile.prefetch_depth}")
     step = [profile.method, f"first step {format_bytes(profile.first_step_peak_bytes)}"]
     if profile.step_seconds is not None:
         bound = "at least " if profile.method == "static" else ""
-        step.append(f"time {bound}{format_seconds(profile.step_seconds)}{_waits(profile)}")
+        step.append(f"time {bound}{format_seconds(profile.step_seconds)}")
+        moved += _waits(profile, profile.step_seconds)
     if profile.flops:
         step.append(format_flops(profile.flops))
-    return ["; ".join(device), "; ".join(step)]
+    return ["; ".join(line) for line in (device, step, moved) if line]
 
 
-def _waits(profile: Profile) -> str:
+def _waits(profile: Profile, step_seconds: float) -> list[str]:
     """What of the step's time the device waits for, where that is worth a word."""
-    assert profile.step_seconds is not None
     waits = sorted(profile.exposed_seconds.items(), key=lambda item: -item[1])
     shown = [
         f"{format_seconds(seconds)} for {_CAUSES[cause]}"
         for cause, seconds in waits
-        if seconds >= _WORTH_A_WORD * profile.step_seconds
+        if seconds >= _WORTH_A_WORD * step_seconds
     ]
-    return f", of which it waits {', '.join(shown)}" if shown else ""
+    return [f"waits {', '.join(shown)}"] if shown else []
 
 
 def diff_text(diff: ProfileDiff) -> str:

@@ -9,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from memscale.core import ConfigError
+from memscale.reports.queues import MEANINGS, ROWS
 from memscale.simulation import Profile, Schedule, queues_of
 
-_ROWS = {"device": "device", "out": "device to host", "in": "host to device", "disk": "disk", "host": "host"}
-_NUMBERS = {queue: number for number, queue in enumerate(_ROWS)}
-_CAUSES = {
-    "input": "waits for an input",
-    "room": "waits for room",
-    "disk": "waits for the disk",
-    "host": "waits for the host",
-}
+_NUMBERS = {queue: number for number, queue in enumerate(ROWS)}
 
 
 def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
@@ -50,7 +44,7 @@ def trace_data(profile: Profile) -> dict[str, Any]:
         )
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": _NUMBERS[queue], "name": "thread_name", "args": {"name": name}}
-        for queue, name in _ROWS.items()
+        for queue, name in ROWS.items()
     ]
     return {"traceEvents": [*events, *_slices(profile.schedule), *_memory(profile)]}
 
@@ -64,7 +58,7 @@ def _slices(schedule: Schedule) -> Iterator[dict[str, Any]]:
         for queue in queues_of(copy):
             yield _slice(name, queue, copy.begin, copy.seconds, {"nbytes": copy.nbytes})
     for wait in schedule.waits:
-        yield _slice(_CAUSES[wait.cause], wait.queue, wait.begin, wait.seconds, {})
+        yield _slice(MEANINGS[wait.cause], wait.queue, wait.begin, wait.seconds, {})
 
 
 def _memory(profile: Profile) -> Iterator[dict[str, Any]]:

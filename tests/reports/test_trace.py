@@ -1,6 +1,7 @@
 """A schedule as a trace, and as text."""
 
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.reports.plot import profile_figure
+from memscale.reports.queues import queue_rows
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,8 @@ def test_the_schedule_says_what_moved_and_what_waited(profile):
 
 def test_the_text_says_what_the_step_waits_for(profile):
     text = str(profile)
-    assert "pinned, prefetch depth " in text
-    assert "of which it waits " in text
-    assert "for room" in text
+    assert re.search(r"^  on other tiers at most .* pinned; prefetch depth \d; waits .* for room", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_without_a_schedule_there_is_no_trace(tmp_path):
@@ -72,3 +74,24 @@ def test_without_a_schedule_there_is_no_trace(tmp_path):
     for path, message in (("step.json", "needs a schedule"), ("step.txt", "must end in .json"), ("a/s.json", "folder")):
         with pytest.raises(ms.ConfigError, match=message):
             untimed.trace(tmp_path / path)
+
+
+def test_the_picture_and_the_page_have_the_queues_under_the_curve(profile, tmp_path):
+    figure = profile_figure(profile)
+    memory, queues = figure.axes
+    assert [label.get_text() for label in queues.get_yticklabels()] == ["device", "device to host", "host to device"]
+    drawn = {text.get_text() for text in queues.get_legend().get_texts()}
+    assert {"busy", "waits for room", "waits for what comes back"} <= drawn
+    assert queues.get_xlim() == memory.get_xlim()
+    profile.html(tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text()
+    assert page.count('class="queue"') >= 6
+    assert "device to host: busy" in page
+
+
+def test_bars_show_what_the_schedule_says(profile):
+    rows = queue_rows(profile.schedule, columns=10**9)
+    for row, share in profile.schedule.utilisation.items():
+        busy = sum(bar.end - bar.begin for bar in rows[row] if bar.what == "busy")
+        assert busy == pytest.approx(share * profile.step_seconds)
+    assert queue_rows(None, columns=10) == {}

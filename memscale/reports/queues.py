@@ -1,0 +1,72 @@
+"""What the queues of a schedule do over the step, as bars to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from memscale.simulation import Schedule, queues_of
+
+#: Names of the rows, and what a bar in them is: computing or copying, and standing still for each cause.
+ROWS = {
+    "device": "device",
+    "out": "device to host",
+    "in": "host to device",
+    "disk": "disk",
+    "host": "host computes",
+}
+COLOURS = {"busy": "#4C72B0", "input": "#D55E00", "room": "#CC79A7", "disk": "#8C564B", "host": "#BBBBBB"}
+MEANINGS = {
+    "busy": "busy",
+    "input": "waits for what comes back",
+    "room": "waits for room",
+    "disk": "waits for the disk",
+    "host": "waits for the host",
+}
+
+
+class Bar(NamedTuple):
+    """From `begin` to `end` seconds a queue is ``"busy"``, or the device waits for a cause."""
+
+    begin: float
+    end: float
+    what: str
+
+
+def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar]]:
+    """The rows that are worth drawing, each with its bars in order; none where nothing is copied and nothing waits.
+
+    Bars closer than one of `columns` columns are drawn as one.
+    """
+    if schedule is None or not (schedule.copies or schedule.waits):
+        return {}
+    found: dict[str, list[Bar]] = {row: [] for row in ROWS}
+    for operator in schedule.operators:
+        if operator.seconds:
+            found[operator.queue].append(Bar(operator.begin, operator.begin + operator.seconds, "busy"))
+    for copy in schedule.copies:
+        for queue in queues_of(copy):
+            found[queue].append(Bar(copy.begin, min(schedule.seconds, copy.begin + copy.seconds), "busy"))
+    for wait in schedule.waits:
+        if wait.queue == "device":
+            found["device"].append(Bar(wait.begin, wait.begin + wait.seconds, wait.cause))
+    gap = schedule.seconds / columns
+    return {row: list(_joined(sorted(bars), gap)) for row, bars in found.items() if bars}
+
+
+def _joined(bars: Iterable[Bar], gap: float) -> Iterator[Bar]:
+    """Bars of one kind as one where they are closer than `gap`.
+
+    >>> list(_joined([Bar(0, 1, "busy"), Bar(1.1, 2, "busy"), Bar(2, 3, "room")], 0.5))
+    [Bar(begin=0, end=2, what='busy'), Bar(begin=2, end=3, what='room')]
+    """
+    last: Bar | None = None
+    for bar in bars:
+        if last is not None and bar.what == last.what and bar.begin - last.end < gap:
+            last = Bar(last.begin, max(last.end, bar.end), last.what)
+        else:
+            if last is not None:
+                yield last
+            last = bar
+    if last is not None:
+        yield last
