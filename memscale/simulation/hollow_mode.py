@@ -23,7 +23,8 @@ from memscale.core import ConfigError, MemscaleError
 from memscale.hardware import Seconds, Work, host_seconds, work_of
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
-from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.kernels import Kernels, linear
+from memscale.simulation.kernels.programs import PLAIN, Program
 from memscale.simulation.kernels.shapes import (
     FakeKernels,
     Kind,
@@ -63,6 +64,7 @@ _IN_PLACE_WITHOUT_MODE = {
 _LARGEST_GUESS = 1 << 25
 _LARGEST_RUN_BYTES = 1 << 30
 
+_FROM_PYTHON = aten.lift_fresh.default
 _RESIZES = {aten.resize_.default, aten.resize_as_.default}
 _READS = {aten._local_scalar_dense.default, aten.equal.default}
 # Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
@@ -80,14 +82,14 @@ class _Answer:
     """What is known of every call with one signature."""
 
     layout: ResultLayout
-    scratch_bytes: int
+    program: Program
     work: Work
     seconds: Seconds | None
     workspaces: Mapping[str, int]
     draws: bool = False
 
 
-_NOTHING = _Answer(ResultLayout(None, ()), 0, Work(0, 0, ""), Seconds(0.0, 0.0), {})
+_NOTHING = _Answer(ResultLayout(None, ()), PLAIN, Work(0, 0, ""), Seconds(0.0, 0.0), {})
 
 
 class NeedsValues(MemscaleError):
@@ -106,7 +108,7 @@ class HollowMode(TorchDispatchMode):
         kernels: those of the device that is simulated.
         residents: the category and the name of storages of before the step, by address of their storage object.
         clock: of that device, which each operator moves on.
-        host: times what happens between the operators, where kernels are timed, too; None if nobody asks.
+        host: times what happens between the operators; None if nobody asks.
     """
 
     def __init__(
@@ -160,17 +162,20 @@ class HollowMode(TorchDispatchMode):
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
             self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
+            self._used = []
             if self.host is not None:
-                self._used = []
                 self.host.views()
-            return self._note(op, op(*args, **kwargs), _NOTHING, known=True)
+            result = self._note(op, op(*args, **kwargs), _NOTHING, known=True)
+            if op is _FROM_PYTHON and self.course.optimizing and self.storages.beside_cpu:
+                # An optimizer counts its steps on the CPU, unless it is fused or capturable, with zeros of the device.
+                self.storages.record(result).nbytes = 0
+            return result
         tensors = tensors_in(args, kwargs)
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         records = self.storages.of_arguments(tensors)
-        if self.host is not None:
-            pairs = zip(records, tensors, strict=True)
-            self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
+        pairs = zip(records, tensors, strict=True)
+        self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
         if op is aten.embedding.default and records[1].known:
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(record.known for record in records) and all(map(is_small, tensors)))
@@ -254,11 +259,11 @@ class HollowMode(TorchDispatchMode):
             layout = self._layout_on_zeros(op, args, kwargs, tensors)
         shown = layout.build(self.hollow, tensors) if not layout.is_view else tensors[0]
         work = work_of(op, args, kwargs, shown)
-        scratch_bytes = 0 if layout.is_view else self._kernels.scratch_bytes(op, args, kwargs, shown, work.flops)
+        program = PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops)
         seconds = self._kernels.seconds(op, args, kwargs, work)
         # The generator of a card has its state on the host.
         draws = self._kernels.device_type == "cpu" and torch.Tag.nondeterministic_seeded in op.tags
-        answer = _Answer(layout, scratch_bytes, work, seconds, self._kernels.workspaces(op, args), draws)
+        answer = _Answer(layout, program, work, seconds, self._kernels.workspaces(op, args), draws)
         if key is not None:
             self._answers[key] = answer
         return answer
@@ -274,21 +279,19 @@ class HollowMode(TorchDispatchMode):
         """Record the operator, its scratch memory and the storages of its results that are new."""
         new = [
             (storage, tensor)
-            for tensor in _results(result)
+            for tensor in self._kernels.in_order(op, _results(result))
             if (storage := tensor.untyped_storage())._cdata not in self.storages and tensor.device.type != "meta"
         ]
-        work, scratch_bytes = answer.work, answer.scratch_bytes
-        if not new and not work.flops and not work.nbytes and not scratch_bytes:
+        work, program = answer.work, answer.program
+        if not new and not work.flops and not work.nbytes and program == PLAIN:
             return result
         ledger, path, records = self.ledger, self._path(), torch.is_grad_enabled()
         in_backward, in_module = torch._C._current_graph_task_id() != -1, bool(self.modules)
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
-        uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
-        if self.host is not None:
-            uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
-            between = self.host.taken()
+        uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
+        between = 0.0 if self.host is None else self.host.taken()
         seconds: float | None
         if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
             seconds = host_seconds(work.nbytes, self._kernels.hardware)
@@ -302,13 +305,37 @@ class HollowMode(TorchDispatchMode):
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
                 ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
-        scratch = ledger.birth(StorageRecord(scratch_bytes, at, "workspace", path=path)) if scratch_bytes else None
+        scratch: list[int] = []  # what the kernel holds beside its results
+        for nbytes in program:
+            if nbytes > 0:
+                scratch.append(ledger.birth(StorageRecord(nbytes, at, "workspace", path=path)))
+            elif nbytes < 0:
+                last = next(number for number in reversed(scratch) if ledger.records[number].nbytes == -nbytes)
+                scratch.remove(last)
+                ledger.death(last)
+            else:
+                self._take(op, result, new, at, path, known)
+        for number in reversed(scratch):
+            ledger.death(number)
+        return result
+
+    def _take(
+        self,
+        op: OpOverload,
+        result: Any,
+        new: list[tuple[torch.UntypedStorage, torch.Tensor]],
+        at: int,
+        path: str,
+        known: bool,
+    ) -> None:
+        """Record the storages that operator `at` returns."""
+        results, before = _results(result), self.storages.away
+        beside = {id(results[number]) for number in self._kernels.on_host(op) if number < len(results)}
         for storage, tensor in new:
             if storage._cdata not in self.storages:
+                self.storages.away = before or id(tensor) in beside
                 self.storages.enter(storage, tensor, at, "", path, known)
-        if scratch is not None:
-            ledger.death(scratch)
-        return result
+        self.storages.away = before
 
     def _path(self) -> str:
         if self.modules:
@@ -482,8 +509,12 @@ class HollowMode(TorchDispatchMode):
             born -= 1
         self._sum = Sum(born, first, second, number)
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
+        caller = sys._getframe(3).f_code
+        if caller is linear.__code__:
+            self.ledger.sums.append(self._sum)  # of a product that nobody else has and a bias
+            return
         by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if not by_engine or sys._getframe(3).f_code.co_name != "_engine_run_backward":
+        if not by_engine or caller.co_name != "_engine_run_backward":
             return
         # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
         if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):

@@ -27,7 +27,7 @@ class LiveStorages:
 
     def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False) -> None:
         self.ledger = ledger
-        self._beside_cpu = beside_cpu
+        self.beside_cpu = beside_cpu
         self.caches = CacheContents()
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
@@ -43,7 +43,7 @@ class LiveStorages:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
         records = [self.record(tensor) for tensor in tensors]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = self._beside_cpu and bool(records) and all(record.away for record in records)
+        self.away = self.beside_cpu and bool(records) and all(record.away for record in records)
         return records
 
     def __contains__(self, key: int) -> bool:

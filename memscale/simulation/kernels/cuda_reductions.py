@@ -127,6 +127,14 @@ def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multi
         multiprocessors: of the device.
         threads: that each of them holds, see :func:`threads_per_multiprocessor`.
     """
+    blocks = reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
+    return sum(round_up(nbytes, MIN_BLOCK_BYTES) for nbytes in blocks)
+
+
+def reduction_blocks(
+    op: str, args: Sequence[Any], outputs: Any, *, multiprocessors: int, threads: int
+) -> tuple[int, ...]:
+    """The blocks of which :func:`reduction_scratch_bytes` is the sum, in the order in which they are taken."""
     kernel, source = REDUCTIONS[op], args[0]
     result = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     asked = args[kernel.dims] if kernel.dims is not None and len(args) > kernel.dims else None
@@ -139,7 +147,7 @@ def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multi
         source = torch.empty(source.shape, dtype=source.dtype, device="meta")
         copied = source.nbytes
     if not source.numel() or (kernel is _MOMENT and source.is_complex()):
-        return 0
+        return ()
     dims = [asked] if isinstance(asked, int) else asked
     reduced = {dim % source.dim() for dim in dims} if dims and source.dim() else set(range(source.dim()))
     loop = _Loop.over(source, reduced)
@@ -152,7 +160,7 @@ def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multi
         if not in_output and result.itemsize < partial:
             waiting = partial * max(1, *(size * stride for size, stride in zip(loop.shape, loop.writes, strict=True)))
     blocks = _largest(loop, kernel, source.dtype, result.itemsize, multiprocessors, threads)
-    return sum(round_up(nbytes, MIN_BLOCK_BYTES) for nbytes in (copied, waiting, *blocks))
+    return tuple(nbytes for nbytes in (copied, waiting, *blocks) if nbytes)
 
 
 @dataclass(frozen=True)

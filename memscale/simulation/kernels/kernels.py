@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
@@ -18,15 +20,17 @@ from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
+from memscale.simulation.kernels.cuda_programs import cuda_program, in_order, on_host
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     cuda_dropout,
-    cuda_scratch_bytes,
     uses_cublaslt,
 )
+from memscale.simulation.kernels.programs import RESULTS, Program, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
+_LINEAR = F.linear
 _DEFAULT_CAPABILITY = (8, 0)
 _DEFAULT_MULTIPROCESSORS = 132
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -50,15 +54,23 @@ class Kernels:
         """Whether times are those of this machine, measured."""
         return self._times is not None
 
-    def scratch_bytes(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> int:
-        """The bytes that `op`, which does `flops` of arithmetic, allocates and frees again inside one call."""
+    def in_order(self, op: OpOverload, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of `op` in the order in which its kernel takes them."""
+        return in_order(str(op), results) if self.is_cuda and len(results) > 1 else results
+
+    def on_host(self, op: OpOverload) -> tuple[int, ...]:
+        """Which results of `op` lie on the CPU beside the device."""
+        return on_host(str(op)) if self.is_cuda else ()
+
+    def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
+        """What `op`, which does `flops` of arithmetic, takes inside one call, and when it takes its results."""
         if self._cuda is not None:
             # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
             with contextlib.suppress(RuntimeError):
-                return self._cuda.nbytes(op, args, kwargs)
+                return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
         if self.is_cuda:
-            return cuda_scratch_bytes(str(op), args, result, self.capability, multiprocessors=self.multiprocessors)
-        return self._cpu.nbytes(op, args, kwargs, flops)
+            return cuda_program(str(op), args, result, self.capability, self.multiprocessors)
+        return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
     def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
         """How long the device takes for this call of `op`, which does `work`; None where its speed is not known."""
@@ -88,10 +100,7 @@ class Kernels:
         return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """What these modules do on the device that is not known, and which times are no measurements."""
-        if self._times is not None and self._times.estimated:
-            names = ", ".join(sorted(self._times.estimated))
-            return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
+        """What these modules do on the device that is not known."""
         recurrent = sorted({type(module).__name__ for module in modules if isinstance(module, nn.RNNBase)})
         if not (self.is_cuda and recurrent):
             return []
@@ -104,6 +113,7 @@ class Kernels:
     def chosen(self, optimizers: list[torch.optim.Optimizer], at_home: Mapping[int, Home]) -> Iterator[None]:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
         with ExitStack() as stack:
+            stack.enter_context(patched(F, "linear", linear))
             if self.is_cuda:
                 stack.enter_context(cuda_attention(self.capability))
                 stack.enter_context(cuda_dropout())
@@ -119,6 +129,21 @@ class Kernels:
                         if "foreach" in group and group["foreach"] is None and not group.get("fused") and away:
                             group["foreach"] = False  # put back with everything else that the simulation reached
             yield
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear``, by a name that is seen in the frame of its operators.
+
+    Of rows that do not lie one after the other it adds the bias to its product: in place, unless a mode is active or
+    the bias is a wrapper of `torch.func`.
+    """
+    if bias is not None and is_functorch_wrapped_tensor(bias):
+        return _linear_of_wrapped(input, weight, bias)
+    return _LINEAR(input, weight, bias)
+
+
+def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _LINEAR(input, weight, bias)
 
 
 def _with_loops() -> list[str]:

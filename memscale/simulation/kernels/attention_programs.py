@@ -1,0 +1,114 @@
+"""What CUDA's attention kernels do with the allocator while they run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memscale.simulation.allocator.block_pool import round_up
+from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, is_deterministic, taken
+
+
+def _flash_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """A float32 accumulator for the query's gradient, and per-head gradients of shared keys and values.
+
+    Source: ``mha_bwd`` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, and
+    ``_flash_attention_backward`` in attention_backward.cu, which makes the gradient and the output contiguous.
+    """
+    grad, query, key, _, out = args[:5]
+    batch, heads, queries, head = query.shape
+    rows = round_up(queries, 128)
+    splits = math.ceil(multiprocessors / (batch * heads)) if is_deterministic() else 1
+    width = round_up(head, 32) if head <= 192 else 256
+    shared = 0 if key.size(1) == heads else batch * key.size(2) * heads * head * query.itemsize
+    copies = taken(copied(grad.transpose(1, 2)), copied(out.transpose(1, 2)))
+    accumulator = splits * batch * rows * heads * width * 4
+    return *copies, RESULTS, *taken(batch * heads * rows * 4, accumulator, shared, shared)
+
+
+def _efficient_forward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """A float32 output for heads that do not fit in registers.
+
+    Source: ``kNeedsOutputAccumulatorBuffer`` in mem_eff_attention/kernel_forward.h; kernels/cutlassF.h has
+    kernels for heads up to 64, up to 128 and larger.
+    """
+    query, key, value = args[:3]
+    if query.itemsize == 4 or max(key.size(-1), value.size(-1)) <= 128:
+        return PLAIN
+    return RESULTS, math.prod(query.shape[:3]) * value.size(-1) * 4
+
+
+# 163 KiB of shared memory a block and more (CUDA C programming guide, technical specifications per compute
+# capability): enough for the kernels with 128 queries a block. That they need more than 99 KiB is inferred.
+_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
+
+
+def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int, int, bool]:
+    """Queries and keys a block, and whether the gradients of keys and values outgrow its registers."""
+    large = capability in _LARGE_SHARED_MEMORY
+    if half and capability >= (8, 0):
+        if width <= 64:
+            return 64, 64, False
+        if width <= 96 and capability in ((8, 6), (8, 9)):
+            return 128, 64, False
+        if width <= 128 and large:
+            return 128, 128, False
+        return (128 if width > 128 and large else 64), 64, True
+    # float32 needs no larger accumulator than the gradient itself.
+    return (128 if width > 64 and large else 64), 64, half
+
+
+def _efficient_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Row sums, float32 tiles of the query's gradient, and of the key's and value's where they outgrow registers.
+
+    Source: ``_efficient_attention_backward`` in attention_backward.cu, ``workspace_size`` in
+    mem_eff_attention/kernel_backward.h and the kernels listed in kernels/cutlassB.h.
+    """
+    grad, query, key, value = args[:4]
+    batch, heads, queries, head = query.shape
+    keys, value_head, half = key.size(2), value.size(-1), query.itemsize == 2
+    rows, columns, spills = _efficient_tile(half, max(head, value_head), capability)
+
+    row_sums = batch * heads * queries * 4
+    product = batch * heads * queries * value_head * 4
+    first: Program = (row_sums,)
+    if not half:
+        # The kernel wants the row sums of gradient times output ready.
+        first = product, row_sums, row_sums, -row_sums, -product
+    elif (7, 0) <= capability < (7, 5) and spills:
+        first = product, product, product, row_sums, row_sums, -row_sums, -product, -product, -product
+
+    floats = 0
+    if half or capability >= (7, 0):
+        # A lock, a counter and padding come before the numbers of a tile.
+        floats = math.ceil(queries / rows) * math.ceil(head / columns) * (4 + rows * columns)
+    if spills:
+        splits = max(1, min(math.ceil(keys / columns), 200 // (batch * heads)))
+        if capability < (7, 0) or is_deterministic():
+            splits = 1
+        floats += splits * columns * (round_up(head, rows) + round_up(value_head, rows))
+    tiles = batch * heads * round_up(floats, 4) * 4
+    return *taken(copied(grad.transpose(1, 2))), RESULTS, *first, *taken(tiles), -row_sums
+
+
+def _cudnn_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """A float32 accumulator for the query's gradient, the row sums, and per-head gradients of shared keys and values.
+
+    Source: the workspace of ``SDPABackwardNode`` in scaled_dot_product_flash_attention.h of cudnn-frontend 1.x. What
+    the chosen plan takes beside it is not known.
+    """
+    _, query, key, value = args[:4]
+    batch, heads, queries, head = query.shape
+    rows = batch * heads * queries
+    shared = batch * heads * key.size(2) * query.itemsize if key.size(1) != heads else 0
+    return RESULTS, rows * (head + 1) * 4 + shared * (key.size(-1) + value.size(-1))
+
+
+#: By ``str(OpOverload)``.
+ATTENTION: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
+}

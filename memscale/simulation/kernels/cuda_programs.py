@@ -1,0 +1,342 @@
+"""What the CUDA kernels of PyTorch's operators do with the allocator while they run, in order.
+
+Seen on torch 2.13 with the recorder of its allocator; the formulas are the sources'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memscale.simulation.kernels.attention_programs import ATTENTION
+from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduction_blocks, threads_per_multiprocessor
+from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, taken
+
+# The order in which results are taken, where it is not that in which they are returned.
+_ORDER: Mapping[str, tuple[int, ...]] = {
+    "aten.native_dropout.default": (1, 0),
+    "aten.nll_loss2d_forward.default": (1, 0),
+    "aten._scaled_dot_product_cudnn_attention.default": (2, 3, 0, 1),
+    "aten._embedding_bag.default": (2, 1, 0, 3),
+}
+_SEEDS_ON_HOST = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
+
+
+def in_order(op: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results that the kernel of `op` takes from the device, in that order.
+
+    >>> x = torch.empty(8, device="meta")
+    >>> dropped, mask = torch.ops.aten.native_dropout.default(x, 0.5, True)
+    >>> [y.dtype for y in in_order("aten.native_dropout.default", [dropped, mask])]
+    [torch.bool, torch.float32]
+    """
+    first = [results[at] for at in _ORDER.get(op, ()) if at < len(results)]
+    return first + [result for result in results if all(result is not one for one in first)]
+
+
+def on_host(op: str) -> tuple[int, ...]:
+    """Which results of `op` a CUDA kernel leaves on the CPU: seeds, but for a capture."""
+    return _SEEDS_ON_HOST.get(op, ())
+
+
+def cuda_program(
+    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int = 132
+) -> Program:
+    """What the CUDA kernel of `op` does with memory while it runs.
+
+    >>> grad = torch.empty(8192, 768, device="meta")
+    >>> cuda_program("aten.sum.dim_IntList", (grad, [0], True), grad.sum([0], True), (9, 0))
+    (0, 50331648, 24)
+
+    Args:
+        op: the overload as ``str(func)`` prints it, with its namespace.
+        args: its positional arguments; fake or meta tensors will do.
+        outputs: what it returned.
+        capability: the device's compute capability, (major, minor).
+        multiprocessors: of the device; 132 is an H100.
+    """
+    if op in REDUCTIONS:
+        return RESULTS, *_reduced(op, args, outputs, capability, multiprocessors)
+    formula = PROGRAMS.get(op)
+    return PLAIN if formula is None else formula(args, capability, multiprocessors)
+
+
+def _reduced(
+    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
+) -> tuple[int, ...]:
+    threads = threads_per_multiprocessor(capability)
+    return reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    """``suggest_memory_format``, of a tensor that is whole."""
+    kept = _CHANNELS_LAST.get(tensor.dim())
+    return kept is not None and tensor.is_contiguous(memory_format=kept) and not tensor.is_contiguous()
+
+
+def _copied_image(tensor: torch.Tensor) -> int:
+    """What ``contiguous(memory_format)`` allocates, in the format that suits the tensor best."""
+    return 0 if _has_channels_last(tensor) else copied(tensor)
+
+
+def _product(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """A copy of each matrix without a dense dimension.
+
+    Source: ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas`` in aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    copies = []
+    for matrix in args[-2:]:
+        rows, columns = matrix.shape[-2:]
+        down, across = matrix.stride()[-2:]
+        dense = (down == 1 and across >= max(1, rows)) or (across == 1 and down >= max(1, columns))
+        copies.append(0 if dense or not matrix.numel() else matrix.numel() * matrix.itemsize)
+    return RESULTS, *taken(*copies)
+
+
+def _sorted_pairs(count: int, largest: int, item: int = 8) -> Program:
+    """Keys, values and the positions from which those come, then cub's temporary storage.
+
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh: the second pair of buffers where one pass over 8 bits is not
+    enough, 256 counters of 8 bytes a pass, and a look-back for every 4096 pairs or so.
+    """
+    each = count * item
+    if count <= 2304:  # one block of threads sorts them
+        return each, each, each, 1
+    passes = math.ceil(max(1, largest.bit_length()) / 8)
+    temporary = (2 * each if passes > 1 else 0) + 2048 * passes + 1024 * math.ceil(count / 4096) + 511
+    return each, each, each, temporary
+
+
+def _embedding_dense_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Sorted indices, segments, and a partial sum of up to ten rows for every segment.
+
+    Source: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu (NROWS_PER_THREAD = 10). The
+    fused kernel for few, long segments, which takes no partial sums, is left out: it needs a tiny vocabulary.
+    """
+    grad, indices, num_weights, _, by_frequency = args[:5]
+    count, item = indices.numel(), indices.itemsize
+    copies = taken(copied(grad), copied(indices))
+    if count <= 3072 and not by_frequency:
+        return *copies, RESULTS
+    return *copies, *_rows_of_embedding(grad, count, item, num_weights, by_frequency)
+
+
+def _rows_of_embedding(grad: torch.Tensor, count: int, item: int, num_weights: int, by_frequency: bool) -> Program:
+    segments = min(count, num_weights)
+    partials = count // 10 + segments
+    sums = partials * grad.size(-1) * max(4, grad.itemsize)
+    keys, values, positions, temporary = _sorted_pairs(count, num_weights, item)
+    frequencies = (count * item,) if by_frequency else ()
+    return (
+        *(keys, values, positions, temporary, -temporary, -positions, *frequencies, RESULTS),
+        *(count * item, 8, count * item, 1279, -1279, -count * item),
+        *(segments * item, segments * item, 1279, -1279, 8, partials * item, sums),
+    )
+
+
+def _embedding_bag_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``embedding_bag_backward_cuda_sum_avg`` in aten/src/ATen/native/cuda/EmbeddingBag.cu."""
+    grad, indices, num_weights = args[0], args[1], args[6]
+    return *taken(copied(grad)), *_rows_of_embedding(grad, indices.numel(), indices.itemsize, int(num_weights), False)
+
+
+def _embedding(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    return *taken(copied(args[1])), RESULTS
+
+
+def _index(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``AdvancedIndex`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp: on CUDA several indices have one
+    layout, or are copied."""
+    chosen = [index for index in args[1] if index is not None and index.dtype not in (torch.bool, torch.uint8)]
+    expanded = torch.broadcast_tensors(*chosen) if len(chosen) > 1 else []
+    if all(index.stride() == expanded[0].stride() for index in expanded):
+        return PLAIN
+    return *taken(*map(copied, expanded)), RESULTS
+
+
+def _index_put(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Accumulation sorts the linear indices together with their positions.
+
+    Source: ``index_put_with_sort_kernel`` in aten/src/ATen/native/cuda/Indexing.cu.
+    """
+    target, indices, values = args[:3]
+    accumulate = args[3] if len(args) > 3 else False
+    chosen = [index for index in indices if index is not None]
+    if not accumulate or not chosen or any(index.dtype in (torch.bool, torch.uint8) for index in chosen):
+        return PLAIN
+    count = math.prod(torch.broadcast_shapes(*(index.shape for index in chosen)))
+    kept = [size for axis, size in enumerate(target.shape) if axis >= len(indices) or indices[axis] is None]
+    expanded = count * math.prod(kept)
+    whole = values.numel() == expanded and values.is_contiguous()
+    values_bytes = 0 if whole else expanded * values.itemsize
+    linear = count * 8
+    rows = target.numel() // max(1, math.prod(kept))
+    checks = (8, 8, 1, -1, 1, -1, -8, -8) * len(chosen)  # that each is within bounds
+    sizes = taken(copied(target), *checks, linear, linear, -linear, values_bytes)
+    return RESULTS, *sizes, *_sorted_pairs(count, rows)
+
+
+def _layer_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    return *taken(copied(args[0])), RESULTS
+
+
+def _layer_norm_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Partial gradients of weight and bias, where the rows are many and short.
+
+    Source: ``LaunchGammaBetaBackwardCUDAKernel`` in aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+    """
+    grad, x, normalized_shape, _, _, weight, bias, output_mask = args[:8]
+    columns = math.prod(normalized_shape)
+    rows = x.numel() // columns if columns else 0
+    copies = *taken(copied(x)), RESULTS, *taken(copied(grad))
+    if rows <= 64 * 1024 or columns // 32 >= multiprocessors // 2:
+        return copies
+    blocks = min(32 * 1024 // math.ceil(columns / 32), math.ceil(rows / 32))
+    partials = [
+        blocks * columns * parameter.itemsize
+        for parameter, wanted in ((weight, output_mask[1]), (bias, output_mask[2]))
+        if parameter is not None and wanted
+    ]
+    return *copies, *partials
+
+
+def _group_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Scale and shift of every channel, in float32; of halves the statistics, too.
+
+    Source: ``GroupNormKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
+    """
+    x, weight, bias, samples, channels, area, groups = args[:7]
+    item = max(4, x.itemsize)
+    statistics = samples * groups * item if x.itemsize < 4 else 0
+    each = samples * channels * item if area > 1 and (weight is not None or bias is not None) else 0
+    return *taken(_copied_image(x)), RESULTS, *taken(statistics, statistics, each, each)
+
+
+def _group_norm_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Sums over every channel and every group, in float32.
+
+    Source: ``GroupNormBackwardKernelImplInternal`` in aten/src/ATen/native/cuda/group_norm_kernel.cu.
+    """
+    grad, x, _, _, _, samples, channels, _, groups = args[:9]
+    item = max(4, x.itemsize)
+    channel, group = samples * channels * item, samples * groups * item
+    return *taken(_copied_image(x), _copied_image(grad)), RESULTS, channel, channel, group, group, channel
+
+
+def _copy_after(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``host_softmax`` in aten/src/ATen/native/cuda/SoftMax.cu; UpSampleNearest2d.cu and its like."""
+    return RESULTS, *taken(copied(args[0]))
+
+
+def _log_softmax_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``host_softmax_backward`` in aten/src/ATen/native/cuda/SoftMax.cu."""
+    return RESULTS, *taken(copied(args[0]), copied(args[1]))
+
+
+def _softmax_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """The product of gradient and output, which the kernel takes in place of the gradient.
+
+    Source: ``softmax_backward_cuda_out`` in aten/src/ATen/native/cuda/SoftMax.cu.
+    """
+    product = torch.mul(*(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in args[:2]))
+    return RESULTS, *taken(product.nbytes, copied(product), copied(args[1]))
+
+
+def _safe_softmax(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Which scores are minus infinity, which rows are so as a whole, and a zero for those.
+
+    Source: ``_safe_softmax`` in aten/src/ATen/native/transformers/attention.cpp.
+    """
+    scores = args[0]
+    return RESULTS, *taken(scores.numel(), scores.numel() // max(1, scores.size(args[1])), 4)
+
+
+def _mean_loss(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """The loss of each element, where their mean or sum is returned, and what that reduction takes.
+
+    Source: aten/src/ATen/native/BinaryOps.cpp and PointwiseOps.cpp, the structured kernels of these losses.
+    """
+    x = args[0]
+    reduction = next((each for each in args[2:] if isinstance(each, int) and not isinstance(each, bool)), 1)
+    if not reduction:
+        return PLAIN
+    each = torch.empty(torch.broadcast_shapes(x.shape, args[1].shape), dtype=x.dtype, device="meta")
+    total = torch.empty((), dtype=x.dtype, device="meta")
+    scratch = _reduced("aten.mean.default", (each,), total, capability, multiprocessors)
+    return RESULTS, each.nbytes, *scratch
+
+
+def _roll(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """One dimension after the other. Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu."""
+    return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
+
+
+def _in_one_format(*images: torch.Tensor) -> list[int]:
+    """What it takes to bring images and kernels into one format: channels last if one of them has it.
+
+    Source: ``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h.
+    """
+    if not any(map(_has_channels_last, images)):
+        return [copied(image) for image in images]
+    kept = _CHANNELS_LAST[images[0].dim()]
+    return [0 if image.is_contiguous(memory_format=kept) else image.nbytes for image in images]
+
+
+def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
+    image, kernel = _in_one_format(*args[:2])
+    return *taken(image), RESULTS, *taken(kernel)
+
+
+def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """The gradient of the bias is a sum. What cuDNN takes for the other two is not known.
+
+    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    grad, wanted = args[0], args[-1]
+    copies = taken(*_in_one_format(*args[:3])[:2])
+    if not wanted[2]:
+        return *copies, RESULTS
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
+    scratch = _reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors)
+    return *copies, RESULTS, *(-nbytes for nbytes in reversed(copies)), *scratch
+
+
+#: The ops whose programs are known, by ``str(OpOverload)``; reductions have one rule for all.
+PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
+    **ATTENTION,
+    **dict.fromkeys(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"), _product),
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_dense_backward,
+    "aten._embedding_bag_backward.default": _embedding_bag_backward,
+    "aten.index.Tensor": _index,
+    "aten.index_put.default": _index_put,
+    "aten.index_put_.default": _index_put,
+    "aten._index_put_impl_.default": _index_put,
+    "aten._unsafe_index_put.default": _index_put,
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten._softmax.default": _copy_after,
+    "aten._log_softmax.default": _copy_after,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten._log_softmax_backward_data.default": _log_softmax_backward,
+    "aten._safe_softmax.default": _safe_softmax,
+    "aten.upsample_nearest2d_backward.default": _copy_after,
+    "aten.upsample_bilinear2d_backward.default": _copy_after,
+    "aten.mse_loss.default": _mean_loss,
+    "aten.smooth_l1_loss.default": _mean_loss,
+    "aten.huber_loss.default": _mean_loss,
+    "aten.binary_cross_entropy.default": _mean_loss,
+    "aten.roll.default": _roll,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+}

@@ -1,0 +1,47 @@
+"""The words in which it is said what a CUDA kernel does with the allocator while it runs, in order.
+
+The order counts: PyTorch's allocator gives a request the best of its free blocks, so which blocks a step needs depends
+on what is free at each moment.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memscale.simulation.allocator.block_pool import round_up
+from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
+
+Capability = tuple[int, int]
+
+#: Bytes that a kernel takes, minus the bytes of the block that it gives back (the last one of that size), and
+#: :data:`RESULTS` where it takes what it returns. What is left at the end goes back, the last block first.
+Program = tuple[int, ...]
+RESULTS = 0
+PLAIN: Program = (RESULTS,)
+
+
+def most_held(program: Program) -> int:
+    """The most bytes that a kernel holds at once beside what it returns, as the allocator counts them.
+
+    >>> most_held((RESULTS, 1024, 100, -100, 2000))
+    3072
+    """
+    held = most = 0
+    for nbytes in program:
+        held += round_up(nbytes, MIN_BLOCK_BYTES) if nbytes > 0 else -round_up(-nbytes, MIN_BLOCK_BYTES)
+        most = max(most, held)
+    return most
+
+
+def taken(*nbytes: int) -> Program:
+    """What is there to take of these: nothing takes no bytes."""
+    return tuple(size for size in nbytes if size)
+
+
+def copied(tensor: torch.Tensor) -> int:
+    """What ``contiguous()`` allocates."""
+    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
+
+
+def is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
