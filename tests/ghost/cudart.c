@@ -476,7 +476,8 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
-    attributes->ptxVersion = attributes->binaryVersion = card.major * 10 + card.minor;
+    /* The code that the wheel has for the card: cub refuses what it was not compiled for. Cards of 8.9 run that of 8.6. */
+    attributes->ptxVersion = attributes->binaryVersion = card.major * 10 + (card.minor == 9 ? 6 : card.minor);
     attributes->maxDynamicSharedSizeBytes = card.smem_optin;
     return cudaSuccess;
 }
