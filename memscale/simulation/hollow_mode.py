@@ -129,7 +129,7 @@ class HollowMode(TorchDispatchMode):
         self._used: list[tuple[StorageRecord, int]] = []  # by the operator that is being answered
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
-        self._fake = FakeKernels()
+        self._fake = FakeKernels(on_cuda=kernels.is_cuda)
         self._answers: dict[Any, _Answer] = {}
         self._kinds: dict[OpOverload, tuple[Kind, bool]] = {}
         self._sites: dict[Any, int] = {}  # how often a line of the step has read stand-ins

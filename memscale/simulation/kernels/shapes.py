@@ -177,26 +177,41 @@ def _of_dtype(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
     return replace(layout, outputs=replace(layout.outputs, dtype=dtype), storage_bytes=(scaled,))
 
 
-def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any]) -> ResultLayout:
+def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cuda: bool) -> ResultLayout:
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
     if op in _ORDERED_AS:
         decides = _ORDERED_AS[op]
         return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
+    if on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16):
+        return _with_statistics(layout, torch.float32)
     if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
         # Statistics are in the dtype of the weight, which under autocast is not that of the input.
-        result, *statistics = layout.outputs
-        wide = [replace(tensor, dtype=args[2].dtype) for tensor in statistics]
-        nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
-        return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
+        return _with_statistics(layout, args[2].dtype)
     return layout
+
+
+# On CUDA their statistics are in the dtype that they accumulate in.
+_ACCUMULATED = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten._native_batch_norm_legit.default,
+}
+
+
+def _with_statistics(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
+    result, *statistics = layout.outputs
+    wide = [replace(tensor, dtype=dtype) for tensor in statistics]
+    nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
+    return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
 
 
 class FakeKernels:
     """Runs operators on fake tensors, one call at a time, to learn their layouts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        self._on_cuda = on_cuda
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._log = logging.getLogger(fake_tensor.__name__)
 
@@ -213,7 +228,9 @@ class FakeKernels:
                 fakes = {id(tensor): _like(tensor, narrow=narrow) for tensor in arguments}
                 result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
-                return _as_real(op, layout if not narrow else _of_dtype(layout, arguments[0].dtype), args)
+                return _as_real(
+                    op, layout if not narrow else _of_dtype(layout, arguments[0].dtype), args, on_cuda=self._on_cuda
+                )
         finally:
             self._log.disabled = was_disabled
 
