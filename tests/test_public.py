@@ -89,7 +89,7 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
-    OOMRisk Point ProvenPlan frontier parts_of plan planned repeated_blocks shorthands taken_bytes
+    OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
     Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages

@@ -74,17 +74,22 @@ def predict_command(
         str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="checkpoint, offload, tile and cast joined by +, or the file of a Plan in JSON.")
+        str | None,
+        typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
     ] = None,
     accumulate: Annotated[
         int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")
     ] = 1,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share such as 0.9."),
+        typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%."),
     ] = None,
     largest: Annotated[
-        str | None, typer.Option(metavar="batch|seq", help="Find also the largest batch or sequence that fits.")
+        str | None,
+        typer.Option(metavar="batch|seq|grid", help="Find also the largest batch or sequence that fits, or a table."),
+    ] = None,
+    at_most: Annotated[
+        int | None, typer.Option(parser=_whole_number, metavar="N", help="The largest size that --largest looks at.")
     ] = None,
     recommend: Annotated[
         bool | None,
@@ -92,7 +97,10 @@ def predict_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Where a report of the step goes, a .html.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where a picture of the step goes, a .png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Where a picture of the step, or of the table, goes: a .png or .svg.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Where the table of --largest grid goes, a .csv.")] = None,
 ) -> int:
     """Tell whether a training step fits on a card, without the card and without running it.
 
@@ -100,7 +108,22 @@ def predict_command(
     """
     return predict(
         Options(
-            hf, batch, seq, optimizer, gpu, dtype, plan, accumulate, budget, largest, recommend, as_json, html, plot
+            hf=hf,
+            batch=batch,
+            seq=seq,
+            optimizer=optimizer,
+            gpu=gpu,
+            dtype=dtype,
+            plan=plan,
+            accumulate=accumulate,
+            budget=budget,
+            largest=largest,
+            at_most=at_most,
+            recommend=recommend,
+            as_json=as_json,
+            html=html,
+            plot=plot,
+            csv=csv,
         )
     )
 

@@ -59,7 +59,10 @@ _SIZES = {"b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _SIZES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
-_RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the device's memory as a float in (0, 1]"
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
+_RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
+_FEWEST_BYTES = 1024  # of a device that has GiB
+_GIB = 1 << 30
 
 
 def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str = "budget") -> int:
@@ -69,17 +72,21 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
     442450944
     >>> budget_bytes(0.5, 1001), budget_bytes(4096, 1001)
     (500, 4096)
+    >>> budget_bytes("90%", 1000)
+    900
 
     Args:
         budget: an int is bytes; a string is a number with a unit, ``"6GiB"`` (binary) or ``"6GB"`` (decimal), in any
-            case; a float in (0, 1] is that share of `whole_bytes`.
+            case; a float in (0, 1] is that share of `whole_bytes`, and so is ``"90%"``.
         whole_bytes: of the device's memory.
         argument: what messages call it.
 
     Raises:
-        ConfigError: it is none of these, or less than one byte.
+        ConfigError: it is none of these, less than one byte, or an int that cannot be meant as bytes.
     """
-    if isinstance(budget, str):
+    if isinstance(budget, str) and (share := _SHARE.fullmatch(budget)) and 0 < Decimal(share[1]) <= 100:
+        nbytes = int(Decimal(share[1]) * whole_bytes / 100)
+    elif isinstance(budget, str):
         nbytes = _parsed_bytes(budget, argument)
     elif isinstance(budget, float) and 0 < budget <= 1:
         nbytes = int(budget * whole_bytes)
@@ -89,6 +96,8 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
         raise ConfigError(f"{argument}={budget!r} must be {_RULE}")
     if nbytes < 1:
         raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes and must be at least 1; pass {_RULE}")
+    if isinstance(budget, int) and nbytes < _FEWEST_BYTES and whole_bytes >= _GIB:
+        raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes; if GiB are meant, write {argument}='{budget}GiB'")
     return nbytes
 
 

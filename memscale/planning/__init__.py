@@ -10,13 +10,14 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
 7. `evidence`: the plan with what was found; `curve`: several of them, as a frontier.
 
-`predictor` (with `prediction`, `largest`, `remedies`) answers whether a step fits as it is.
+`predictor` (with `prediction`, `largest`, `grid`, `remedies`) answers whether a step fits as it is.
 """
 
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.engine import Budget, DecisionEngine, frontier, plan
 from memscale.planning.evidence import Decision, Evidence, Figures, ProvenPlan
+from memscale.planning.grid import SizeGrid
 from memscale.planning.largest import LargestBatch
 from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
 from memscale.planning.predictor import OOMPredictor, parts_of
@@ -35,6 +36,7 @@ __all__ = [
     "OOMRisk",
     "Point",
     "ProvenPlan",
+    "SizeGrid",
     "frontier",
     "parts_of",
     "plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,6 +12,7 @@ from memscale.core import format_bytes
 # How far beyond the largest size that fits a curve is believed. A phase that small sizes do not show (the optimizer
 # hides it) may take over on the way, and a batch far too large would be made for nothing.
 _STRIDE = 16
+MOST_SIMULATIONS = 12
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,12 @@ class LargestBatch:
     Attributes:
         n: the size.
         peak_bytes: the peak at `n`, by simulation; at most the capacity.
-        next_peak_bytes: the peak at ``n + 1``, by simulation; above the capacity. None if `n` is the largest that was
-            asked for.
+        next_peak_bytes: the peak at ``n + 1``, by simulation; above the capacity. None if that was not simulated: `n`
+            is the largest that was asked for, or the search has ended before.
         capacity_bytes: what the step may take.
         simulations: how many sizes were simulated.
+        too_large: the smallest size that was found not to fit, None if all that were simulated fit.
+        interrupted: whether the search was stopped from the keyboard.
     """
 
     n: int
@@ -31,13 +35,17 @@ class LargestBatch:
     next_peak_bytes: int | None
     capacity_bytes: int
     simulations: int
+    too_large: int | None = None
+    interrupted: bool = False
 
     def __str__(self) -> str:
-        beyond = (
-            "the most that was asked for"
-            if self.next_peak_bytes is None
-            else f"{self.n + 1} would take {format_bytes(self.next_peak_bytes)}"
-        )
+        if self.next_peak_bytes is not None:
+            beyond = f"{self.n + 1} would take {format_bytes(self.next_peak_bytes)}"
+        elif self.too_large is not None:
+            beyond = f"{self.too_large} does not"
+        else:
+            beyond = "the largest so far" if self.interrupted else "the most that was asked for"
+        beyond += ", stopped" if self.interrupted else ""
         return (
             f"{self.n} fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.capacity_bytes)}; {beyond} "
             f"({self.simulations} sizes simulated)"
@@ -45,14 +53,14 @@ class LargestBatch:
 
 
 def largest_fitting(
-    peak: Callable[[int], int], capacity_bytes: int, *, at_least: int, at_most: int
+    peak: Callable[[int], int], capacity_bytes: int, *, at_least: int, at_most: int, most: float = math.inf
 ) -> tuple[int | None, dict[int, int]]:
     """The largest n whose peak is at most the capacity, None if already `at_least`'s is not; and every peak asked for.
 
     The next size to look at is where a polynomial of degree 2 through the peaks around the answer reaches the capacity,
     and one more than the largest that fits when that is what the polynomial says: if it is right, this is the proof.
     After a step that gains too little (the allocator takes memory in pieces, another part of the training step takes
-    over), the interval is halved instead.
+    over), the interval is halved instead. After `most` sizes the search ends with what it has.
 
     >>> largest_fitting(lambda n: 100 + 7 * n + 3 * n * n, 10_000, at_least=1, at_most=1000)
     (56, {1: 110, 2: 126, 32: 3396, 56: 9900, 57: 10246})
@@ -61,6 +69,7 @@ def largest_fitting(
         peak: the bytes at size n, which do not fall as n grows.
         capacity_bytes: the limit.
         at_least, at_most: the sizes between which to look.
+        most: how many sizes to look at.
     """
     peaks: dict[int, int] = {}
 
@@ -72,7 +81,7 @@ def largest_fitting(
         return None, peaks
     low, high = at_least, at_most + 1  # `low` fits; `high` does not, or is out of bounds
     halve = False
-    while high - low > 1:
+    while high - low > 1 and len(peaks) < most:
         width = high - low
         n = (low + high) // 2 if halve else max(low + 1, _on_curve(peaks, low, high - 1, capacity_bytes))
         low, high = (n, high) if fits(n) else (low, n)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, Document, format_bytes
+from memscale.core import ConfigError, Document, format_bytes, format_seconds
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
@@ -173,7 +173,10 @@ class OOMPrediction:
         lines.append(f"at the peak, {profile.moment}")
         lines += [f"  {name:<16} {format_bytes(nbytes):>10}" for name, nbytes in parts if nbytes]
         if self.recommendations:
-            lines.append("what would free memory")
+            base = (
+                f" (step times are multiples of {format_seconds(profile.step_seconds)})" if profile.step_seconds else ""
+            )
+            lines.append(f"what would free memory{base}")
             lines += [f"  {self._line(each)}" for each in self.recommendations]
         return "\n".join([*lines, *(f"note: {note}" for note in (*profile.notes, *self.notes))])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, batches, budget_bytes, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, Progress
-from memscale.planning.largest import LargestBatch, largest_fitting
+from memscale.planning.grid import SizeGrid, fitting_grid
+from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
 from memscale.simulation import MemoryProfiler
@@ -120,8 +122,9 @@ class OOMPredictor:
     ) -> LargestBatch:
         """The largest n such that a step with ``batch_fn(n)`` fits: a batch size or a sequence length.
 
-        A few sizes are simulated and a curve through their peaks leads to the answer, at which the simulation has the
-        last word: it fits, and one more does not.
+        A few sizes are simulated, a dozen at most, and a curve through their peaks leads to the answer, at which the
+        simulation has the last word: it fits, and one more does not. Interrupted from the keyboard, it returns the
+        largest size that was found to fit until then.
 
         Args:
             batch_fn: returns the batch of size n, on any device. It is called with sizes up to 16 times the answer, so
@@ -141,7 +144,17 @@ class OOMPredictor:
             raise ConfigError(f"largest(at_least={at_least}, at_most={at_most}) leaves no size; swap the two")
         capacity_bytes = self._capacity_bytes(budget)
         sizes = _Sizes(self, batch_fn, at_least, capacity_bytes)
-        n, peaks = largest_fitting(sizes.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most)
+        n: int | None
+        try:
+            n, peaks = largest_fitting(
+                sizes.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most, most=MOST_SIMULATIONS
+            )
+            interrupted = False
+        except KeyboardInterrupt:
+            peaks, interrupted = sizes.peaks, True
+            n = max((size for size, nbytes in peaks.items() if nbytes <= capacity_bytes), default=None)
+            if n is None:
+                raise
         if n is None:
             raise BudgetError(
                 f"not even batch_fn({at_least}) fits: its step takes {format_bytes(peaks[at_least])} "
@@ -152,7 +165,51 @@ class OOMPredictor:
                 f"batch_fn does not scale: the peak is {peaks[n]} bytes at n={at_least} as at n={n}, with tensors of "
                 "the same shapes; return a batch that grows with n"
             )
-        return LargestBatch(n, peaks[n], peaks.get(n + 1), capacity_bytes, len(peaks))
+        too_large = min((size for size, nbytes in peaks.items() if nbytes > capacity_bytes), default=None)
+        return LargestBatch(n, peaks[n], peaks.get(n + 1), capacity_bytes, len(peaks), too_large, interrupted)
+
+    def grid(
+        self,
+        batch_fn: Callable[[int, int], Any],
+        *,
+        batches: Sequence[int],
+        lengths: Sequence[int],
+        budget: Budget | None = None,
+    ) -> SizeGrid:
+        """Which batch sizes fit with which sequence lengths, by simulating the pairs along the edge of what fits.
+
+        >>> import torch, memscale as ms
+        >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**20)
+        >>> predictor = ms.OOMPredictor(torch.nn.Linear(64, 64), loss=lambda y, _: y.mean(), hardware=box)
+        >>> print(predictor.grid(lambda b, s: torch.ones(b, s, 64), batches=(1, 4, 16), lengths=(128, 512)))
+        fits in 1.00 MiB, batch by sequence length; peaks as simulated
+                      128       512
+        1             yes   422 KiB
+        4         422 KiB  1.53 MiB
+        16       1.53 MiB        no
+
+        Args:
+            batch_fn: returns the batch of a batch size and a length, best on ``meta``.
+            batches, lengths: the sizes, ascending.
+            budget: as in `predict`.
+
+        Raises:
+            ConfigError: a list of sizes is empty or not ascending, or a batch does not fit the model.
+        """
+        for name, sizes in (("batches", batches), ("lengths", lengths)):
+            if not sizes or sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
+                raise ConfigError(f"grid({name}={sizes!r}) must be sizes of at least 1, ascending, such as (1, 2, 4)")
+        capacity_bytes = self._capacity_bytes(budget)
+        most, done = len(batches) + len(lengths) - 1, itertools.count()
+
+        def peak_bytes(batch: int, length: int) -> int:
+            self._say(f"{batch} x {length}", next(done), most)
+            profile = self._profiler.profile(
+                batch_fn(batch, length), accumulate=self.accumulate, capacity_bytes=capacity_bytes
+            )
+            return taken_bytes(profile)
+
+        return fitting_grid(peak_bytes, capacity_bytes, batches=batches, lengths=lengths)
 
     def _recommending(self, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
         tried = remedies(self.model, self.plan, self.optimizer, batch, self.hardware)
@@ -243,6 +300,7 @@ class _Sizes:
         self.batch_fn = batch_fn
         self.at_least = at_least
         self.capacity_bytes = capacity_bytes
+        self.peaks: dict[int, int] = {}
         self.parts: dict[int, list[Any]] = {}  # by size, what the batch holds: shapes of tensors, other values
 
     def peak_bytes(self, n: int) -> int:
@@ -271,7 +329,8 @@ class _Sizes:
             if n == self.at_least:
                 raise
             raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {remedy}") from error
-        return taken_bytes(profile)
+        self.peaks[n] = taken_bytes(profile)
+        return self.peaks[n]
 
     def only_values_differ(self, n: int) -> bool:
         """Whether the batch of size `n` has the smallest one's tensors, and other values beside them."""

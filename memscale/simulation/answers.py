@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class Answers:
             for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
                 stack.enter_context(self._attribute(name, value))
             # Without CUDA, PyTorch cannot say which device is the present one, as "cuda" alone means.
-            stack.enter_context(_method("to", _indexed(torch.Tensor.to)))
-            stack.enter_context(_method("cuda", _to_device))
+            stack.enter_context(_attribute("to", _Method(torch.Tensor.to, _indexed(torch.Tensor.to))))
+            stack.enter_context(_attribute("cuda", _Method(torch.Tensor.cuda, _to_device)))
             for name in ("tensor", "as_tensor"):
                 stack.enter_context(patched(torch, name, _indexed(getattr(torch, name))))
             for name, answer in self._functions().items():
@@ -100,11 +100,13 @@ class Answers:
 
         def read(tensor: torch.Tensor) -> Any:
             if self._is_insider(sys._getframe(1).f_code) or not self._on_device(tensor):
-                return original.__get__(tensor)
+                # A subclass would be told to handle this very function, which it does not know.
+                with torch._C.DisableTorchFunctionSubclass():
+                    return original.__get__(tensor)
             self.asked[f"Tensor.{name}"] = None
             return value
 
-        with _method(name, property(read)):
+        with _attribute(name, property(read)):
             yield
 
     def _watched(self, enable: Callable[..., None]) -> Callable[..., None]:
@@ -124,8 +126,29 @@ class Answers:
         return self._insider[code]
 
 
+class _Method:
+    """A method in place of `original`, which it is equal to: PyTorch hands it to subclasses, who look it up."""
+
+    def __init__(self, original: Any, run: Callable[..., Any]) -> None:
+        self._original = original
+        self._run = run
+        self.__name__ = original.__name__
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        return self if tensor is None else MethodType(self, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(other == self._original)
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+
 @contextmanager
-def _method(name: str, replacement: Any) -> Iterator[None]:
+def _attribute(name: str, replacement: Any) -> Iterator[None]:
     setattr(torch.Tensor, name, replacement)
     try:
         yield

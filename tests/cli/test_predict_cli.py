@@ -408,14 +408,10 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
             ["--hf", "factories:plain", "--plan", "offload"],
             "'offload' is no file, and nothing that this model can have on",
         ),
-        (
-            ["--plan", "cast", "--gpu", "t4"],
-            "'cast' is no file, and nothing that this model can have on Tesla T4; it can",
-        ),
         (["--plan", "gpt2.json"], "the plan has schema version None"),
         (["--budget", "6G"], "budget='6G' must be bytes as an int, a string such as '6GiB' or '6GB'"),
         (["--budget", "1.5"], "budget=1.5 must be bytes"),
-        (["--largest", "width"], "--largest must be batch or seq, got 'width'"),
+        (["--largest", "width"], "--largest must be batch, seq or grid, got 'width'"),
         (
             ["--hf", "vit.json", "--largest", "seq"],
             "--largest seq: the batches of this model are the same for any seq; use --largest batch",
@@ -449,3 +445,68 @@ def test_bad_options_get_one_line(folder, capsys, options, message):
 def test_a_model_is_needed(capsys):
     assert predict("--batch", "2") == 2
     assert "Missing option '--hf'" in capsys.readouterr().err
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_batches_by_lengths_as_text_csv_and_picture(folder, capsys):
+    step = ("--hf", "gpt2.json", "--gpu", "cpu", "--budget", "40MiB", "--largest", "grid", "--at-most", "64")
+    assert predict(*step, "--csv", "sizes.csv", "--plot", "sizes.png", "--no-recommend") in (0, 3)
+    shown = capsys.readouterr().out
+    assert "batch by sequence length" in shown
+    lines = [line.split(",") for line in Path("sizes.csv").read_text().splitlines()[1:]]
+    assert {int(seq) for _, seq, _, _ in lines} == {2, 4, 8, 16, 32, 64}
+    assert {fits for _, _, fits, _ in lines} == {"yes", "no"}
+    simulated = [(fits, int(nbytes)) for _, _, fits, nbytes in lines if nbytes]
+    assert 0 < len(simulated) <= 11
+    assert all((fits == "yes") == (nbytes <= 40 * MIB) for fits, nbytes in simulated)
+    assert Path("sizes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_size_beyond_at_most_is_looked_at(folder, capsys):
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "seq", "--at-most", "17", "--json") == 0
+    largest = json.loads(capsys.readouterr().out)["largest"]
+    assert (largest["n"], largest["next_peak_bytes"], largest["interrupted"]) == (17, None, False)
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--at-most", "17") == 2
+    assert "--largest" in capsys.readouterr().err
+
+
+def test_a_search_that_is_stopped_tells_what_it_has(folder, capsys, monkeypatch):
+    peaks = []
+    before = ms.MemoryProfiler.profile
+
+    def profile(self, batch, **options):
+        if len(peaks) == 4:
+            raise KeyboardInterrupt
+        peaks.append(len(batch["input_ids"]))
+        return before(self, batch, **options)
+
+    monkeypatch.setattr(ms.MemoryProfiler, "profile", profile)
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "batch", "--no-recommend") == 130
+    assert f"largest batch: {max(peaks)} fits" in capsys.readouterr().out
+
+
+def test_a_slow_command_says_what_it_does_without_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr("memscale.cli.predict._QUIET_SECONDS", 0.0)
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "batch", "--no-recommend") == 0
+    assert "now size 2" in capsys.readouterr().err
+
+
+def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys, monkeypatch):
+    plans = []
+    predictor = ms.OOMPredictor
+
+    def seen(*arguments, plan=None, **options):
+        plans.append(repr(plan))
+        return predictor(*arguments, plan=plan, **options)
+
+    monkeypatch.setattr("memscale.cli.predict.OOMPredictor", seen)
+    for gpu, plan in (("t4", "checkpoint+cast"), ("h100", "cast"), ("h100", "cast:fp16"), ("v100-16", "cast:fp32")):
+        assert predict("--hf", "gpt2.json", "--gpu", gpu, "--plan", plan, "--no-recommend") == 0
+    assert ["float16" in plan for plan in plans] == [True, False, True, False]
+    assert "cast()" not in plans[0]
+    assert "float32" in plans[3]
+    for wrong in ("cast:int8", "tile:fp16"):
+        assert predict("--hf", "gpt2.json", "--gpu", "h100", "--plan", wrong) == 2
+        assert f"'{wrong}' is none" in capsys.readouterr().err

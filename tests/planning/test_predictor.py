@@ -693,7 +693,9 @@ def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
         ("7B", 7),
         ("0.1GB", 10**8),  # which a float product misses on the way
         ("1.9999B", 1),
-        (123, 123),
+        (1234, 1234),
+        ("90%", 900),
+        (" 12.5 % ", 125),
         (0.5, 500),
         (1.0, 1001),
     ],
@@ -715,6 +717,8 @@ def test_budgets_in_bytes(text, nbytes):
         ("1e9B", r"budget='1e9B' must be"),
         ("0B", r"budget='0B' is 0 bytes and must be at least 1"),
         (0, r"budget=0 is 0 bytes"),
+        ("101%", r"budget='101%' must be"),
+        ("0%", r"budget='0%' must be"),
         (-5, r"budget=-5 is -5 bytes"),
         (0.0, r"budget=0\.0 must be"),
         (1.0001, r"budget=1\.0001 must be"),
@@ -726,6 +730,11 @@ def test_budgets_in_bytes(text, nbytes):
 def test_budgets_that_are_none(value, message):
     with pytest.raises(ms.ConfigError, match=message):
         budget_bytes(value, 1000)
+
+
+def test_a_number_that_cannot_be_meant_as_bytes_is_refused():
+    with pytest.raises(ms.ConfigError, match="budget=80 is 80 bytes; if GiB are meant, write budget='80GiB'"):
+        budget_bytes(80, 80 * 2**30)
 
 
 def test_a_budget_is_called_what_the_verb_calls_it():

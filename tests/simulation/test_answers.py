@@ -188,3 +188,23 @@ def test_autocast_of_the_cpu_is_noted():
     (note,) = simulated(forward).notes
     assert 'torch.autocast("cuda")' in note
     assert simulated(forward, hardware="cpu").notes == ()
+
+
+def test_deferred_logits_stay_deferred_when_their_device_is_asked_and_they_are_cast():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 5000, bias=False)
+
+        def forward(self, x):
+            logits = self.head(self.body(x))
+            return logits.to("cuda" if logits.is_cuda else "cpu") if logits.device.type == "cuda" else None
+
+    x, y = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
+    plan = {"head": ms.tile(chunks=8), "": ms.cast()}
+    profile = ms.profile(
+        Model(), x, loss=lambda logits, _: F.cross_entropy(logits.float(), y), hardware="h100", plan=plan
+    )
+    assert profile.notes == ()
+    assert not [one for one in profile.holdings if one.shape == (4096, 5000)]
+    assert profile.by_category["temporary"] < 4096 * 5000 * 2

@@ -158,7 +158,7 @@ def cast(
     stay. A `cast` inside a `cast` decides for its own region, and starts from the parameters themselves.
 
     Args:
-        compute: the dtype of floating arguments and activations, as a `torch.dtype` or its name (``"bfloat16"``).
+        compute: the dtype of floating arguments and activations, as a `torch.dtype` or its name (``"bf16"``).
         output: the dtype of floating results. `None` is the dtype that the region would have returned by itself: the
             promoted dtype of its floating arguments, or without any that of its state.
         params: the dtype of the floating state, where that is to differ from `compute`; `None` is `compute`.
@@ -196,8 +196,12 @@ def cast(
     )
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
 def _dtype(argument: str, value: Any) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    dtype = getattr(torch, _SHORT.get(name, name), None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ConfigError(
             f"cast({argument}=...) takes a floating dtype of at least 16 bits, such as torch.bfloat16 or 'bfloat16', "
