@@ -90,3 +90,32 @@ def test_a_runtime_made_for_a_step_has_its_sizes():
     assert set(profiled(runtime).by_tier) == {"pinned"}
     capped = profile.runtime(max_cpu_offload_gb=MOVED / 1e9)
     assert profiled(capped).pinned_bytes == MOVED
+
+
+def test_a_cpu_waits_for_its_disk():
+    """The disk is the only queue beside it, and who waits is the one who computes."""
+    found = []
+    for rate in (8e9, 1e9, 2e7):
+        box = ms.Hardware(
+            name="box",
+            device_type="cpu",
+            memory_bytes=1 << 40,
+            flops_per_second={"float32": 2e11},
+            bandwidth_bytes_per_second=2e10,
+            disk_read_bytes_per_second=rate,
+            disk_write_bytes_per_second=rate,
+            measured=True,
+        )
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(LAYERS)])
+        batch = torch.empty(4096, 1024, device="meta")
+        found.append(ms.profile(model, batch, loss=lambda y, _: y.sum(), plan={"*": ms.offload()}, hardware=box))
+    for profile in found:
+        computed = sum(operator.seconds for operator in profile.schedule.operators)
+        assert computed + sum(profile.exposed_seconds.values()) == pytest.approx(profile.step_seconds)
+        assert set(profile.schedule.utilisation) <= {"device", "out", "in", "disk"}
+    waits = [profile.exposed_seconds.get("disk", 0.0) for profile in found]
+    moved = found[-1].by_tier["disk"]
+    assert waits == sorted(waits)
+    assert waits[0] < 0.1 * found[0].step_seconds
+    assert waits[-1] > 0.75 * moved / 2e7  # at least one way, less what hides behind the compute
