@@ -1,8 +1,9 @@
 """Predicted against real time of a training step, on this CPU: plain, and what plans cost over plain.
 
 For each model, the steps of all plans take turns, a step each, before and after `profile` predicts them: with
-`probe=True`, and by the rates of `Hardware.measure()` alone. What a plan costs is its time over plain's, in reality the
-median over the turns. With one thread the time is that of the thread, so that other jobs on the machine disturb less.
+`probe=True`, and by the rates of `Hardware.measure()` alone. The real time is the lower quartile of the turns, since
+what disturbs a step only ever makes it longer, and what a plan costs is its time over plain's. With one thread the time
+is that of the thread, so that other jobs on the machine disturb less.
 
     python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 5] [--threads 1] [--json FILE]
 """
@@ -61,7 +62,7 @@ class Row:
 
     @property
     def real_seconds(self) -> float:
-        return statistics.median(self.turns)
+        return sorted(self.turns)[len(self.turns) // 4]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Compared:
 
     @property
     def real_cost(self) -> float:
-        return statistics.median(taken / plain for taken, plain in zip(self.row.turns, self.plain.turns, strict=True))
+        return self.row.real_seconds / self.plain.real_seconds
 
     def errors(self) -> dict[str, float]:
         """Relative errors of the step's time and of the plan's cost, signed."""

@@ -108,7 +108,7 @@ class HollowMode(TorchDispatchMode):
         kernels: those of the device that is simulated.
         residents: the category and the name of storages of before the step, by address of their storage object.
         clock: of that device, which each operator moves on.
-        host: times what happens between the operators; None if nobody asks.
+        host: times what happens between the operators, where kernels are timed, too; None if nobody asks.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class HollowMode(TorchDispatchMode):
         kind, loose = self._kinds.get(op) or self._learn(op)
         if kind is Kind.RUN:
             self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
-            self._used = []
             if self.host is not None:
+                self._used = []
                 self.host.views()
             result = self._note(op, op(*args, **kwargs), _NOTHING, known=True)
             if op is _FROM_PYTHON and self.course.optimizing and self.storages.beside_cpu:
@@ -174,8 +174,9 @@ class HollowMode(TorchDispatchMode):
         if _on_meta(tensors, kwargs):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         records = self.storages.of_arguments(tensors)
-        pairs = zip(records, tensors, strict=True)
-        self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
+        if self.host is not None:
+            pairs = zip(records, tensors, strict=True)
+            self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
         if op is aten.embedding.default and records[1].known:
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(record.known for record in records) and all(map(is_small, tensors)))
@@ -290,8 +291,10 @@ class HollowMode(TorchDispatchMode):
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=in_module, records=records)
         if phase is Phase.FORWARD and records:
             self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
-        uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
-        between = 0.0 if self.host is None else self.host.taken()
+        uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
+        if self.host is not None:
+            uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
+            between = self.host.taken()
         seconds: float | None
         if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
             seconds = host_seconds(work.nbytes, self._kernels.hardware)

@@ -20,7 +20,7 @@ _REPEATS = 5
 
 @functools.cache
 def own_cost() -> Own:
-    """The cost in this process, which takes it some hundredths of a second to find."""
+    """The cost in this process, which takes it some tenths of a second to find."""
     x, y = torch.ones(8, requires_grad=True), torch.ones(8)
     # Simulated with the times of a probe, as a step is: these have the call from Python in them.
     kernels = Kernels(Hardware.detect("cpu"), probe=True)

@@ -48,13 +48,14 @@ class CpuTimes:
 
     Args:
         budget_seconds: for all calls together. Once it is spent, a kernel's time follows from the call of the same
-            operator that is nearest in size.
+            operator that is nearest in size, or from the traffic of all calls that were timed.
     """
 
     def __init__(self, *, budget_seconds: float = _BUDGET_SECONDS) -> None:
         self._cache: KernelCache[Seconds] = KernelCache("times", lambda both: Seconds(*both), tuple)
         self._left_seconds = budget_seconds
         self._known: dict[OpOverload, list[tuple[int, Seconds]]] = {}
+        self._moved_bytes, self._moving_seconds = 0, 0.0
         self._timer = CallTimer()
         self.estimated: dict[str, None] = {}  # operators with a call that was not timed
 
@@ -66,12 +67,17 @@ class CpuTimes:
         with contextlib.suppress(_NotTimed):
             found = self._cache.get(op, args, kwargs, lambda: self._time(op, args, kwargs))
             self._known.setdefault(op, []).append((size, found))
+            self._moved_bytes += work.nbytes
+            self._moving_seconds += found.uncached
             return found
         self.estimated[op.name()] = None
-        if op not in self._known:
+        if op in self._known:
+            near, seconds = min(self._known[op], key=lambda known: abs(known[0] - size))
+            return seconds.times(size / near if near else 1.0)
+        if not self._moved_bytes:
             return None
-        near, seconds = min(self._known[op], key=lambda known: abs(known[0] - size))
-        return seconds.times(size / near if near else 1.0)
+        taken = self._moving_seconds * work.nbytes / self._moved_bytes
+        return Seconds(taken, taken)
 
     def save(self) -> None:
         """Write down what was timed."""

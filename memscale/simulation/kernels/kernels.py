@@ -100,7 +100,10 @@ class Kernels:
         return found
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
-        """What these modules do on the device that is not known."""
+        """What these modules do on the device that is not known, and which times are no measurements."""
+        if self._times is not None and self._times.estimated:
+            names = ", ".join(sorted(self._times.estimated))
+            return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
         recurrent = sorted({type(module).__name__ for module in modules if isinstance(module, nn.RNNBase)})
         if not (self.is_cuda and recurrent):
             return []

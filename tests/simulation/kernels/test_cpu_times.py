@@ -9,6 +9,7 @@ from torch import nn
 import memscale as ms
 from memscale.hardware import Seconds, Work
 from memscale.simulation.host_time import HostTime, Own
+from memscale.simulation.kernels import cpu_times
 from memscale.simulation.kernels.cpu_times import CallTimer, CpuTimes
 
 aten = torch.ops.aten
@@ -32,7 +33,8 @@ class Ticks:
         return self.now
 
 
-def test_a_call_is_timed_with_its_operands_cached_and_not():
+def test_a_call_is_timed_with_its_operands_cached_and_not(monkeypatch):
+    monkeypatch.setattr(cpu_times, "_page_faults", lambda: 0)
     a = torch.empty(256, 256)
     first = 100.0  # loads code
     assert CallTimer(Ticks(first, 5.0, 5.0, 5.0, 9.0)).seconds(aten.mm.default, (a, a), {}) == (5.0, 9.0)
@@ -40,6 +42,13 @@ def test_a_call_is_timed_with_its_operands_cached_and_not():
     assert CallTimer(Ticks(first, 1.0, 9.0, 8.0, 7.0, 2.0, 9.0)).seconds(aten.mm.default, (a, a), {}) == (1.0, 2.0)
     tiny = torch.empty(4)
     assert CallTimer(Ticks(first, 5.0, 5.0, 5.0, 9.0)).seconds(aten.add.Tensor, (tiny, tiny), {}) == (5.0, 5.0)
+
+
+def test_calls_with_page_faults_that_others_do_not_have_are_left_out(monkeypatch):
+    faults = iter([0, 0, *[0, 0], *[0, 2000], *[2000, 2000], *[2000] * 100])
+    monkeypatch.setattr(cpu_times, "_page_faults", lambda: next(faults))
+    tiny = torch.empty(4)
+    assert CallTimer(Ticks(100.0, 6.0, 5.0, 7.0)).seconds(aten.add.Tensor, (tiny, tiny), {}) == (6.0, 6.0)
 
 
 def test_times_are_remembered_on_disk():
@@ -58,8 +67,24 @@ def test_without_time_the_nearest_call_of_the_operator_is_scaled():
     found = times.get(aten.sin.default, (a,), {}, Work(0, 1000, "float32"))
     times._left_seconds = 0.0
     assert times.get(aten.sin.default, (b,), {}, Work(0, 2000, "float32")) == found.times(2.0)
-    assert times.get(aten.cos.default, (b,), {}, Work(0, 2000, "float32")) is None  # nothing is known of it
+    # Nothing is known of this one but what it moves.
+    assert times.get(aten.cos.default, (b,), {}, Work(0, 500, "float32")) == (found.uncached / 2,) * 2
     assert list(times.estimated) == ["aten::sin", "aten::cos"]
+
+
+def test_a_profile_says_what_was_not_timed(monkeypatch):
+    def seconds(timer, op, args, kwargs):
+        if op is aten.tanh.default:
+            raise RuntimeError("no")
+        return Seconds(1e-6, 1e-6)
+
+    monkeypatch.setattr(CallTimer, "seconds", seconds)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    profile = ms.profile(model, torch.ones(4, 8), loss=lambda y, _: y.sum(), hardware="cpu", probe=True)
+    assert profile.notes == (
+        "not all calls of aten::tanh could be timed: their times follow from those of other calls",
+    )
+    assert profile.step_seconds > 0
 
 
 def test_a_call_that_wants_other_values_is_not_timed():
