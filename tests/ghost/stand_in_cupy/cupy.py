@@ -33,17 +33,21 @@ class Stream:
         self.ptr = _handle(_lib.cudaStreamCreate)
 
     def synchronize(self):
-        pass
+        _checked(_lib.cudaStreamSynchronize(_p(self.ptr)))
 
 
 class Event:
-    done = True
-
     def __init__(self, block=False):
         self.ptr = _handle(_lib.cudaEventCreate)
 
+    @property
+    def done(self):
+        found = _lib.cudaEventQuery(_p(self.ptr))
+        _lib.cudaGetLastError()  # CuPy's wheels have a runtime of their own, whose last error PyTorch does not see
+        return not found
+
     def synchronize(self):
-        pass
+        _checked(_lib.cudaEventSynchronize(_p(self.ptr)))
 
     def __del__(self):
         _lib.cudaEventDestroy(_p(self.ptr))
@@ -64,7 +68,7 @@ class Device:
 
 def get_elapsed_time(begin, end):
     out = ctypes.c_float()
-    _lib.cudaEventElapsedTime(ctypes.byref(out), _p(begin.ptr), _p(end.ptr))
+    _checked(_lib.cudaEventElapsedTime(ctypes.byref(out), _p(begin.ptr), _p(end.ptr)))
     return out.value
 
 
@@ -72,7 +76,7 @@ runtime = types.SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
     memcpyHostToDevice=1,
     memcpyDeviceToHost=2,
-    streamWaitEvent=lambda stream, event, flags=0: None,
+    streamWaitEvent=lambda stream, event, flags=0: _checked(_lib.cudaStreamWaitEvent(_p(stream), _p(event), flags)),
     eventRecord=lambda event, stream: _checked(_lib.cudaEventRecord(_p(event), _p(stream))),
     memcpyAsync=lambda to, source, size, kind, stream: _checked(
         _lib.cudaMemcpyAsync(_p(to), _p(source), ctypes.c_size_t(size), kind, _p(stream))

@@ -1,0 +1,49 @@
+"""A CUDA backend with one thing left out or done wrong, each of which a record of calls must show."""
+
+from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
+
+
+def no_wait(self, event, stream=None):
+    """The compute stream does not wait for a copy."""
+    if not isinstance(event, CudaEvent):
+        event.wait()
+
+
+def no_order(self, lane, after):
+    """A copy does not wait for what computes its source, nor for who had its target before."""
+    for event in after:
+        if not isinstance(event, CudaEvent):
+            event.wait()
+
+
+def end_elsewhere(self, lane, on_device, memory, *, out):
+    """The event that ends a copy is recorded on the stream of the caller."""
+    moved = _MOVE(self, lane, on_device, memory, out=out)
+    return CudaEvent(self, moved._begin, self._recorded(self.compute_stream()))
+
+
+def end_too_early(self, lane, on_device, memory, *, out):
+    """The event that ends a copy is recorded in front of it."""
+    moved = _MOVE(self, lane, on_device, memory, out=out)
+    return CudaEvent(self, moved._begin, moved._begin)
+
+
+def not_lent(self, tensor):
+    """The allocator does not hear that another stream uses memory: no `record_stream`."""
+
+
+def not_synchronized(self, event):
+    """The CPU goes on before a copy is done."""
+    if not isinstance(event, CudaEvent):
+        event.wait()
+
+
+_MOVE = CudaBackend._move
+MUTANTS = {
+    no_wait: "wait",
+    no_order: "_order",
+    end_elsewhere: "_move",
+    end_too_early: "_move",
+    not_lent: "lend",
+    not_synchronized: "synchronize",
+}

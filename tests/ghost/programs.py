@@ -1,0 +1,165 @@
+"""Random training programs on a CUDA device whose regions move tensors and parameters. A case is a number."""
+
+import contextlib
+import random
+
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.runtime import Runtime
+
+MOVED, PARAMS = ms.offload(min_bytes=0), ms.offload(what="params", min_bytes=0)
+HOWS = (
+    MOVED,
+    MOVED,
+    PARAMS,
+    ms.compose(PARAMS, MOVED),
+    ms.compose(MOVED, PARAMS),
+    ms.compose(MOVED, ms.checkpoint()),
+    ms.compose(PARAMS, ms.checkpoint()),
+    ms.compose(ms.checkpoint(), PARAMS),
+    ms.offload(min_bytes=0, tier="pageable"),
+    ms.offload(min_bytes=0, tier="disk"),
+)
+
+
+# A recompute stops where it has what backward wants, which may be before the streams inside of it meet again. Neither
+# does PyTorch's own checkpoint support that.
+ACROSS_STREAMS = tuple(how for how in HOWS if "checkpoint" not in repr(how))
+
+
+class Failure(Exception):
+    """What a program raises itself."""
+
+
+class Layer(nn.Module):
+    """May fail."""
+
+    def __init__(self, width, kind):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.kind = kind
+        self.fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise Failure
+        y = self.linear(x)
+        return x + (torch.nn.functional.gelu(y) * y.sigmoid() if self.kind else y.tanh())
+
+
+class Pair(nn.Module):
+    """Two layers next to each other, each on a stream of its own."""
+
+    def __init__(self, width, streams):
+        super().__init__()
+        self.left, self.right = Layer(width, 0), Layer(width, 1)
+        self.streams = streams
+        self.fails = False
+
+    def forward(self, x):
+        outside = torch.cuda.current_stream()
+        found = []
+        for layer, stream in zip((self.left, self.right), self.streams, strict=True):
+            stream.wait_stream(outside)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        for y, stream in zip(found, self.streams, strict=True):
+            outside.wait_stream(stream)
+            y.record_stream(outside)
+        return found[0] + found[1]
+
+
+class Chain:
+    """A model that is trained, on a stream that nothing else of the program waits for."""
+
+    def __init__(self, choose, runtime):
+        self.choose = choose
+        width, depth = choose.choice([16, 64, 200]), choose.randint(2, 5)
+        self.stream = torch.cuda.Stream()
+        self.sides = [torch.cuda.Stream() for _ in range(2)]
+        self.shape = choose.choice([4, 32, 300]), width
+        parts = [Pair(width, self.sides) if choose.random() < 0.3 else Layer(width, 0) for _ in range(depth)]
+        model = nn.Sequential(*parts).cuda()
+        plan = {}
+        for index, part in enumerate(model):
+            whole = not isinstance(part, Pair) or choose.random() < 0.3
+            for path in [f"{index}"] if whole else [f"{index}.left", f"{index}.right"]:
+                plan |= {path: choose.choice(HOWS)} if choose.random() < 0.9 else {}
+            if whole and isinstance(part, Pair):
+                plan[f"{index}"] = choose.choice(ACROSS_STREAMS)
+        self.fit = ms.transform(model, plan, runtime=runtime)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.kept = []
+
+    def step(self):
+        """One step, or what is left of one that fails."""
+        with contextlib.suppress(Failure), torch.cuda.stream(self.stream):
+            self._step(torch.ones(self.shape, device="cuda"))
+        for part in self.fit:
+            part.fails = False
+
+    def _step(self, x):
+        choose, fit = self.choose, self.fit
+        if choose.random() < 0.15:
+            fit[choose.randrange(len(fit))].fails = True
+        for part in fit:
+            if choose.random() < 0.7:
+                x = part(x)
+                continue
+            with _on(choose.choice(self.sides), x) as outside:
+                x = part(x)
+            x.record_stream(outside)
+        loss = x.square().mean()
+        how = choose.random()
+        if how < 0.1:
+            return  # the graph is dropped
+        if how < 0.2:
+            self.kept.append(loss)  # and this one is not
+            return
+        if how < 0.3:
+            wanted = [p for p in fit.parameters() if choose.random() < 0.5] or list(fit.parameters())[:1]
+            torch.autograd.grad(loss, wanted)
+            return
+        if how < 0.5:
+            loss.backward(retain_graph=True)
+        if choose.random() < 0.3:
+            with _on(choose.choice(self.sides), loss):
+                loss.backward()
+        else:
+            loss.backward()
+        if choose.random() < 0.7:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=choose.random() < 0.5)
+
+
+@contextlib.contextmanager
+def _on(stream, *tensors):
+    """The body runs on `stream`, after what the caller's was given, and the caller's goes on after it."""
+    outside = torch.cuda.current_stream()
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        yield outside
+    outside.wait_stream(stream)
+
+
+def run(case):
+    """Run it. The caller is careful: where its streams meet, they wait, and tell the allocator."""
+    choose = random.Random(case)
+    config = ms.AsyncOffloadConfig(
+        min_bytes=0, pool_bytes=choose.choice([1 << 16, 1 << 20, 1 << 24]), prefetch_depth=choose.choice([0, 1, 2, 3])
+    )
+    runtime = Runtime(config, host_bytes=choose.choice([None, None, 1 << 18]))
+    chains = [Chain(choose, runtime) for _ in range(choose.choice([1, 2]))]
+    torch.cuda.synchronize()  # they were made on another stream
+    for _ in range(choose.randint(1, 3)):
+        for chain in chains:
+            chain.step()
+        if choose.random() < 0.2:
+            torch.cuda.empty_cache()
+        if choose.random() < 0.2:
+            runtime.settle()

@@ -1,0 +1,75 @@
+"""The order of the CUDA backend's calls, over the real caching allocator, on a stand-in for the runtime."""
+
+import contextlib
+import gc
+import os
+
+import pytest
+import torch
+
+import memscale as ms
+from memscale.runtime import Runtime
+from memscale.runtime.backends.cuda import CudaBackend
+from tests.ghost.mutants import MUTANTS
+from tests.ghost.programs import run
+from tests.ghost.record import Order, recorded, stand_in
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning"),
+]
+CASES = int(os.environ.get("GHOST_CASES", "100"))
+
+
+@pytest.fixture(scope="module")
+def lib():
+    found = stand_in()
+    if found is None:
+        pytest.skip("a real CUDA runtime keeps no record of its calls")
+    torch.zeros(1).cuda()
+    gc.collect()
+    gc.freeze()  # what is there by now need not be gone through again in every program
+    yield found
+    gc.unfreeze()
+
+
+def races(lib, case, delay):
+    with contextlib.suppress(RuntimeError, SystemError), recorded(lib, delay=delay) as calls:
+        run(case)
+    return Order().check(calls)
+
+
+@pytest.mark.parametrize("start", range(0, CASES, 20))
+def test_copies_are_in_order_with_what_they_read_and_write(lib, start):
+    """Who reads comes after who wrote, who has a block next after all that its last owner did, on any stream."""
+    for case in range(start, min(start + 20, CASES)):
+        with recorded(lib, delay=0 if case % 5 == 0 else case) as calls:
+            run(case)
+        assert Order().check(calls) == [], case
+        assert any(call.kind == "copy" for call in calls)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_record_shows_what_a_mutant_does_wrong(monkeypatch, lib, mutant):
+    monkeypatch.setattr(CudaBackend, MUTANTS[mutant], mutant)
+    assert any(races(lib, case, case + 1) for case in range(40))
+
+
+def test_pinned_memory_is_what_was_asked_for(lib):
+    """Slabs are cut to size: after the first step, which cannot know, 3% and a page at most are pinned beyond it."""
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0))
+    blocks = [torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.Linear(900, 700)) for _ in range(20)]
+    fit = ms.transform(torch.nn.Sequential(*blocks).cuda(), {"*": ms.offload(min_bytes=0)}, runtime=runtime)
+    with recorded(lib) as calls:
+        for _ in range(3):
+            fit(torch.ones(1001, 700, device="cuda")).sum().backward()
+    pinned = {}
+    for call in calls:
+        if call.kind == "pinned":
+            pinned[call.to] = call.size
+        elif call.kind == "unpinned":
+            pinned.pop(call.to)
+    (stats,) = runtime.stats().values()
+    asked = stats.high_water_bytes["pinned"]
+    assert asked > 20 * 1001 * 700 * 4
+    assert sum(pinned.values()) <= asked * 1.03 + 4096
