@@ -30,15 +30,21 @@ class Effect:
     Attributes:
         held_bytes: [station] the most that the part holds there.
         slack_bytes: [station] what the sum over the parts is above what is held at once, at the part's own stations.
-        seconds: of its operators, forward and backward.
-        out_bytes, in_bytes: what moves to another tier and back.
+        forward_seconds, backward_seconds: of its operators.
+        out_bytes, in_bytes: what moves to another tier, from its forward on, and back, until its backward.
     """
 
     held_bytes: Bytes
     slack_bytes: Bytes
-    seconds: float
+    forward_seconds: float
+    backward_seconds: float
     out_bytes: int = 0
     in_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of its operators, forward and backward."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,6 @@ class Costs:
         candidates: of each part, and last of what is outside.
         effects: in the same order.
         fixed_seconds: the time of the optimizer.
-        forward_seconds, backward_seconds: of the step as it is.
         rejected: candidates that cannot be, with the reason.
     """
 
@@ -60,8 +65,6 @@ class Costs:
     candidates: tuple[tuple[Candidate, ...], ...]
     effects: tuple[tuple[Effect, ...], ...]
     fixed_seconds: float
-    forward_seconds: float
-    backward_seconds: float
     rejected: Mapping[str, str]
 
     @property
@@ -128,8 +131,6 @@ def measured_costs(
         tuple(found),
         tuple(effects),
         update_seconds,
-        float(base.seconds[:, 0].sum()),
-        float(base.seconds[:, 1].sum()),
         rejected,
     )
 
@@ -226,7 +227,7 @@ def _effect(base: Attribution, found: Attribution, row: int, donor: int) -> Effe
         answers = station.outside if number == OUTSIDE else (station.part == number and not station.outside)
         if answers and source is not None:
             slack[at] = found.slack_bytes[source]
-    return Effect(held, slack, float(found.seconds[donor, :2].sum()))
+    return Effect(held, slack, float(found.seconds[donor, 0]), float(found.seconds[donor, 1]))
 
 
 def _sources(wanted: tuple[Station, ...], found: tuple[Station, ...], part: int, donor: int) -> list[int | None]:

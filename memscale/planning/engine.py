@@ -204,6 +204,8 @@ class DecisionEngine:
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
         found = self._fastest(limit)
+        if found is None and self._smallest().taken_bytes <= limit:
+            found = self._fastest(limit)  # the smallest is among those that it knows of now
         if found is None:
             raise self._does_not_fit(limit)
         return self._proven_plan(found, limit)
@@ -308,8 +310,9 @@ class DecisionEngine:
         ]
         link = self._link()
         if link is not None:
-            out = format_bytes(link.out_bytes_per_second * costs.forward_seconds)
-            back = format_bytes(link.in_bytes_per_second * costs.backward_seconds)
+            as_it_is = [menu[0] for menu in costs.effects]
+            out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
+            back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
             trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
         trace.append(f"choice: {format_seconds(found.bound_seconds)} a step is the least that their costs add up to")
         trace.append(

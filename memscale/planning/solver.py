@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.core import RuntimeUnavailable
-from memscale.planning.costs import Assignment, Costs
+from memscale.planning.costs import Assignment, Costs, Effect
 
 # How far from the best a choice may be, as a share of the step's time, and the nodes of the search tree after which
-# the best one found so far is taken: a limit in seconds would make the plan depend on the machine.
-_GAP = 1e-3
-_NODES = 2000
+# the best one found so far is taken: a limit in seconds would make the plan depend on the machine. What is found is
+# then polished; the last tenths of a percent cost the search ten times as long.
+_GAP = 3e-3
+_NODES = 300
 _MIB = 2.0**20
 
 Floats = npt.NDArray[np.float64]
@@ -52,6 +53,9 @@ class Chooser:
     Args:
         costs: of the candidates.
         link: None if nothing moves.
+
+    Attributes:
+        late_seconds: by how much more copies out and back are late than is thought, as steps have shown.
     """
 
     def __init__(self, costs: Costs, link: Link | None) -> None:
@@ -62,7 +66,33 @@ class Chooser:
         self._held = np.array([effect.held_bytes - effect.slack_bytes for effect in flat], dtype=np.float64) / _MIB
         self._seconds = np.array([effect.seconds for effect in flat])
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
-        self._in = np.array([effect.in_bytes for effect in flat], dtype=np.float64)
+        self._moves = self._out + np.array([effect.in_bytes for effect in flat])
+        self.late_seconds: tuple[float, ...] = (0.0, 0.0)
+        self._ways = () if link is None else self._copies(flat, link)
+
+    def _copies(self, flat: list[Effect], link: Link) -> tuple[tuple[Floats, Floats, Floats], ...]:
+        """For each way: the seconds of each candidate's copies, those of its operators, and what comes between."""
+        outside = self.costs.effects[-1][0]
+        moves = (
+            (self._out / link.out_bytes_per_second, "forward_seconds"),
+            (np.array([effect.in_bytes for effect in flat]) / link.in_bytes_per_second, "backward_seconds"),
+        )
+        # Between the last part's forward and its backward is the head, which is most of what is outside.
+        return tuple(
+            (copies, np.array([getattr(effect, name) for effect in flat]), np.array(getattr(outside, name)))
+            for copies, name in moves
+        )
+
+    def late(self, assignment: Assignment) -> tuple[float, float]:
+        """The seconds that the step waits for copies out and back, as far as is thought."""
+        parts = [offset + number for offset, number in zip(self._offsets, assignment, strict=False)][:-1]
+        found = []
+        for (copies, operators, between), known in zip(self._ways, self.late_seconds, strict=False):
+            from_here = np.cumsum(copies[parts][::-1])
+            behind = np.cumsum(operators[parts][::-1]) - operators[parts][::-1]
+            late = np.max(from_here - behind, initial=0.0) - float(between) + known
+            found.append(max(0.0, late) if copies[parts].any() else 0.0)
+        return (found[0], found[1]) if found else (0.0, 0.0)
 
     def fastest(self, limit_bytes: Floats) -> Choice | None:
         """The fastest choice that holds at most `limit_bytes` [station] at each station, None if there is none."""
@@ -128,26 +158,62 @@ class Chooser:
         assignment = tuple(
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
-        return Choice(assignment, bound * _MIB if least else bound * unit + self.costs.fixed_seconds)
+        if least:
+            return Choice(assignment, bound * _MIB)
+        return Choice(self._polished(assignment, limit), bound * unit + self.costs.fixed_seconds)
 
     def _add_link(self, solver: Any, unit: float, columns: int, infinity: float) -> None:
-        """What is waited for is what does not fit beside the compute: forward hides one way, backward the other."""
+        """What is waited for: all copies out of a part and those after it have the rest of forward to be through.
+
+        Backward is the same from its end: what a part and those after it need has to be back when its turn comes.
+        """
         assert self.link is not None
-        for waits, nbytes, rate, window in (
-            (columns, self._out, self.link.out_bytes_per_second, self.costs.forward_seconds),
-            (columns + 1, self._in, self.link.in_bytes_per_second, self.costs.backward_seconds),
-        ):
-            which = np.flatnonzero(nbytes)
-            if len(which):
+        for way, (copies, operators, between) in enumerate(self._ways):
+            if not copies.any():
+                continue
+            for low in self._offsets[:-2]:
+                coefficients = copies[low:].copy()
+                # The time of the parts behind this one; what is outside has a part of its own, the last.
+                after = self._offsets[self._offsets.index(low) + 1]
+                coefficients[after - low : self._offsets[-2] - low] -= operators[after : self._offsets[-2]]
+                which = np.flatnonzero(coefficients)
                 solver.addRow(
                     -infinity,
-                    window / unit,
+                    (float(between) - self.late_seconds[way]) / unit,
                     len(which) + 1,
-                    np.r_[which, waits],
-                    np.r_[nbytes[which] / rate / unit, -1.0],
+                    np.r_[which + low, columns + way],
+                    np.r_[coefficients[which] / unit, -1.0],
                 )
         if self.link.cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
             solver.addRow(-infinity, self.link.cap_bytes / _MIB, len(which), which, self._out[which] / _MIB)
+
+    def _polished(self, assignment: Assignment, limit: Floats) -> Assignment:
+        """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
+        stations = self._stations_that_matter(limit)
+        held, room = self._held[:, stations], limit[stations]
+        moves = self._moves
+        part_of = np.repeat(np.arange(len(assignment)), np.diff(self._offsets))
+        chosen = np.array([offset + number for offset, number in zip(self._offsets, assignment, strict=False)])
+        for _ in range(len(assignment)):
+            now = chosen[part_of]  # of each candidate, the one in whose place it would be
+            free = room - held[chosen].sum(axis=0)
+            faster = self._seconds[now] - self._seconds  # by how much each exchange is
+            more = held - held[now]
+            same = moves == moves[now]
+            single = np.where(same & (more <= free).all(axis=1), faster, 0.0)
+            best = single.max(initial=0.0)
+            pair: tuple[int, ...] = (int(single.argmax()),)
+            for one in np.flatnonzero(same & (faster > best)).tolist():
+                fits = same & (part_of != part_of[one]) & (more + more[one] <= free).all(axis=1)
+                gain = np.where(fits, faster + faster[one], 0.0)
+                if gain.max() > best * (1 + 1e-9):
+                    best = gain.max()
+                    pair = (one, int(gain.argmax()))
+            if best <= 1e-6 * self._seconds[chosen].sum():
+                break
+            for each in pair:
+                chosen[part_of[each]] = each
+        return tuple((chosen - np.array(self._offsets[:-1])).tolist())
 
     def _stations_that_matter(self, limit: Floats) -> list[int]:
         """The stations where some choice can come nearest to the limit: what another station covers is left out."""

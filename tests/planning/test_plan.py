@@ -109,7 +109,7 @@ def test_more_budget_is_never_slower():
     engine = ms.DecisionEngine(model, **_step(model, batch))
     most = engine.plan("1GiB").evidence.plain.taken_bytes
     least = engine.frontier(2)[0].peak_bytes
-    budgets = [least + (most - least) * at // 12 for at in range(13)]
+    budgets = [least + (most - least) * at // 7 for at in range(8)]
     times = [ms.plan(model, budget=budget, **_step(model, batch)).evidence.planned.step_seconds for budget in budgets]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 3

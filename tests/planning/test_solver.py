@@ -23,16 +23,17 @@ def _costs(seed, parts, menu):
             Effect(
                 random.integers(0, 1 << 30, len(_STATIONS)),
                 np.zeros(len(_STATIONS), dtype=np.int64),
-                float(random.uniform(0.1, 1.0)),
-                int(random.integers(0, 1 << 28)) if choice == 2 else 0,
-                int(random.integers(0, 1 << 28)) if choice == 2 else 0,
+                float(random.uniform(0.1, 0.5)),
+                float(random.uniform(0.1, 0.5)),
+                int(random.integers(0, 1 << 29)) if choice == 2 and part < parts - 1 else 0,
+                int(random.integers(0, 1 << 29)) if choice == 2 and part < parts - 1 else 0,
             )
             for choice in range(menu)
         )
-        for _ in range(parts)
+        for part in range(parts)
     )
     candidates = ((AS_IT_IS, *[Candidate((("", checkpoint()),))] * (menu - 1)),) * parts
-    return Costs(_STATIONS, (), candidates, effects, 0.5, 0.2, 0.3, {})
+    return Costs(_STATIONS, (), candidates, effects, 0.5, {})
 
 
 def _all(costs):
@@ -40,12 +41,22 @@ def _all(costs):
 
 
 def _waits(costs, assignment, link):
+    """Copies leave after their part's forward and are through before backward; the last part is what is outside."""
     if link is None:
         return 0.0
-    chosen = [menu[at] for menu, at in zip(costs.effects, assignment, strict=True)]
-    out = sum(each.out_bytes for each in chosen) / link.out_bytes_per_second - costs.forward_seconds
-    back = sum(each.in_bytes for each in chosen) / link.in_bytes_per_second - costs.backward_seconds
-    return max(0.0, out) + max(0.0, back)
+    chosen = [menu[at] for menu, at in zip(costs.effects, assignment, strict=True)][:-1]
+    outside = costs.effects[-1][0]
+    waits = []
+    for nbytes, rate, time in (
+        ("out_bytes", link.out_bytes_per_second, "forward_seconds"),
+        ("in_bytes", link.in_bytes_per_second, "backward_seconds"),
+    ):
+        late = 0.0
+        for first in range(len(chosen)):
+            copies = sum(getattr(each, nbytes) for each in chosen[first:]) / rate
+            late = max(late, copies - sum(getattr(each, time) for each in chosen[first + 1 :]) - getattr(outside, time))
+        waits.append(late)
+    return sum(waits)
 
 
 @settings(max_examples=40, deadline=None)
