@@ -6,6 +6,7 @@ what disturbs a step only ever makes it longer, and what a plan costs is its tim
 is that of the thread, so that other jobs on the machine disturb less.
 
     python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 5] [--threads 1] [--json FILE]
+    python benchmarks/bench_clock.py --offload   # only: what steps wait for the disk, which needs a quiet machine
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from _zoo import ZOO, Case
 from bench_predict import described, training_step
 
 import memscale as ms
+from memscale.runtime import Runtime
 
 WARM_STEPS = 2
 # What has rows that nothing mixes, by the pattern of its path; the models without are not tiled by rows.
@@ -45,6 +47,7 @@ ROWS = {
     "vit": "vit.layers.*.mlp",
     "mlp": "",
 }
+OFFLOADED = {"gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*", "vit": "vit.layers.*"}
 MODELS = (*ROWS, "gpt-softmax", "convnext", "resnet", "unet")
 COLUMNS = f"{'model':12}{'plan':12}{'real ms':>9}{'probe':>8}{'roofline':>9}   {'real':>6}{'probe':>7}{'roofline':>9}"
 
@@ -144,6 +147,31 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> l
     return [Row(name, plan, tuple(turns[plan]), *predicted[plan]) for plan in plans]
 
 
+def offloaded(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> dict[str, float | str]:
+    """Seconds that a step with `offload()` of the blocks waits for the disk, real and predicted."""
+    case = ZOO[name]
+    plan = ms.Plan({OFFLOADED[name]: ms.offload()})
+    model, batch = case.make()
+    runtime = Runtime()
+    own, _ = case.make()
+    step = training_step(case, ms.transform(own, plan, runtime=runtime), batch, case.optimizer(own))
+
+    def waited() -> float:
+        return sum(stats.exposed_seconds for stats in runtime.stats().values())
+
+    turns = []
+    for turn in range(WARM_STEPS + options.rounds):
+        before = waited()
+        step()
+        if turn >= WARM_STEPS:
+            turns.append(waited() - before)
+    settings: dict[str, Any] = {"plan": plan, "hardware": hardware, "loss": case.loss, "probe": True}
+    profile = ms.profile(model, batch, optimizer=case.optimizer(model), **settings)
+    real, predicted = statistics.median(turns), sum(profile.exposed_seconds.values())
+    print(f"{name:12}waits {1e3 * real:8.1f} ms   predicted {1e3 * predicted:8.1f} ms   {predicted / real:6.2f}")
+    return {"model": name, "real_seconds": real, "predicted_seconds": predicted}
+
+
 def summary(found: list[Compared]) -> dict[str, float]:
     """Median and worst absolute errors, in percent."""
     errors: dict[str, list[float]] = {}
@@ -163,6 +191,7 @@ def main() -> int:
     parser.add_argument("--variant", default=".*", help="regex: the plans whose whole name it matches")
     parser.add_argument("--rounds", type=int, default=5, help="real steps of each plan")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--offload", action="store_true", help="only what steps wait for the disk")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -172,13 +201,18 @@ def main() -> int:
     about = environment("cpu", "transformers")
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     hardware = ms.Hardware.measure("cpu")
-    print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost over plain':>22}")
+    if not options.offload:
+        print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost over plain':>22}")
     found: list[Compared] = []
     failures: dict[str, str] = {}
+    waits: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["MEMSCALE_CACHE"] = cache  # what was timed on another day, beside other jobs, is no prediction
-        for name in MODELS:
+        for name in OFFLOADED if options.offload else MODELS:
             if not re.search(options.only, name):
+                continue
+            if options.offload:
+                waits.append(offloaded(name, options, hardware))
                 continue
             try:
                 rows = measured(name, options, hardware)
@@ -194,7 +228,7 @@ def main() -> int:
     print("\n" + "\n".join(f"{name:28}{value:7.1f}" for name, value in totals.items()))
     if options.json is not None:
         rows = [dataclasses.asdict(one.row) | {"cost": one.real_cost, "errors": one.errors()} for one in found]
-        text = json.dumps({**about, "summary": totals, "failures": failures, "results": rows}, indent=1)
+        text = json.dumps({**about, "summary": totals, "failures": failures, "waits": waits, "results": rows}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     return bool(failures)
 
