@@ -294,7 +294,7 @@ class HollowMode(TorchDispatchMode):
         uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
         if self.host is not None:
             uncached_share = self.storages.caches.missing_share(self._used, [storage.nbytes() for storage, _ in new])
-            between = self.host.taken()
+            between = self.host.taken(op.name())
         seconds: float | None
         if self.storages.away:  # the CPU beside an accelerator computes, from tensors of its own
             seconds = host_seconds(work.nbytes, self._kernels.hardware)

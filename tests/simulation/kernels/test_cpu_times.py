@@ -137,11 +137,20 @@ def test_python_between_the_operators_counts():
     assert seconds(nn.Linear) < 0.005
 
 
+def test_the_least_of_several_steps_counts():
+    host, found = HostTime(Own(), Ticks(9.0, 8.0, 3.0, 2.0, 1.0, 4.0, 5.0)), []
+    for op in ("mm", "add", "add", "add", "exp", "add"):  # each in a step of its own
+        with host.running():
+            host.stands()
+            found.append(host.taken(op))
+    assert found == [9.0, 8.0, 3.0, 2.0, 1.0, 2.0]  # the first step does not count, nor does another operator's time
+
+
 def test_the_host_stands_while_the_simulation_works():
     host = HostTime(Own(), Ticks(1.0))
     with host.running():
         with host.interrupted():
             pass
         host.stands()
-        assert host.taken() == 2.0  # before the interruption, and after it
+        assert host.taken("mm") == 2.0  # before the interruption, and after it
     assert Seconds(1.0, 3.0).at(0.25) == 1.5
