@@ -155,8 +155,7 @@ def _plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
             f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and nothing that this model can have on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
-    plan = planned(Plan(), {name: rules[name] for name in names}).plan
-    assert plan is not None
+    plan = planned({name: rules[name] for name in names})
     narrow = "bf16" if not hardware.flops_per_second or has_rate("bfloat16", hardware) else "fp16"
     compute = DTYPES[next((dtype for name, _, dtype in asked if name == "cast" and dtype), narrow)]
     return Plan([(rule.pattern, _computing_in(compute, rule.transform)) for rule in plan])

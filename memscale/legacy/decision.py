@@ -154,7 +154,7 @@ def _rule(model: nn.Module, config: Config, hardware: Hardware, moving: bool) ->
     }
     rules = shorthands(model, hardware)
     chosen = {name: rules[name] for name, wanted in named.items() if wanted and name in rules}
-    return planned(Plan(), chosen).plan or Plan() if chosen else Plan()
+    return planned(chosen)
 
 
 def _nothing_to_do(config: Config, hardware: Hardware, moving: bool, trains: bool, rule: Plan) -> str | None:

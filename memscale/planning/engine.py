@@ -210,6 +210,13 @@ class DecisionEngine:
             raise self._does_not_fit(limit)
         return self._proven_plan(found, limit)
 
+    def nearest(self, budget: Budget) -> ProvenPlan:
+        """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
+        limit = self._budget_bytes(budget)
+        if taken_bytes(self.plain) <= limit:
+            return self._unchanged(limit)
+        return self._proven_plan(self._fastest(limit) or self._smallest(), limit)
+
     def frontier(self, points: int = _POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
         if isinstance(points, bool) or not isinstance(points, int) or points < 2:

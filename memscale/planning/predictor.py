@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, batches, budget_bytes, format_bytes
 from memscale.hardware import Hardware
-from memscale.planning.engine import Budget, Progress
+from memscale.planning.engine import Budget, DecisionEngine, Progress
 from memscale.planning.grid import SizeGrid, fitting_grid
 from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
-from memscale.planning.remedies import Remedy, optimizer_options, remedies, split
+from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
 from memscale.simulation import MemoryProfiler
 
 
@@ -37,19 +37,18 @@ class OOMPredictor:
     >>> prediction = predictor.predict(torch.ones(1024, 64))
     >>> print(prediction.message)
     the step does not fit: its peak of 10.8 MiB is 2.82 MiB above the 8.00 MiB of box
-    >>> for each in prediction.recommendations[1:3]:
-    ...     print(each.freed_bytes, each.action, repr(each.plan))
-    6291456 checkpoint() on * Plan({'*': checkpoint()})
-    4713472 accumulate the gradients of 2 equal parts of the batch None
+    >>> any(each.plan and each.peak_bytes <= prediction.capacity_bytes for each in prediction.recommendations)
+    True
     >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
     742 fits: 7.99 MiB of 8.00 MiB; 743 would take 8.00 MiB (8 sizes simulated)
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
         optimizer, loss, hardware, probe: as in `memscale.profile`.
-        plan: transforms that the step has already; recommended plans contain its rules.
+        plan: transforms that the step has already; the plan that is recommended takes its place.
         accumulate: forward and backward passes for each optimizer step.
-        config: None is ``Config()``; ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`.
+        config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
+            None for every exact transform.
         progress: called before each simulation with what it is about, how many are done, and how many there will be
             (None if that is not known).
 
@@ -81,32 +80,36 @@ class OOMPredictor:
         self.loss = loss
         self.accumulate = accumulate
         self.config = config if config is not None else Config()
+        self._allowed = config
         self.probe = probe
         self._progress = progress
+        self._told = 0  # simulations of this prediction
         self._profiler = self._profiling(self.plan, self.config, hardware)
         self.hardware = self._profiler.hardware
 
     def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
         """Whether the step with this batch fits, and what would free how much.
 
-        What is recommended was simulated like the step itself, and frees something. Tried are `checkpoint` on the
-        repeated blocks, `tile` on the loss head, `cast` to bfloat16, these together, the other loops of a
-        ``torch.optim`` optimizer, and the batch in as many parts as it takes, their gradients accumulated.
+        What is recommended was simulated like the step itself, and frees something: the plan that `memscale.plan`
+        finds for what the device has (the smallest one where none fits), `cast` to bfloat16, the other loops of a
+        ``torch.optim`` optimizer, also with that plan, and the batch in as many parts as it takes, their gradients
+        accumulated, with the plan too if that alone does not fit.
 
         Args:
             batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
                 mapping keyword arguments.
             budget: what the step may take, where that is less than the device has: bytes as an int, ``"6GiB"`` or
                 ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-            recommend: whether to look for what frees memory, at the cost of up to a dozen more simulations. None does
-                so for a risk above ``OOMRisk.LOW``.
+            recommend: whether to look for what frees memory, which takes as long as `memscale.plan` does. None does so
+                for a risk above ``OOMRisk.LOW``.
 
         Raises:
             ConfigError: the batch does not fit the model, or another argument is wrong.
             RuntimeUnavailable: the step can be neither simulated nor run here.
         """
         capacity_bytes = self._capacity_bytes(budget)
-        self._say("the step as it is", 0, None if recommend is not False else 1)
+        self._told = 0
+        self._next("the step as it is", None if recommend is not False else 1)
         profile = self._profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
@@ -212,46 +215,103 @@ class OOMPredictor:
         return fitting_grid(peak_bytes, capacity_bytes, batches=batches, lengths=lengths)
 
     def _recommending(self, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
-        tried = remedies(self.model, self.plan, self.optimizer, batch, self.hardware)
-        # A simulation and real steps are not compared: their difference is not all due to the remedy.
-        measured = prediction.profile.method == "empirical"
-        config = dataclasses.replace(self.config, use_empirical_fallback=measured)
-        found: dict[frozenset[str], Recommendation] = {}
+        found: list[Recommendation] = []
         notes: list[str] = []
-        for done, remedy in enumerate(tried, start=1):
-            self._say(remedy.action, done, 1 + len(tried))
+
+        def tried(what: str, make: Callable[[], Recommendation | None]) -> Recommendation | None:
             try:
-                better = self._tried(remedy, config, batch, prediction)
+                better = make()
             except MemscaleError as error:
-                notes.append(f"not simulated: {remedy.action}: {error}")
-                continue
-            simpler = (other for parts, other in found.items() if parts < remedy.parts)
-            if better.freed_bytes > max((other.freed_bytes for other in simpler), default=0):
-                found[remedy.parts] = better
-        best_first = sorted(found.values(), key=lambda each: -each.freed_bytes)
+                notes.append(f"not simulated: {what}: {error}")
+                return None
+            if better is None or better.freed_bytes <= 0:
+                return None
+            found.append(better)
+            return better
+
+        planned = tried("a plan", lambda: self._planned(prediction, batch, notes))
+        plan = None if planned is None else planned.plan
+        if casting := shorthands(self.model, self.hardware).get("cast", {}):
+            own = [(rule.pattern, rule.transform) for rule in self.plan]
+            if not any("cast" in repr(how) for _, how in own):
+                whole = Plan([*own, *casting.items()])
+                tried("cast()", lambda: self._simulated("cast() on the whole model", prediction, batch, whole))
+        short = planned is None or planned.peak_bytes > prediction.capacity_bytes
+        loops = other_loops(self.optimizer)
+        # No loop of the optimizer lowers a peak that is in forward or backward.
+        for options in loops if prediction.profile.moment.phase == "optimizer" else []:
+            tried(_loop(options), lambda: self._simulated(_loop(options), prediction, batch, None, options))  # noqa: B023
+        if planned is not None and short and loops:
+            both = f"{planned.action}, and {_loop(loops[0])}"
+            tried(both, lambda: self._simulated(both, prediction, batch, plan, loops[0]))
+        if split(batch, 2) is not None:
+            tried("accumulate gradients", lambda: self._in_parts(prediction, batch, None))
+            if planned is not None and short:
+                tried("the plan and accumulated gradients", lambda: self._in_parts(prediction, batch, plan))
+        best_first = sorted(found, key=lambda each: -each.freed_bytes)
         return dataclasses.replace(prediction, recommendations=tuple(best_first), notes=tuple(notes))
 
-    def _tried(self, remedy: Remedy, config: Config, batch: Any, prediction: OOMPrediction) -> Recommendation:
-        profiler = self._profiling(remedy.plan or self.plan, config, self.hardware)
-        if remedy.in_parts:
-            return self._in_parts(profiler, batch, prediction)
-        with optimizer_options(self.optimizer, remedy.options):
+    def _planned(self, prediction: OOMPrediction, batch: Any, notes: list[str]) -> Recommendation | None:
+        """The plan of the planner: the fastest that fits with the least risk, the smallest where none fits.
+
+        A step that has to be measured cannot be planned: its repeated blocks are checkpointed.
+        """
+        if prediction.profile.method == "empirical":
+            rule = Plan(shorthands(self.model, self.hardware).get("checkpoint", {}))
+            return self._simulated(summary(rule), prediction, batch, rule) if rule and not self.plan else None
+        engine = DecisionEngine(
+            self.model,
+            batch,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            config=self._allowed,
+            hardware=self.hardware,
+            accumulate=self.accumulate,
+            progress=lambda what, *_: self._next(what),
+        )
+        capacity_bytes = prediction.capacity_bytes
+        limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
+        plan = engine.nearest(max(1, next((each for each in limits if each < prediction.peak_bytes), limits[-1])))
+        notes += [f"not simulated: {candidate}: {reason}" for candidate, reason in plan.evidence.rejected.items()]
+        if not plan:
+            return None
+        seconds = plan.evidence.planned.step_seconds if prediction.profile.step_seconds is not None else None
+        peak_bytes = plan.evidence.planned.taken_bytes
+        instead = " instead of yours" if self.plan else ""
+        action = f"apply the plan{instead}: {summary(plan)}"
+        return Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, step_seconds=seconds)
+
+    def _simulated(
+        self,
+        action: str,
+        prediction: OOMPrediction,
+        batch: Any,
+        plan: Plan | None,
+        options: Mapping[str, bool] | None = None,
+    ) -> Recommendation:
+        self._next(action)
+        profiler = self._like(prediction, plan)
+        with optimizer_options(self.optimizer, options or {}):
             profile = profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=prediction.capacity_bytes)
         peak_bytes = taken_bytes(profile)
         return Recommendation(
-            remedy.action,
+            action,
             prediction.peak_bytes - peak_bytes,
             peak_bytes,
-            plan=remedy.plan,
-            optimizer_options=remedy.options,
+            plan=plan,
+            optimizer_options=options or {},
             step_seconds=profile.step_seconds,
         )
 
-    def _in_parts(self, profiler: MemoryProfiler, batch: Any, prediction: OOMPrediction) -> Recommendation:
+    def _in_parts(self, prediction: OOMPrediction, batch: Any, plan: Plan | None) -> Recommendation | None:
         """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
+        profiler = self._like(prediction, plan)
         best: Recommendation | None = None
         parts = 2
         while (part := split(batch, parts)) is not None:
+            action = f"accumulate the gradients of {parts} equal parts of the batch"
+            action += "" if plan is None else f", and apply the plan: {summary(plan)}"
+            self._next(action)
             try:
                 # From the second pass on all are alike: two show the peak of any number, though not the time.
                 profile = profiler.profile(part, accumulate=2, capacity_bytes=prediction.capacity_bytes)
@@ -262,13 +322,17 @@ class OOMPredictor:
                 break  # BatchNorm, for one, takes no single row
             if best is not None and peak_bytes >= best.peak_bytes:
                 break
-            action = f"accumulate the gradients of {parts} equal parts of the batch"
-            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, parts=parts)
+            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, parts=parts)
             if peak_bytes <= prediction.capacity_bytes:
                 break
             parts *= 2
-        assert best is not None, "remedies() proposes this only for a batch that can be halved"
         return best
+
+    def _like(self, prediction: OOMPrediction, plan: Plan | None) -> MemoryProfiler:
+        """A profiler of another step that goes the same way: a simulation is not compared with real steps."""
+        measured = prediction.profile.method == "empirical"
+        config = dataclasses.replace(self.config, use_empirical_fallback=measured)
+        return self._profiling(self.plan if plan is None else plan, config, self.hardware)
 
     def _profiling(self, plan: Plan, config: Config, hardware: Hardware | str | None) -> MemoryProfiler:
         return MemoryProfiler(
@@ -285,9 +349,18 @@ class OOMPredictor:
         usable_bytes = self.hardware.usable_bytes
         return usable_bytes if budget is None else min(usable_bytes, budget_bytes(budget, usable_bytes))
 
+    def _next(self, what: str, total: int | None = None) -> None:
+        self._say(what, self._told, total)
+        self._told += 1
+
     def _say(self, what: str, done: int, total: int | None) -> None:
         if self._progress is not None:
             self._progress(what, done, total)
+
+
+def _loop(options: Mapping[str, bool]) -> str:
+    name, value = next(iter(options.items()))
+    return f"build the optimizer with {name}={value}"
 
 
 class _Sizes:
