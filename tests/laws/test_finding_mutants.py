@@ -14,8 +14,8 @@ from memscale.transforms.cast.precision import cast_floating
 from memscale.transforms.checkpoint import recompute
 from memscale.transforms.offload import factory as offloading
 from memscale.transforms.offload import functorch, levels, streamed
+from memscale.transforms.tile import cutting, rowwise
 from memscale.transforms.tile import factory as tiling
-from memscale.transforms.tile import rowwise
 from memscale.transforms.tile.head import deferred, linear
 from tests.laws.test_findings import FINDINGS
 
@@ -89,7 +89,7 @@ def other_threads_see_the_buffers_of_the_past(monkeypatch):
 
 
 def pieces_of_any_kind_are_joined(monkeypatch):
-    monkeypatch.setattr(tiling._Joined, "_refuse_another_kind", lambda *_: None)
+    monkeypatch.setattr(cutting.Joined, "_refuse_another_kind", lambda *_: None)
 
 
 def parametrizations_are_those_of_backward(monkeypatch):

@@ -8,8 +8,6 @@ but what autograd saves. While the region runs, each copy stands in the place wh
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -28,7 +26,7 @@ from memscale.core import (
     modules_in,
     pytrees,
 )
-from memscale.regions import Scope, functorch_state, hidden_changes
+from memscale.regions import Scope, functorch_state, hidden_changes, without_dynamo
 from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles
@@ -114,8 +112,7 @@ class Casted(Transformed):
                 return _traced(self, args, kwargs)
         finally:
             pass
-        eager = _without_dynamo() if "torch._dynamo" in sys.modules else _eager
-        return eager(self, args, kwargs)
+        return without_dynamo(_eager)(self, args, kwargs)
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Casted:
         region = super().reassembled(remap)
@@ -326,12 +323,6 @@ def _describe(tensor: torch.Tensor, copies: Converted, scope: _CastScope, leaves
                 return f"{kind} {path!r} of {type(root).__name__} ({what})"
     kind = "argument" if any(leaf is tensor for leaf in leaves) else "captured tensor"
     return f"its {kind} {what}"
-
-
-@functools.cache
-def _without_dynamo() -> Callable[..., Any]:
-    # Dynamo would follow the search for places, and find the same dictionaries changed at every call.
-    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
 
 
 def _traced(self: Casted, args: Any, kwargs: Any) -> Any:

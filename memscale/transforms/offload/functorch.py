@@ -48,13 +48,8 @@ class _Slip:
         return self._hooks.unpack(self._packed).detach()
 
 
-class _Send(torch.autograd.Function):
-    """From an input to its token, once for all levels of `torch.func`: at the bottom the tensor is a plain one."""
-
-    @staticmethod
-    def forward(tensor: torch.Tensor, slip: _Slip) -> torch.Tensor:
-        slip.pack(tensor)
-        return tensor.new_zeros(()).expand(tensor.size())
+class _Exchanged(torch.autograd.Function):
+    """One tensor for another with the same gradient."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -64,13 +59,22 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
 
+
+class _Send(_Exchanged):
+    """From an input to its token, once for all levels of `torch.func`: at the bottom the tensor is a plain one."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, slip: _Slip) -> torch.Tensor:
+        slip.pack(tensor)
+        return tensor.new_zeros(()).expand(tensor.size())
+
     @staticmethod
     def vmap(info: Any, in_dims: Any, tensor: torch.Tensor, slip: _Slip) -> Any:
         # The batch comes first on both ways: which dimension it is must not depend on where it was saved.
         return _Send.apply(tensor.movedim(in_dims[0], 0), slip), 0  # type: ignore[no-untyped-call]
 
 
-class _Bring(torch.autograd.Function):
+class _Bring(_Exchanged):
     """From a token to the input."""
 
     @staticmethod
@@ -82,14 +86,6 @@ class _Bring(torch.autograd.Function):
                 f"for it as {list(token.size())}; leave offload() out of this composition of transforms"
             )
         return tensor
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, token: torch.Tensor, slip: _Slip) -> Any:

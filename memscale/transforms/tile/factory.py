@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -14,13 +12,14 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, factory, is_of_modules, pytrees
+from memscale.core import ConfigError, factory, is_of_modules, pytrees
 from memscale.policies import everything_saveable, nothing_saveable
-from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding
+from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
-from memscale.transforms.tile.head.deferred import Deferred, defer, materialize
+from memscale.transforms.tile.cutting import Cut, Joined
+from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
-from memscale.transforms.tile.pieces import Sink, Source
+from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
     names_batch_norm,
@@ -179,21 +178,21 @@ class Tiled(Transformed):
                 return self.run(args, kwargs)
         finally:
             pass
-        eager = _without_dynamo() if "torch._dynamo" in sys.modules else Tiled.run
-        return eager(self, args, kwargs)
+        # Its pieces would be compiled one by one, and no watch would see them.
+        return without_dynamo(Tiled.run)(self, args, kwargs)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """What a call computes, once the question of a compiler is settled."""
         if self._is_projection(args, kwargs):
             return defer(self.fn, args[0], self.how)
-        cut = _Cut(self.how, args, kwargs)
+        cut = Cut(self.how, args, kwargs)
         if len(cut.ranges) <= 1:
             return self.body(*args, **kwargs)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         compiling = torch.compiler.is_compiling()
         thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
-        joined = _Joined(self.how, cut.total, thrifty=thrifty)
+        joined = Joined(self.how, cut.total, thrifty=thrifty)
         whole = [t for i, t in enumerate(cut.leaves) if i not in cut.dims and isinstance(t, torch.Tensor)]
         run = self.body if compiling else self._guarded(whole)
         for start, length in cut.ranges:
@@ -261,176 +260,6 @@ class Tiled(Transformed):
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)
         return self._projects[flags]
-
-
-@functools.cache
-def _without_dynamo() -> Callable[..., Any]:
-    # Its pieces would be compiled one by one, and no watch would see them.
-    return torch.compiler.disable(Tiled.run)  # type: ignore[no-any-return]
-
-
-class _Cut:
-    """How one call's arguments are cut: which leaves, along which dimension, at which ranges."""
-
-    def __init__(self, how: Tile, args: Any, kwargs: Any) -> None:
-        leaves, self.spec = pytrees.flatten((args, kwargs))
-        self.leaves = [_real(leaf) for leaf in leaves]
-        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how.dim)
-        if not self.dims:
-            raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
-        sizes = {self.leaves[index].shape[dim] for index, dim in self.dims.items()}
-        if len(sizes) > 1:
-            raise TransformError(
-                f"{how!r} would cut tensors of sizes {sorted(sizes)} along the given in_dims; they must be equal, "
-                "so pass those that are not rows with in_dims None"
-            )
-        (self.total,) = sizes
-        self.ranges = how.ranges(self.total)
-
-    def _matching(self, dim: int) -> dict[int, int]:
-        tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
-        if not tensors:
-            return {}
-        first = tensors[0][1]
-        if not -first.dim() <= dim < first.dim():
-            raise TransformError(
-                f"tile(dim={dim}) is out of range for the first tensor argument, of shape {list(first.shape)}"
-            )
-        total = first.shape[dim]
-        return {
-            index: dim % leaf.dim()
-            for index, leaf in tensors
-            if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == total
-        }
-
-    def _explicit(self, how: Tile, args: Any, kwargs: Any) -> dict[int, int]:
-        """The cut dimensions from `in_dims`; keyword arguments follow the default rule unless it is a tuple."""
-        wanted: list[Any] = []
-        if isinstance(how.in_dims, tuple) and len(how.in_dims) != len(args):
-            raise TransformError(
-                f"{how!r}: in_dims has {len(how.in_dims)} entries for {len(args)} positional arguments"
-            )
-        _broadcast(how.in_dims, args, wanted)
-        _broadcast(None if isinstance(how.in_dims, tuple) else how.in_dims, kwargs, wanted)
-        dims = {}
-        for index, (leaf, dim) in enumerate(zip(self.leaves, wanted, strict=True)):
-            if isinstance(leaf, torch.Tensor) and dim is not None:
-                if not -leaf.dim() <= dim < leaf.dim():
-                    raise TransformError(f"{how!r}: dimension {dim} is out of range for shape {list(leaf.shape)}")
-                dims[index] = dim % leaf.dim()
-        return dims
-
-
-def _broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
-    """Append the entry of `dims` that covers each leaf of `tree`; a tuple of dims follows a tuple or list."""
-    if isinstance(dims, tuple):
-        if not isinstance(tree, (tuple, list)) or len(tree) != len(dims):
-            raise TransformError(f"tile: the dimensions {dims!r} do not match the structure of {type(tree).__name__}")
-        for entry, part in zip(dims, tree, strict=True):
-            _broadcast(entry, part, into)
-    else:
-        into.extend([dims] * len(pytrees.flatten(tree)[0]))
-
-
-class _Joined:
-    """The outputs of the pieces, put together as they come."""
-
-    def __init__(self, how: Tile, total: int, *, thrifty: bool) -> None:
-        self._how = how
-        self._total = total
-        self._thrifty = thrifty
-        self._spec: Any = None
-        self._leaves: list[Any] = []
-        self._kinds: dict[int, str] = {}
-        self._sinks: dict[int, Sink] = {}
-
-    def add(self, output: Any, start: int, length: int) -> None:
-        leaves, spec = pytrees.flatten(output)
-        leaves = [_real(leaf) for leaf in leaves]
-        dims = self._dims(output, leaves, length)
-        first = self._spec is None
-        if first:
-            self._spec = spec
-            self._leaves = [None] * len(leaves)
-            self._sinks = {
-                index: Sink(dim, self._total, thrifty=self._thrifty and leaves[index].shape[dim] == length)
-                for index, dim in dims.items()
-            }
-        elif spec != self._spec or dims.keys() != self._sinks.keys():
-            raise TransformError(
-                f"{self._how!r}: the pieces return different structures, so they cannot be put together; "
-                "the region is not the same function for every row"
-            )
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                self._refuse_another_kind(index, leaf, dims.get(index))
-            if index in dims:
-                self._sinks[index].put(leaf, start)
-            elif isinstance(leaf, torch.Tensor):
-                self._reduce(index, leaf, length)
-            elif first:
-                self._leaves[index] = leaf
-            elif not _equal(self._leaves[index], leaf):
-                raise TransformError(
-                    f"{self._how!r}: an output of type {type(leaf).__name__} differs between pieces, and only tensors "
-                    "can be put together"
-                )
-
-    def _refuse_another_kind(self, index: int, leaf: torch.Tensor, dim: int | None) -> None:
-        # A sum broadcasts, and a copy into its place casts too, where `cat` would not.
-        kind = _kind(leaf, dim)
-        if self._kinds.setdefault(index, kind) != kind:
-            raise TransformError(
-                f"{self._how!r}: output {index} of one piece is {self._kinds[index]} and that of another {kind} (* is "
-                "the joined dimension), so the region is not the same function for every row; cut another dimension, "
-                "or use checkpoint() for this region"
-            )
-
-    def result(self) -> Any:
-        for index, sink in self._sinks.items():
-            self._leaves[index] = sink.result()
-        return pytrees.unflatten(self._spec, self._leaves)
-
-    def _dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
-        if self._how.out_dims is not ...:
-            wanted: list[Any] = []
-            _broadcast(self._how.out_dims, output, wanted)
-            return {i: d for i, d in enumerate(wanted) if d is not None and isinstance(leaves[i], torch.Tensor)}
-        dim = self._how.dim
-        return {
-            index: dim % leaf.dim()
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == length
-        }
-
-    def _reduce(self, index: int, leaf: torch.Tensor, length: int) -> None:
-        if self._how.reduce is None:
-            raise TransformError(
-                f"{self._how!r}: output {index} has shape {list(leaf.shape)}, which is not {length} long along "
-                f"dim {self._how.dim}, so the pieces' values cannot be concatenated; give reduce='sum' or 'mean' if it "
-                "adds up over rows, or out_dims"
-            )
-        weighted = leaf * (length / self._total) if self._how.reduce == "mean" else leaf
-        self._leaves[index] = weighted if self._leaves[index] is None else self._leaves[index] + weighted
-
-
-def _kind(leaf: torch.Tensor, dim: int | None) -> str:
-    shape = [str(size) for size in leaf.shape]
-    if dim is not None:
-        shape[dim] = "*"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}] on {leaf.device}"
-
-
-def _real(leaf: Any) -> Any:
-    # What is cut or joined goes through functions of autograd, which see the object and not the logits behind it.
-    return materialize(leaf) if isinstance(leaf, Deferred) else leaf
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return a is b or bool(a == b)
-    except Exception:
-        return False
 
 
 factory("tile", tile)

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import memscale as ms
 from memscale import checkpoint, compose, identity, tile
 from memscale.simulation.measured.allocator_trace import measure
-from memscale.transforms.tile.factory import Tile, Tiled, _Joined
+from memscale.transforms.tile.cutting import Joined
+from memscale.transforms.tile.factory import Tile, Tiled
 from tests.support.checks import bits
 from tests.support.models import Polynomial, TransformerBlock, integers, mlp, numbers
 
@@ -693,13 +694,13 @@ def test_mutant_a_tile_that_forgets_the_last_piece(monkeypatch):
 
 
 def test_mutant_a_mean_that_is_not_weighted(monkeypatch):
-    reduce = _Joined._reduce
+    reduce = Joined._reduce
 
     def unweighted(self, index, leaf, length):
         pieces = len(self._how.ranges(self._total))
         reduce(self, index, leaf, self._total / pieces)
 
-    monkeypatch.setattr(_Joined, "_reduce", unweighted)
+    monkeypatch.setattr(Joined, "_reduce", unweighted)
     with pytest.raises(AssertionError):
         test_reduce_weighs_by_the_real_sizes_of_the_pieces()
 

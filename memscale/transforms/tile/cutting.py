@@ -1,0 +1,198 @@
+"""How the arguments of one call of a tiled region are cut, and the outputs of its pieces put together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from memscale.core import TransformError, pytrees
+from memscale.transforms.tile.head.deferred import Deferred, materialize
+from memscale.transforms.tile.pieces import Sink
+
+
+class Cutting(Protocol):
+    """What of a `tile` says where to cut and to join; its ``repr`` is what errors call it."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+
+    @property
+    def in_dims(self) -> Any:
+        """Those of the arguments, by the caller; ``...`` is the rule by sizes."""
+
+    @property
+    def out_dims(self) -> Any:
+        """Those of the outputs."""
+
+    @property
+    def reduce(self) -> str | None:
+        """What becomes of outputs that are not joined."""
+
+    def ranges(self, total: int) -> list[tuple[int, int]]:
+        """The start and length of each piece."""
+
+
+class Cut:
+    """How one call's arguments are cut: which leaves, along which dimension, at which ranges."""
+
+    def __init__(self, how: Cutting, args: Any, kwargs: Any) -> None:
+        leaves, self.spec = pytrees.flatten((args, kwargs))
+        self.leaves = [_real(leaf) for leaf in leaves]
+        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how.dim)
+        if not self.dims:
+            raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
+        sizes = {self.leaves[index].shape[dim] for index, dim in self.dims.items()}
+        if len(sizes) > 1:
+            raise TransformError(
+                f"{how!r} would cut tensors of sizes {sorted(sizes)} along the given in_dims; they must be equal, "
+                "so pass those that are not rows with in_dims None"
+            )
+        (self.total,) = sizes
+        self.ranges = how.ranges(self.total)
+
+    def _matching(self, dim: int) -> dict[int, int]:
+        tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            return {}
+        first = tensors[0][1]
+        if not -first.dim() <= dim < first.dim():
+            raise TransformError(
+                f"tile(dim={dim}) is out of range for the first tensor argument, of shape {list(first.shape)}"
+            )
+        total = first.shape[dim]
+        return {
+            index: dim % leaf.dim()
+            for index, leaf in tensors
+            if -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == total
+        }
+
+    def _explicit(self, how: Cutting, args: Any, kwargs: Any) -> dict[int, int]:
+        """The cut dimensions from `in_dims`; keyword arguments follow the default rule unless it is a tuple."""
+        wanted: list[Any] = []
+        if isinstance(how.in_dims, tuple) and len(how.in_dims) != len(args):
+            raise TransformError(
+                f"{how!r}: in_dims has {len(how.in_dims)} entries for {len(args)} positional arguments"
+            )
+        _broadcast(how.in_dims, args, wanted)
+        _broadcast(None if isinstance(how.in_dims, tuple) else how.in_dims, kwargs, wanted)
+        dims = {}
+        for index, (leaf, dim) in enumerate(zip(self.leaves, wanted, strict=True)):
+            if isinstance(leaf, torch.Tensor) and dim is not None:
+                if not -leaf.dim() <= dim < leaf.dim():
+                    raise TransformError(f"{how!r}: dimension {dim} is out of range for shape {list(leaf.shape)}")
+                dims[index] = dim % leaf.dim()
+        return dims
+
+
+def _broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
+    """Append the entry of `dims` that covers each leaf of `tree`; a tuple of dims follows a tuple or list."""
+    if isinstance(dims, tuple):
+        if not isinstance(tree, (tuple, list)) or len(tree) != len(dims):
+            raise TransformError(f"tile: the dimensions {dims!r} do not match the structure of {type(tree).__name__}")
+        for entry, part in zip(dims, tree, strict=True):
+            _broadcast(entry, part, into)
+    else:
+        into.extend([dims] * len(pytrees.flatten(tree)[0]))
+
+
+class Joined:
+    """The outputs of the pieces, put together as they come."""
+
+    def __init__(self, how: Cutting, total: int, *, thrifty: bool) -> None:
+        self._how = how
+        self._total = total
+        self._thrifty = thrifty
+        self._spec: Any = None
+        self._leaves: list[Any] = []
+        self._kinds: dict[int, str] = {}
+        self._sinks: dict[int, Sink] = {}
+
+    def add(self, output: Any, start: int, length: int) -> None:
+        leaves, spec = pytrees.flatten(output)
+        leaves = [_real(leaf) for leaf in leaves]
+        dims = self._dims(output, leaves, length)
+        first = self._spec is None
+        if first:
+            self._spec = spec
+            self._leaves = [None] * len(leaves)
+            self._sinks = {
+                index: Sink(dim, self._total, thrifty=self._thrifty and leaves[index].shape[dim] == length)
+                for index, dim in dims.items()
+            }
+        elif spec != self._spec or dims.keys() != self._sinks.keys():
+            raise TransformError(
+                f"{self._how!r}: the pieces return different structures, so they cannot be put together; "
+                "the region is not the same function for every row"
+            )
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._refuse_another_kind(index, leaf, dims.get(index))
+            if index in dims:
+                self._sinks[index].put(leaf, start)
+            elif isinstance(leaf, torch.Tensor):
+                self._reduce(index, leaf, length)
+            elif first:
+                self._leaves[index] = leaf
+            elif not _equal(self._leaves[index], leaf):
+                raise TransformError(
+                    f"{self._how!r}: an output of type {type(leaf).__name__} differs between pieces, and only tensors "
+                    "can be put together"
+                )
+
+    def _refuse_another_kind(self, index: int, leaf: torch.Tensor, dim: int | None) -> None:
+        # A sum broadcasts, and a copy into its place casts too, where `cat` would not.
+        kind = _kind(leaf, dim)
+        if self._kinds.setdefault(index, kind) != kind:
+            raise TransformError(
+                f"{self._how!r}: output {index} of one piece is {self._kinds[index]} and that of another {kind} (* is "
+                "the joined dimension), so the region is not the same function for every row; cut another dimension, "
+                "or use checkpoint() for this region"
+            )
+
+    def result(self) -> Any:
+        for index, sink in self._sinks.items():
+            self._leaves[index] = sink.result()
+        return pytrees.unflatten(self._spec, self._leaves)
+
+    def _dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
+        if self._how.out_dims is not ...:
+            wanted: list[Any] = []
+            _broadcast(self._how.out_dims, output, wanted)
+            return {i: d for i, d in enumerate(wanted) if d is not None and isinstance(leaves[i], torch.Tensor)}
+        dim = self._how.dim
+        return {
+            index: dim % leaf.dim()
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == length
+        }
+
+    def _reduce(self, index: int, leaf: torch.Tensor, length: int) -> None:
+        if self._how.reduce is None:
+            raise TransformError(
+                f"{self._how!r}: output {index} has shape {list(leaf.shape)}, which is not {length} long along "
+                f"dim {self._how.dim}, so the pieces' values cannot be concatenated; give reduce='sum' or 'mean' if it "
+                "adds up over rows, or out_dims"
+            )
+        weighted = leaf * (length / self._total) if self._how.reduce == "mean" else leaf
+        self._leaves[index] = weighted if self._leaves[index] is None else self._leaves[index] + weighted
+
+
+def _kind(leaf: torch.Tensor, dim: int | None) -> str:
+    shape = [str(size) for size in leaf.shape]
+    if dim is not None:
+        shape[dim] = "*"
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}] on {leaf.device}"
+
+
+def _real(leaf: Any) -> Any:
+    # What is cut or joined goes through functions of autograd, which see the object and not the logits behind it.
+    return materialize(leaf) if isinstance(leaf, Deferred) else leaf
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:
+        return False
