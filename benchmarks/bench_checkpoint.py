@@ -54,18 +54,19 @@ def steps(case: Case, device: str, depth: int = 1) -> dict[str, Step]:
 
 
 def interleaved_seconds(contenders: dict[str, Step], rounds: int, device: str) -> dict[str, float]:
-    """The median seconds of each step, one of each in every round."""
+    """The median seconds of each step, one of each in every round; of the processor where one thread does it all."""
+    clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 5):
         for name, step in contenders.items():
             if device == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             step()
             if device == "cuda":
                 torch.cuda.synchronize()
             if turn >= 5:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
