@@ -19,7 +19,8 @@ def matches(pattern: str, path: str) -> bool:
 def misfit(pattern: Any) -> str | None:
     """Why `pattern` is not a path pattern; `None` if it is one."""
     if not isinstance(pattern, str):
-        return f"a path pattern is a string such as 'layers.*', got {pattern!r}"
+        got = f"a {type(pattern).__name__}" if hasattr(pattern, "named_modules") else repr(pattern)
+        return f"a path pattern is a string such as 'layers.*', got {got}"
     if pattern and any(not segment for segment in pattern.split(".")):
         return f"the path pattern {pattern!r} has an empty segment; write 'a.b', or '' for the root"
     if any("**" in segment and segment != "**" for segment in pattern.split(".")):

@@ -158,6 +158,11 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     for name, module in (("model", model), ("transformed", transformed)):
         if not isinstance(module, nn.Module):
             raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}")
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise ConfigError(
+                f"verify({name}=...) runs a step for real, and a model on meta has no numbers; build it on a device, "
+                "with fewer layers where it is too large"
+            )
     batches.check_batch(batch)
     batches.check_loss(loss)
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))

@@ -177,7 +177,7 @@ class HollowMode(TorchDispatchMode):
         if self.host is not None:
             pairs = zip(records, tensors, strict=True)
             self._used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
-        if op is aten.embedding.default and records[1].known:
+        if op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
         known = op._opname in _CONSTANTS or (all(record.known for record in records) and all(map(is_small, tensors)))
         if op in _BY_LENGTHS:
@@ -221,6 +221,12 @@ class HollowMode(TorchDispatchMode):
 
     def _check_indices(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
         """Refuse what the kernel would refuse: no fake kernel looks at values."""
+        if indices.is_floating_point():
+            where = f" ({path})" if (path := self._path()) else ""
+            raise ConfigError(
+                f"the batch gives an embedding {str(indices.dtype).removeprefix('torch.')} numbers as rows{where}; "
+                "tokens and positions are integers: pass batch.long()"
+            )
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < weight.shape[0]:
             raise ConfigError(
                 f"the batch asks for rows {int(indices.min())} to {int(indices.max())} of an embedding with "

@@ -63,6 +63,8 @@ class Simulation:
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
+        # Of a model on meta, what its own code makes is real (a weight norm's), and the rest is no skeleton for that.
+        self._own = [] if model is None else _parts([*model.parameters(), *model.buffers()])
         self._kernels = kernels
         self.clock = Clock(kernels.hardware)
         self.runtimes = CountingRuntimes(
@@ -79,7 +81,7 @@ class Simulation:
         try:
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
             hollow = HollowStorages()
-            stack.enter_context(_on_cpu(self._tensors, self._inputs, hollow))
+            stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
