@@ -72,9 +72,10 @@ $(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c) tests/ghost/bui
 	$(GHOST)/bin/python tests/ghost/build_libraries.py $(GHOST)/headers/nvidia/cu13/include $(GHOST)/headers/nvidia/cudnn/include
 	@touch $@
 
-ghost: $(GHOST)/.built
+ghost: $(GHOST)/.built $(READY)
 	PYTHONPATH=tests/ghost/stand_in_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
-		$(GHOST)/bin/python -m pytest -m 'cuda and not values' -q $(ARGS)
+		$(GHOST)/bin/python -m pytest -m 'cuda and not values' -q
+	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --every 12 --threads 1 $(ARGS)
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

@@ -214,7 +214,7 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
                 for rest in itertools.product(plans(case, model, dtype), loops, options.card, options.allocator)
                 if re.fullmatch(options.variant, rest[0])
             ]
-    return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)
+    return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)[:: options.every]
 
 
 def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
@@ -371,6 +371,7 @@ def main() -> int:
     parser.add_argument(
         "--all", action="store_true", help="with --ghost: all combinations, instead of every two settings"
     )
+    parser.add_argument("--every", type=int, default=1, help="with --ghost: one in so many of them")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="some kernels allocate for each")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument(
