@@ -188,8 +188,6 @@ class Executor:
                     executor._end_step(optimizer)
 
             self._steps = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-            if self._reality is not None:
-                self._reality.begin(self.model)
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()
@@ -260,6 +258,8 @@ class Executor:
         self.plan, self.profile = verdict.plan, verdict.profile
         self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
         self._reality = Reality.of(verdict.plan, verdict.profile, self.config)
+        if self._reality is not None:
+            self._reality.begin(self.model)
 
     def report(self) -> None:
         """Log what holds."""
