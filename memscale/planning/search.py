@@ -20,7 +20,7 @@ from memscale.simulation import Profile, SimulatedStep
 _USED = 0.97
 # Nor is one that is as fast as was thought.
 _AS_THOUGHT = 1.005
-_ROUNDS = 8
+_ROUNDS, _ROUNDS_WITH_MOVES = 6, 3
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
 
@@ -93,17 +93,29 @@ class Search:
         menus.append(menu.for_outside(model, parts))
         self.costs = measured_costs(self.plain, parts, menus, lambda rules: simulate(self._with(rules), False))
         self._chooser = Chooser(self.costs, link)
+        self._moves = link is not None
         self._beside = np.zeros(len(self.costs.stations))  # what steps hold above what their costs add up to
         self._proofs: dict[Assignment, Proven] = {}
 
     def fastest(self, budget_bytes: int) -> Proven | None:
         """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
+        # When copies hold a step up depends on more than the costs say: what does without them is looked for apart.
+        for moves in (False, True) if self._moves else (False,):
+            self._choose(safe_bytes, moves)
+        # Where nothing leaves the margin, what fits without it is better than nothing.
+        for most in (safe_bytes, budget_bytes):
+            if fitting := [each for each in self._proofs.values() if each.taken_bytes <= most]:
+                return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
+        return None
+
+    def _choose(self, safe_bytes: int, moves: bool) -> None:
+        """Choose and simulate until a step is what was thought of it."""
         found = self.prove(self.costs.as_it_is, 0.0)
         overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS_WITH_MOVES if moves else _ROUNDS):
             limit = np.full(len(self.costs.stations), float(safe_bytes - overhead)) - self._beside
-            choice = self._chooser.fastest(limit)
+            choice = self._chooser.fastest(limit, moves=moves)
             if choice is None:
                 break
             known = choice.assignment in self._proofs
@@ -111,16 +123,11 @@ class Search:
             found = self.prove(choice.assignment, choice.bound)
             fits = found.taken_bytes <= safe_bytes
             as_thought = found.seconds <= _AS_THOUGHT * thought
-            if fits and (known or (as_thought and found.taken_bytes >= _USED * budget_bytes)):
+            if fits and (known or (as_thought and found.taken_bytes >= _USED * safe_bytes)):
                 break
             overhead = found.taken_bytes - found.profile.peak_bytes
             if known:  # it was thought to fit twice
                 overhead += found.taken_bytes - safe_bytes
-        # Where nothing leaves the margin, what fits without it is better than nothing.
-        for most in (safe_bytes, budget_bytes):
-            if fitting := [each for each in self._proofs.values() if each.taken_bytes <= most]:
-                return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
-        return None
 
     def smallest(self) -> Proven:
         """The plan with the least peak."""

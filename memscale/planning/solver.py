@@ -94,8 +94,13 @@ class Chooser:
             found.append(max(0.0, late) if copies[parts].any() else 0.0)
         return (found[0], found[1]) if found else (0.0, 0.0)
 
-    def fastest(self, limit_bytes: Floats) -> Choice | None:
-        """The fastest choice that holds at most `limit_bytes` [station] at each station, None if there is none."""
+    def fastest(self, limit_bytes: Floats, *, moves: bool = True) -> Choice | None:
+        """The fastest choice that holds at most `limit_bytes` [station] at each station, None if there is none.
+
+        Args:
+            limit_bytes: [station].
+            moves: whether candidates that move bytes to another tier may be chosen.
+        """
         # Of equals, few changes come before many, and early parts change before late ones.
         scale = 1e-7 * max(self.costs.seconds(self.costs.as_it_is), 1e-9)
         ties = np.concatenate(
@@ -104,7 +109,7 @@ class Chooser:
                 for part, menu in enumerate(self.costs.effects)
             ]
         )
-        return self._solve(self._seconds + ties, limit_bytes / _MIB, least=False)
+        return self._solve(self._seconds + ties, limit_bytes / _MIB, least=False, moves=moves)
 
     def smallest(self, beside_bytes: Floats) -> Choice:
         """The choice whose most bytes are the fewest, with `beside_bytes` [station] beside what it holds."""
@@ -112,7 +117,7 @@ class Chooser:
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
-    def _solve(self, cost: Floats, limit: Floats, *, least: bool) -> Choice | None:
+    def _solve(self, cost: Floats, limit: Floats, *, least: bool, moves: bool = True) -> Choice | None:
         highspy = _highspy()
         solver = highspy.Highs()
         for option, value in (
@@ -127,9 +132,10 @@ class Chooser:
         infinity = highspy.kHighsInf
         unit = 1.0 if least else max(self.costs.seconds(self.costs.as_it_is), 1e-12)
         columns = len(cost)
+        allowed = np.ones(columns) if moves else (self._moves == 0).astype(np.float64)
         # Beside the binaries: what forward and backward wait for the link, or the peak.
         extra = 1 if least else 2
-        solver.addVars(columns + extra, np.zeros(columns + extra), np.r_[np.ones(columns), np.full(extra, infinity)])
+        solver.addVars(columns + extra, np.zeros(columns + extra), np.r_[allowed, np.full(extra, infinity)])
         solver.changeColsCost(
             columns + extra, np.arange(columns + extra), np.r_[cost / unit, np.ones(extra)].astype(np.float64)
         )
