@@ -74,8 +74,8 @@ POLICIES = [
 ]
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
-memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose functional
-    identity install is_transformed placing_in transform uninstall
+memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
+    find_regions functional identity install is_transformed placing_in transform uninstall
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
     PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
@@ -94,7 +94,8 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: diff_text plot_profile plot_timelines profile_text write_html write_trace
+memscale.reports: Choice PartOfPlan diff_text plot_frontier plot_profile plot_timelines profile_text write_frontier
+    write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime
     home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend

@@ -1,6 +1,6 @@
 """The language: transforms and their compositions, modules as functions, plans, and the one interpreter of a plan."""
 
-from memscale.algebra.apply import PlanLike, install, transform, uninstall
+from memscale.algebra.apply import PlanLike, find_regions, install, transform, uninstall
 from memscale.algebra.composition import Transform, chain, compose, identity
 from memscale.algebra.functions import functional
 from memscale.algebra.plan import Plan, as_plan
@@ -18,6 +18,7 @@ __all__ = [
     "attach",
     "chain",
     "compose",
+    "find_regions",
     "functional",
     "identity",
     "install",

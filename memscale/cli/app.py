@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from memscale.cli.demo import demo
+from memscale.cli.plan import AllowOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
+from memscale.cli.step import StepOptions
 from memscale.core import MemscaleError
 
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
@@ -45,41 +47,69 @@ def demo_command(
         int, typer.Option(parser=_whole_number, metavar="N", help="Bytes of text in a row, at most 1024.")
     ] = 256,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto",
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What a step may take, such as 300MiB; by default 2/5 of what it does take."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where the picture goes, a .png.")] = Path("memscale-demo.png"),
 ) -> int:
-    """Train a small GPT-2 on this Python's own source, as it is and checkpointed, and compare."""
-    return demo(steps=steps, layers=layers, width=width, batch=batch, seq=seq, device=device, out=out)
+    """Plan a small GPT-2 for a budget of memory, train it on this Python's own source with and without, and compare."""
+    return demo(steps=steps, layers=layers, width=width, batch=batch, seq=seq, device=device, budget=budget, out=out)
+
+
+_Hf = Annotated[
+    str,
+    typer.Option(
+        metavar="CONFIG|MODULE:FACTORY",
+        help="A transformers config.json, or a function that returns a model, (model, batch_fn) or "
+        "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
+    ),
+]
+_Batch = Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Rows of a batch.")]
+_Seq = Annotated[
+    int | None,
+    typer.Option(parser=_whole_number, metavar="N", help="Tokens of a row; by default 1024 or all positions."),
+]
+_Optimizer = Annotated[str, typer.Option(help="An optimizer of torch.optim, or none.")]
+_Gpu = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
+]
+_Dtype = Annotated[
+    str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
+]
+_Accumulate = Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")]
+_SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
+_Mode = Annotated[
+    str | None,
+    typer.Option(metavar="MODE", help="conservative, balanced or aggressive; by default every exact technique."),
+]
+_Allow = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
+]
+_Forbid = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Do without checkpoint, offload, tile or cast. Repeatable.")
+]
+_Host = Annotated[str | None, typer.Option(metavar="SIZE", help="What may lie in the host's memory at most.")]
+_Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes as JSON.")]
+_Python = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Where a script goes that builds the model and applies the plan.")
+]
 
 
 @app.command("predict")
 def predict_command(
-    hf: Annotated[
-        str,
-        typer.Option(
-            metavar="CONFIG|MODULE:FACTORY",
-            help="A transformers config.json, or a function that returns a model, (model, batch_fn) or "
-            "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
-        ),
-    ],
-    batch: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Rows of a batch.")] = 1,
-    seq: Annotated[
-        int | None,
-        typer.Option(parser=_whole_number, metavar="N", help="Tokens of a row; by default 1024 or all positions."),
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="An optimizer of torch.optim, or none.")] = "adamw",
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
-    ] = None,
+    hf: _Hf,
+    batch: _Batch = 1,
+    seq: _Seq = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
     plan: Annotated[
         str | None,
         typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
     ] = None,
-    accumulate: Annotated[
-        int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")
-    ] = 1,
+    accumulate: _Accumulate = 1,
     budget: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%."),
@@ -108,14 +138,8 @@ def predict_command(
     """
     return predict(
         Options(
-            hf=hf,
-            batch=batch,
-            seq=seq,
-            optimizer=optimizer,
-            gpu=gpu,
-            dtype=dtype,
+            step=StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate),
             plan=plan,
-            accumulate=accumulate,
             budget=budget,
             largest=largest,
             at_most=at_most,
@@ -126,6 +150,73 @@ def predict_command(
             csv=csv,
         )
     )
+
+
+@app.command("plan")
+def plan_command(
+    hf: _Hf,
+    budget: Annotated[str, typer.Option(metavar="SIZE", help=f"What the step may take: {_SIZES}.")],
+    batch: _Batch = 1,
+    seq: _Seq = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
+    accumulate: _Accumulate = 1,
+    mode: _Mode = None,
+    allow: _Allow = None,
+    forbid: _Forbid = None,
+    host: _Host = None,
+    json: _Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where a picture of the planned step goes, a .png or .svg.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where a page about the plan goes, a .html.")
+    ] = None,
+    python: _Python = None,
+) -> int:
+    """Find the fastest training step that fits a budget, and say why it is that.
+
+    Exits with 0 if there is one, 3 if nothing fits, 2 if an option is wrong.
+    """
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    allowed = AllowOptions(mode, allow or [], forbid or [], host)
+    return plan(PlanOptions(step, allowed, budget, json, plot, html, python))
+
+
+@app.command("frontier")
+def frontier_command(
+    hf: _Hf,
+    batch: _Batch = 1,
+    seq: _Seq = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
+    accumulate: _Accumulate = 1,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=f"Plan for this too, and say why: {_SIZES}.")
+    ] = None,
+    points: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Budgets to plan for.")] = 12,
+    mode: _Mode = None,
+    allow: _Allow = None,
+    forbid: _Forbid = None,
+    host: _Host = None,
+    json: _Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where a picture of the curve goes, a .png or .svg.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the curve goes as a page that shows each plan, a .html.")
+    ] = None,
+    python: _Python = None,
+) -> int:
+    """Show what memory costs in time: plans from the smallest step to the step as it is.
+
+    Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong.
+    """
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    allowed = AllowOptions(mode, allow or [], forbid or [], host)
+    return frontier(PlanOptions(step, allowed, budget, json, plot, html, python), points)
 
 
 def run(arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
-"""``memscale demo``: the same training twice, as it is and transformed, side by side."""
+"""``memscale demo``: a plan for a budget of memory, and the same training twice, as it is and under the plan."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,20 +12,27 @@ from pathlib import Path
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import nn
 
 import memscale as ms
-from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, read_text, train
-from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
+from memscale.cli.step import typed_budget
+from memscale.cli.terminal import Progress, simulations
+from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
+from memscale.core import BudgetError, ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds
+from memscale.planning import DecisionEngine, Evidence, ProvenPlan, taken_bytes
 from memscale.reports import plot_timelines
 
-_PLAN = 'memscale.transform(model, {"transformer.h.*": memscale.checkpoint()})'
+_MIB = 1 << 20
+_SHARE = 0.4  # of what the step takes as it is: the budget that nobody chose
 
 
-def demo(*, steps: int, layers: int, width: int, batch: int, seq: int, device: str, out: Path) -> int:
-    """Train twice, print the comparison, write the picture; return 0, or 1 when any number differs.
+def demo(
+    *, steps: int, layers: int, width: int, batch: int, seq: int, device: str, budget: str | None, out: Path
+) -> int:
+    """Plan, train twice, print the comparison, write the picture; return 0, or 1 when a number differs or does not fit.
 
     Args:
         steps: optimizer steps for each of the two models, at least 3.
@@ -33,14 +41,18 @@ def demo(*, steps: int, layers: int, width: int, batch: int, seq: int, device: s
         batch: rows of text in a step, at least 1.
         seq: bytes of text in a row, 2 to 1024.
         device: a device of PyTorch, or ``"auto"``.
+        budget: what a step may take; None is two fifths of what it takes as it is, or the least that can be reached.
         out: where the picture goes, a ``.png`` in a folder that exists.
 
     Raises:
         ConfigError: an option is out of range.
+        BudgetError: no plan fits the budget.
         RuntimeUnavailable: the device, transformers or matplotlib is not there.
     """
     job = _checked_job(steps, layers, width, batch, seq, device)
     _check_picture(out)
+    if budget is not None:
+        budget_bytes(typed_budget(budget), ms.Hardware.detect(job.device.type).usable_bytes)
     # The model comes from its config alone; nothing here may reach for the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _check_packages()
@@ -54,27 +66,55 @@ def demo(*, steps: int, layers: int, width: int, batch: int, seq: int, device: s
         f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}.",
         soft_wrap=True,
     )
-    with _deterministic(job.device), _progress() as progress:
-        task = progress.add_task("training", total=2 * job.steps)
-        changes = (_unchanged, _checkpointed)
-        baseline, transformed = train(job, text, changes, lambda: progress.advance(task))
-        progress.update(task, description="picture")
-        plot_timelines(out, {"baseline": baseline.trace, "checkpointed blocks": transformed.trace})
-    screen.print(_table(baseline, transformed))
-    screen.print(f"The transformed model is {_PLAN}", soft_wrap=True, highlight=False)
+    with _deterministic(job.device):
+        with simulations() as progress:
+            plan = _planned(job, budget, progress)
+        screen.print(f"\n{plan.explain()}\n", soft_wrap=True, highlight=False, markup=False)
+        with _progress() as bar:
+            task = bar.add_task("training", total=2 * job.steps)
+            baseline, planned = train(job, text, (_unchanged, _under(plan)), lambda: bar.advance(task))
+            bar.update(task, description="picture")
+            limit = format_bytes(plan.evidence.budget_bytes)
+            plot_timelines(out, {"as it is": baseline.trace, f"planned for {limit}": planned.trace})
+    screen.print(_table(baseline, planned, plan.evidence))
     screen.print(f"Memory over one step: {out.resolve()}", soft_wrap=True, highlight=False)
-    different = [name for name, digest in baseline.digests.items() if transformed.digests[name] != digest]
+    different = [name for name, digest in baseline.digests.items() if planned.digests[name] != digest]
     if different:
         screen.print(f"NOT EQUAL: {', '.join(different)} differ from the baseline's", style="bold red")
-    return 1 if different else 0
+    too_large = planned.trace.peak_bytes > plan.evidence.budget_bytes
+    if too_large:
+        screen.print("OVER BUDGET: the measured peak is above what was asked for", style="bold red")
+    return 1 if different or too_large else 0
+
+
+def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
+    """The plan of the job's step. Without tiling, which adds gradients in another order: here bits are compared."""
+    model = gpt2(job)
+    tokens = torch.zeros(job.batch, job.seq, dtype=torch.long, device=job.device)
+    engine = DecisionEngine(
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config=ms.Config(mode="balanced"),
+        progress=progress,
+    )
+    if budget is not None:
+        return engine.plan(typed_budget(budget))
+    share = math.ceil(_SHARE * taken_bytes(engine.plain) / _MIB) * _MIB
+    try:
+        return engine.plan(share)
+    except BudgetError as error:
+        least = error.peak_bytes
+    assert least is not None
+    return engine.plan(least)
 
 
 def _unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
-def _checkpointed(model: nn.Module) -> nn.Module:
-    return ms.transform(model, {"transformer.h.*": ms.checkpoint()})
+def _under(plan: ms.Plan) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: ms.transform(model, plan)
 
 
 def _checked_job(steps: int, layers: int, width: int, batch: int, seq: int, device: str) -> Job:
@@ -157,8 +197,8 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(was, warn_only=warned)
 
 
-def _progress() -> Progress:
-    return Progress(
+def _progress() -> Bar:
+    return Bar(
         TextColumn("{task.description:<12}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -169,17 +209,22 @@ def _progress() -> Progress:
     )
 
 
-def _table(baseline: Run, transformed: Run) -> Table:
+def _table(baseline: Run, planned: Run, evidence: Evidence) -> Table:
     table = Table(title="One training, twice", title_justify="left", title_style="bold")
     table.add_column("")
-    for name in ("baseline", "transformed", "ratio"):
+    for name in ("as it is", "planned", ""):
         table.add_column(name, justify="right")
-    first, second = baseline.trace, transformed.trace
+    first, second = baseline.trace, planned.trace
+    kept = second.peak_bytes <= evidence.budget_bytes
+    table.add_row(
+        "budget", "", format_bytes(evidence.budget_bytes), "[green]kept[/]" if kept else "[bold red]EXCEEDED[/]"
+    )
 
     def compare(name: str, before: float, after: float, form: Callable[[float], str]) -> None:
         table.add_row(name, form(before), form(after), f"{after / before:.2f} ×")
 
-    compare("peak memory", first.peak_bytes, second.peak_bytes, format_bytes)
+    compare("peak memory, simulated", evidence.plain.peak_bytes, evidence.planned.peak_bytes, format_bytes)
+    compare("peak memory, measured", first.peak_bytes, second.peak_bytes, format_bytes)
     compare("  above weights and moments", first.growth_bytes, second.growth_bytes, format_bytes)
     compare(
         "  kept for backward",
@@ -187,13 +232,13 @@ def _table(baseline: Run, transformed: Run) -> Table:
         int(second.timeline.live_bytes["activation"].max()),
         format_bytes,
     )
-    compare("step time (median)", baseline.step_seconds, transformed.step_seconds, format_seconds)
+    compare("step time (median)", baseline.step_seconds, planned.step_seconds, format_seconds)
     table.add_section()
     for name, index in (("loss, first step", 0), ("loss, last step", -1)):
-        table.add_row(name, f"{baseline.losses[index]:.9f}", f"{transformed.losses[index]:.9f}")
+        table.add_row(name, f"{baseline.losses[index]:.9f}", f"{planned.losses[index]:.9f}")
     table.add_section()
     for name, digest in baseline.digests.items():
-        same = transformed.digests[name] == digest
+        same = planned.digests[name] == digest
         verdict = "[green]equal[/]" if same else "[bold red]DIFFERENT[/]"
         table.add_row(_CHECKS[name], "", "bit for bit", verdict)
     return table

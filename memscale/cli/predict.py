@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from memscale.algebra import Plan, Transform, compose
-from memscale.cli.subject import DTYPES, Subject, read_subject
+from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.subject import DTYPES, Subject
+from memscale.cli.terminal import check_files, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
 from memscale.hardware import Hardware, has_rate
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid, parts_of, planned, shorthands
-from memscale.simulation import as_hardware
 from memscale.transforms import cast
 
 DOES_NOT_FIT = 3
@@ -31,23 +27,14 @@ INTERRUPTED = 130
 
 _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
-_QUIET_SECONDS = 2.0
-# They need what a plain loop does not have: a closure that runs the step, sparse gradients.
-_NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The command line of ``memscale predict``, as typed."""
 
-    hf: str
-    batch: int
-    seq: int | None
-    optimizer: str
-    gpu: str | None
-    dtype: str | None
+    step: StepOptions
     plan: str | None
-    accumulate: int
     budget: str | None
     largest: str | None
     at_most: int | None
@@ -66,29 +53,29 @@ def predict(options: Options) -> int:
         RuntimeUnavailable: a package is not there, or the step can be neither simulated nor run here.
     """
     _check(options)
+    files = {"html": options.html, "plot": options.plot, "csv": options.csv}
+    check_files(files)
     # What cannot be simulated is recorded by Kineto, which logs to stderr, through the bar; see `demo`.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    hardware = as_hardware(options.gpu, "meta")
-    subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
-    seq = subject.seq(options.seq)
+    step = read_step(options.step)
+    subject, seq = step.subject, step.seq
     if options.largest is not None:
-        _check_axis(options.largest, subject, options.batch, seq)
-    optimizer = _optimizer(options.optimizer, subject.model)
-    budget = _budget(options.budget)
-    with _progress() as progress:
+        _check_axis(options.largest, subject, options.step.batch, seq)
+    budget = None if options.budget is None else typed_budget(options.budget)
+    with simulations() as progress:
         predictor = OOMPredictor(
             subject.model,
-            optimizer,
-            hardware=hardware,
+            step.optimizer,
+            hardware=step.hardware,
             loss=subject.loss,
-            plan=None if options.plan is None else _plan(options.plan, subject.model, hardware),
-            accumulate=options.accumulate,
+            plan=None if options.plan is None else _plan(options.plan, subject.model, step.hardware),
+            accumulate=options.step.accumulate,
             progress=progress,
         )
-        batch = _batch(subject, options.batch, seq)
+        batch = batch_of(subject, options.step.batch, seq)
         prediction = predictor.predict(batch, budget=budget, recommend=options.recommend)
         largest = _largest(predictor, subject, options, seq, budget)
-    _write(prediction, largest, options)
+    _write(files, prediction, largest)
     _show(prediction, largest, options)
     if isinstance(largest, LargestBatch) and largest.interrupted:
         return INTERRUPTED
@@ -96,43 +83,15 @@ def predict(options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    numbers = {"batch": options.batch, "seq": options.seq, "accumulate": options.accumulate, "at-most": options.at_most}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {value}")
-    if options.dtype is not None and options.dtype.lower() not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    options.step.check()
+    if options.at_most is not None and options.at_most < 1:
+        raise ConfigError(f"--at-most must be at least 1, got {options.at_most}")
     if options.largest not in (None, "batch", "seq", "grid"):
         raise ConfigError(f"--largest must be batch, seq or grid, got {options.largest!r}")
     if options.at_most is not None and options.largest is None:
         raise ConfigError("--at-most is the largest size to look at; say of what, with --largest batch, seq or grid")
     if options.csv is not None and options.largest != "grid":
         raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
-    for path in (options.html, options.plot, options.csv):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{str(path)!r} must be in a folder that exists")
-
-
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    if name.lower() == "none":
-        return None
-    known: dict[str, Any] = {
-        key.lower(): value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key.lower() not in _NOT_OPTIMIZERS
-    }
-    if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)
-        raise ConfigError(f"--optimizer {name!r} is none; the nearest is {near[0]!r}, and there are {', '.join(known)}")
-    try:
-        made: torch.optim.Optimizer = known[name.lower()](_trained(model))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"--optimizer {name}: {error}") from error
-    return made
-
-
-def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
@@ -169,28 +128,11 @@ def _computing_in(dtype: torch.dtype, transform: Transform) -> Transform:
     return compose(*(_computing_in(dtype, part) for part in parts)) if parts else transform
 
 
-def _budget(text: str | None) -> Budget | None:
-    """A number is a number, and everything else is for the predictor to read."""
-    for number in (int, float):
-        try:
-            return None if text is None else number(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _batch(subject: Subject, batch: int, seq: int) -> Any:
-    try:
-        return subject.batch(batch, seq)
-    except Exception as error:
-        raise ConfigError(f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {error}") from error
-
-
 def _check_axis(asked: str, subject: Subject, batch: int, seq: int) -> None:
     """Refuse to look for the largest of what the batches do not grow with, and say what they do."""
     sizes = {"batch": [(1, seq), (2, seq)], "seq": [(batch, 1), (batch, 2)]}
     wanted = list(sizes) if asked == "grid" else [asked]
-    parts = {axis: [parts_of(_batch(subject, *size)) for size in both] for axis, both in sizes.items()}
+    parts = {axis: [parts_of(batch_of(subject, *size)) for size in both] for axis, both in sizes.items()}
     axes = [axis for axis, (small, large) in parts.items() if small != large]
     if missing := [axis for axis in wanted if axis not in axes]:
         use = f"use --largest {axes[0]}" if axes else "let its batch_fn use its arguments"
@@ -207,15 +149,15 @@ def _largest(
     if options.largest == "grid":
         longest = min(options.at_most or max(seq, _DEFAULT_LONGEST), subject.longest or _MOST)
         return predictor.grid(
-            lambda rows, tokens: _batch(subject, rows, tokens),
-            batches=[options.batch << power for power in range(_ROWS)],
+            lambda rows, tokens: batch_of(subject, rows, tokens),
+            batches=[options.step.batch << power for power in range(_ROWS)],
             lengths=sorted(max(1, longest >> power) for power in range(min(_COLUMNS, longest.bit_length()))),
             budget=budget,
         )
     by_batch = options.largest == "batch"
     try:
         return predictor.largest(
-            lambda n: _batch(subject, n, seq) if by_batch else _batch(subject, options.batch, n),
+            lambda n: batch_of(subject, n, seq) if by_batch else batch_of(subject, options.step.batch, n),
             budget=budget,
             at_most=min(options.at_most or _MOST, _MOST if by_batch else subject.longest or _MOST),
         )
@@ -229,19 +171,14 @@ def _largest(
         ) from error
 
 
-def _write(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None, options: Options) -> None:
-    writers: list[tuple[Path | None, Callable[[Path], Any]]] = [(options.html, prediction.profile.html)]
+def _write(
+    files: dict[str, Path | None], prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None
+) -> None:
+    writers: dict[str, Callable[[Path], object]] = {"html": prediction.profile.html, "plot": prediction.profile.plot}
     if isinstance(largest, SizeGrid):
         text = largest.to_csv()
-        writers += [(options.plot, largest.plot), (options.csv, lambda path: path.write_text(text, encoding="utf-8"))]
-    else:
-        writers.append((options.plot, prediction.profile.plot))
-    for path, write in writers:
-        if path is not None:
-            try:
-                write(path)
-            except OSError as error:
-                raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        writers |= {"plot": largest.plot, "csv": lambda path: path.write_text(text, encoding="utf-8")}
+    write(files, writers)
 
 
 def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None, options: Options) -> None:
@@ -270,36 +207,3 @@ def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:
             for tokens in largest.lengths
         ]
     return dataclasses.asdict(largest) if isinstance(largest, LargestBatch) else None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on stderr, which counts simulations; it pulses while their number is not known.
-
-    Without a terminal there is a line now and then, and none from what is done at once.
-    """
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
-        began = said = time.monotonic()
-
-        def say(what: str, done: int, total: int | None) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _QUIET_SECONDS:
-                said = time.monotonic()
-                count = f"{done}/{total}" if total else f"{done}"
-                print(f"simulating: {count} done in {said - began:.0f} s, now {what}", file=sys.stderr, flush=True)
-
-        yield say
-        return
-    bar = Progress(
-        TextColumn("simulating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=screen,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)

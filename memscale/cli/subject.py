@@ -1,7 +1,8 @@
-"""What ``memscale predict`` is about: a model from its transformers config or from a function, and its batches."""
+"""What a command is about: a model from its transformers config or from a function, and its batches."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
@@ -43,12 +44,14 @@ class Subject:
         batch: the batch of a batch size and a sequence length.
         loss: ``loss(output, batch)``, None for ``output.loss``.
         longest: the most positions that the model has, None if it does not say.
+        code: Python that builds the model, as ``model``.
     """
 
     model: nn.Module
     batch: Callable[[int, int], Any]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     longest: int | None = None
+    code: str = ""
 
     def seq(self, asked: int | None) -> int:
         """The sequence length to predict for: the one that was asked for, else 1024 or the longest that there is.
@@ -87,7 +90,7 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise RuntimeUnavailable(
-            "memscale predict needs transformers for a config.json: pip install 'memscale-transforms[hf]'"
+            "memscale needs transformers for a config.json: pip install 'memscale-transforms[hf]'"
         ) from error
     transformers.logging.set_verbosity_error()
     try:
@@ -105,7 +108,12 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
             f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
             f"{_first_line(error)}; correct the config, or write a function that builds it and give module:factory"
         ) from error
-    return _of_transformers(model.to(dtype))
+    code = (
+        "import torch\nimport transformers\n\n"
+        f"config = transformers.AutoConfig.from_pretrained({str(path)!r}, use_cache=False)\n"
+        f"model = transformers.{type(model).__name__}(config).to({dtype}).train()"
+    )
+    return dataclasses.replace(_of_transformers(model.to(dtype)), code=code)
 
 
 def _architecture(transformers: Any, config: Any, path: Path) -> Callable[[Any], nn.Module]:
@@ -147,10 +155,15 @@ def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
         )
     if dtype is not None:
         model = model.to(dtype)
+    torch_too, cast = ("", "") if dtype is None else ("import torch\n", f".to({dtype})")
+    code = (
+        f"{torch_too}from {module_name} import {name.partition('.')[0]}\n\n"
+        f"made = {name}()\nmodel = (made[0] if isinstance(made, tuple) else made){cast}"
+    )
     if rest:
-        return Subject(model, *rest)
+        return dataclasses.replace(Subject(model, *rest), code=code)
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
-        return _of_transformers(model)
+        return dataclasses.replace(_of_transformers(model), code=code)
     raise ConfigError(
         f"--hf {source!r} returns a {type(model).__name__} whose batches are not known; return (model, batch_fn), "
         "where batch_fn(batch, seq) makes what the model is called with"

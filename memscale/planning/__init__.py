@@ -8,7 +8,8 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 4. `costs`: simulates many candidates in one step, and reads off what each holds and takes.
 5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program.
 6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
-7. `evidence`: the plan with what was found; `curve`: several of them, as a frontier.
+7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;
+   `curve`: several of them, as a frontier.
 
 `predictor` (with `prediction`, `largest`, `grid`, `remedies`) answers whether a step fits as it is.
 """
@@ -16,11 +17,12 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.engine import Budget, DecisionEngine, frontier, plan
-from memscale.planning.evidence import Decision, Evidence, Figures, ProvenPlan
+from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.grid import SizeGrid
 from memscale.planning.largest import LargestBatch
 from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
 from memscale.planning.predictor import OOMPredictor, parts_of
+from memscale.planning.proven import ProvenPlan
 from memscale.planning.remedies import planned, shorthands
 
 __all__ = [

@@ -22,8 +22,10 @@ from memscale.core import (
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
-from memscale.planning.evidence import Decision, Evidence, Figures, ProvenPlan
+from memscale.planning.evidence import Decision, Evidence, Figures
+from memscale.planning.globs import with_globs
 from memscale.planning.prediction import taken_bytes
+from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Proven, Search
 from memscale.planning.solver import Link
 from memscale.simulation import MemoryProfiler, NeedsValues, Phase, Profile, SimulatedStep
@@ -230,9 +232,7 @@ class DecisionEngine:
             if best is not None:
                 found.append(self._proven_plan(best, limit))
         found.append(self._unchanged(most))
-        return Frontier.of(
-            Point(each.evidence.planned.taken_bytes, each.evidence.planned.step_seconds, each) for each in found
-        )
+        return Frontier.of(map(Point.of, found))
 
     # -- simulations and searches --------------------------------------------------------------------------------------
 
@@ -328,9 +328,9 @@ class DecisionEngine:
             "that of the step as it is"
         )
         evidence = self._evidence(
-            limit, found.profile, found.bound_seconds, tuple(trace), _decisions(found, limit), costs.rejected
+            limit, found.profile, found.bound_seconds, tuple(trace), _decisions(found), costs.rejected
         )
-        return ProvenPlan(found.plan, evidence)
+        return ProvenPlan(with_globs(found.plan, self.model), evidence)
 
     def _evidence(
         self,
@@ -371,7 +371,7 @@ class DecisionEngine:
         if len(lines) == 1:
             lines.append("take a smaller batch and accumulate gradients, or an optimizer with less state")
         error = BudgetError("; ".join(lines))
-        error.peak_bytes, error.plan = least, smallest.plan
+        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
         return error
 
     def _wider(self, least: int) -> list[tuple[str, int]]:
@@ -402,7 +402,7 @@ def _figures(profile: Profile) -> Figures:
     return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
-def _decisions(found: Proven, limit: int) -> tuple[Decision, ...]:
+def _decisions(found: Proven) -> tuple[Decision, ...]:
     costs = found.search.costs
     turn = next(
         (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
@@ -414,15 +414,10 @@ def _decisions(found: Proven, limit: int) -> tuple[Decision, ...]:
         now, before = effects[number], effects[0]
         # The fastest of the others, as if it alone were changed.
         others = sorted((each for each in range(len(menu)) if each != number), key=lambda each: effects[each].seconds)
-        faster = [each for each in others if effects[each].seconds <= now.seconds]
+        faster = [each for each in others if effects[each].seconds < now.seconds]
         runner_up = faster[-1] if faster else others[0] if others else None
-        verdict = ""
-        if runner_up is not None:
-            other = effects[runner_up]
-            peak = int((held - now.held_bytes + now.slack_bytes + other.held_bytes - other.slack_bytes).max())
-            slower = other.seconds - now.seconds
-            pace = f"{format_seconds(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
-            verdict = f"{pace}, and the step would hold {format_bytes(peak)} instead of {format_bytes(int(held.max()))}"
+        other = effects[0 if runner_up is None else runner_up]
+        peak = int((held - now.held_bytes + now.slack_bytes + other.held_bytes - other.slack_bytes).max())
         decisions.append(
             Decision(
                 path=costs.parts[row].path if row < len(costs.parts) else "",
@@ -433,7 +428,9 @@ def _decisions(found: Proven, limit: int) -> tuple[Decision, ...]:
                 seconds=now.seconds,
                 seconds_before=before.seconds,
                 runner_up="" if runner_up is None else str(menu[runner_up]),
-                runner_up_verdict=verdict,
+                runner_up_seconds=other.seconds,
+                # The sum of the costs, put right by what the proof found.
+                runner_up_peak_bytes=found.taken_bytes + peak - int(held.max()),
             )
         )
     return tuple(decisions)

@@ -1,18 +1,24 @@
-"""Profiles for people: text for a terminal, pictures, a page.
+"""Profiles and frontiers for people: text for a terminal, pictures, pages.
 
-Loaded by the first `Profile` that is asked to print or to draw itself, so what it offers is what they ask for.
+Loaded by the first `Profile` or `Frontier` that is asked to print or to draw itself, so what it offers is what they ask
+for.
 """
 
+from memscale.reports.frontier import Choice, PartOfPlan, plot_frontier, write_frontier
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.text import diff_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
+    "Choice",
+    "PartOfPlan",
     "diff_text",
+    "plot_frontier",
     "plot_profile",
     "plot_timelines",
     "profile_text",
+    "write_frontier",
     "write_html",
     "write_trace",
 ]

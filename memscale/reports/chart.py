@@ -153,11 +153,11 @@ def _queue_legend(rows: Mapping[str, Sequence[Bar]]) -> Iterator[str]:
 
 def _grid(frame: _PlotArea, unit: str) -> Iterator[str]:
     byte_unit, scale = byte_scale(int(frame.highest_bytes))
-    for value in _ticks(frame.highest_bytes / scale):
+    for value in ticks(frame.highest_bytes / scale):
         height = frame.y(value * scale)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{height:.1f}" y2="{height:.1f}"/>'
         yield f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{value:g} {byte_unit}</text>'
-    for value in _ticks(frame.end):
+    for value in ticks(frame.end):
         anchor = "end" if value > 0.97 * frame.end else "middle"
         text = f"{value:g} {unit}" if unit else f"{value:.0f}"
         yield f'<text x="{frame.x(value):.1f}" y="{_TOP + _HEIGHT + 18}" text-anchor="{anchor}">{text}</text>'
@@ -165,10 +165,10 @@ def _grid(frame: _PlotArea, unit: str) -> Iterator[str]:
         yield f'<text x="{_LEFT + _WIDTH}" y="{_TOP + _HEIGHT + 36}" text-anchor="end">operators</text>'
 
 
-def _ticks(end: float) -> list[float]:
+def ticks(end: float) -> list[float]:
     """Round numbers from 0 to `end`, three to seven of them.
 
-    >>> _ticks(7.0), _ticks(0.12)
+    >>> ticks(7.0), ticks(0.12)
     ([0.0, 2.0, 4.0, 6.0], [0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12])
     """
     power = 10.0 ** math.floor(math.log10(end))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK = "#222222"
+INK = "#222222"
 _COLUMNS = 1200  # about as many as the widest panel has pixels
 _LETTER = 0.0095  # the width of a letter of 9 points, as a share of a panel 8 inches wide
 
@@ -51,15 +51,15 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
     highest_bytes = max(1, *(trace.peak_bytes for trace in traces.values()))
     unit, scale = byte_scale(highest_bytes)
     shown = thick((trace.timeline.live_bytes for trace in traces.values()), highest_bytes)
-    figure = _figure(1.2 + 5.4 * len(traces), "plot_timelines")
+    figure = figure_of(1.2 + 5.4 * len(traces), "plot_timelines")
     panels = figure.subplots(1, len(traces), sharex=True, sharey=True, squeeze=False)[0]
     first_peak_bytes = next(iter(traces.values())).peak_bytes
     for index, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
         _draw(axes, trace, shown, scale)
-        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=_INK)
+        axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK)
         if index and first_peak_bytes > trace.peak_bytes:
             _mark_saving(axes, trace, first_peak_bytes, scale)
-    panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
+    panels[0].set_ylabel(f"live memory ({unit})", color=INK)
     panels[0].set_ylim(0, highest_bytes / scale * 1.12)
     panels[0].set_xlim(0, max(trace.timeline.position[-1] for trace in traces.values()) or 1.0)
     _legend(figure, panels[0], len(shown))
@@ -93,7 +93,7 @@ def profile_figure(profile: Profile) -> Figure:
     unit, scale = byte_scale(profile.peak_bytes)
     shown = thick([timeline.live_bytes], profile.peak_bytes)
     rows = queue_rows(profile.schedule, columns=_COLUMNS)
-    figure = _figure(10.0, "Profile.plot", height=5.0 + 0.25 * len(rows) + 0.3 * bool(rows))
+    figure = figure_of(10.0, "Profile.plot", height=5.0 + 0.25 * len(rows) + 0.3 * bool(rows))
     axes, *below = figure.subplots(
         1 + bool(rows), sharex=True, squeeze=False, height_ratios=[5.0, *([0.3 * len(rows)] if rows else [])]
     )[:, 0]
@@ -102,17 +102,17 @@ def profile_figure(profile: Profile) -> Figure:
     _mark_peak(axes, profile.peak_bytes, at, scale, when=shortened(str(profile.moment), 90))
     phases = [(name, begin / seconds) for name, begin in timeline.phases]
     for name, begin in placed(phases, end, _LETTER * end):
-        axes.annotate(name, (begin, 1.01), xycoords=("data", "axes fraction"), fontsize=9, color=_INK)
+        axes.annotate(name, (begin, 1.01), xycoords=("data", "axes fraction"), fontsize=9, color=INK)
     for _, begin in phases[1:]:
-        axes.axvline(begin, color=_INK, linewidth=0.6, alpha=0.6)
+        axes.axvline(begin, color=INK, linewidth=0.6, alpha=0.6)
     title = f"one training step, {profile.hardware.name}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     estimated = "estimated " if profile.method == "static" else ""
     for lower in below:
         _draw_queues(lower, rows, seconds)
     lowest = below[-1] if below else axes
-    lowest.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=_INK)
-    axes.set_ylabel(f"live memory ({unit})", color=_INK)
+    lowest.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=INK)
+    axes.set_ylabel(f"live memory ({unit})", color=INK)
     axes.set_ylim(0, profile.peak_bytes / scale * 1.12)
     axes.set_xlim(0, end)
     _legend(figure, axes, len(shown))
@@ -131,11 +131,11 @@ def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> N
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=_INK, left=False)
+    axes.tick_params(colors=INK, left=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
-def _figure(width: float, caller: str, height: float = 5.0) -> Figure:
+def figure_of(width: float, caller: str, height: float = 5.0) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -159,13 +159,13 @@ def _stack(
     colours = [COLOURS[category] for category in shown]
     axes.stackplot(cut.edges[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelleft=True)
+    axes.tick_params(colors=INK, labelleft=True)
 
 
 def _mark_peak(axes: Axes, peak_bytes: int, at: float, scale: int, when: str = "") -> None:
     height = peak_bytes / scale
-    axes.axhline(height, color=_INK, linewidth=1, linestyle=(0, (5, 3)))
-    axes.plot([at], [height], "o", color=_INK, markersize=5, clip_on=False)
+    axes.axhline(height, color=INK, linewidth=1, linestyle=(0, (5, 3)))
+    axes.plot([at], [height], "o", color=INK, markersize=5, clip_on=False)
     how_much = axes.annotate(
         f"peak {format_bytes(peak_bytes)}",
         (0, height),
@@ -173,9 +173,9 @@ def _mark_peak(axes: Axes, peak_bytes: int, at: float, scale: int, when: str = "
         textcoords="offset points",
         fontsize=11,
         fontweight="bold",
-        color=_INK,
+        color=INK,
     )
-    axes.annotate(when, (1, 0), xycoords=how_much, xytext=(6, 2), textcoords="offset points", fontsize=9, color=_INK)
+    axes.annotate(when, (1, 0), xycoords=how_much, xytext=(6, 2), textcoords="offset points", fontsize=9, color=INK)
 
 
 def _legend(figure: Figure, axes: Axes, count: int) -> None:
@@ -199,7 +199,7 @@ def _draw(axes: Axes, trace: AllocatorTrace, shown: list[str], scale: int) -> No
             fontsize=9,
             color="white",
         )
-    axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=_INK)
+    axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=INK)
 
 
 def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale: int) -> None:
@@ -212,7 +212,7 @@ def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale
         xytext=(x, first_peak_bytes / scale),
         xycoords=("axes fraction", "data"),
         textcoords=("axes fraction", "data"),
-        arrowprops={"arrowstyle": "->", "color": _INK, "linewidth": 1.2},
+        arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2},
     )
     axes.annotate(
         f"{share:.0%} less",
@@ -223,5 +223,5 @@ def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale
         ha="right",
         va="center",
         fontsize=11,
-        color=_INK,
+        color=INK,
     )

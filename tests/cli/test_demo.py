@@ -30,7 +30,18 @@ def test_it_compares_and_leaves_a_picture(tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "memory.png"
     assert demo(*SMALL, "--out", str(out)) == 0
     shown = capsys.readouterr().out
-    for line in ("peak memory", "step time", "losses", "gradients", "parameters", "moments", "random state"):
+    for line in (
+        "budget",
+        "kept",
+        "peak memory, measured",
+        "proof: the simulated step takes",
+        "step time",
+        "losses",
+        "gradients",
+        "parameters",
+        "moments",
+        "random state",
+    ):
         assert line in shown
     assert "DIFFERENT" not in shown
     assert str(out) in shown
@@ -40,7 +51,8 @@ def test_it_compares_and_leaves_a_picture(tmp_path: Path, capsys: pytest.Capture
 def test_the_numbers_are_equal_and_the_memory_is_not():
     text = read_text()
     calls = []
-    changes = (_demo._unchanged, _demo._checkpointed)
+    plan = _demo._planned(JOB, None, lambda *_: None)
+    changes = (_demo._unchanged, _demo._under(plan))
     baseline, transformed = train(JOB, text, changes, lambda: calls.append(1))
     assert len(calls) == 2 * JOB.steps
     assert baseline.losses == transformed.losses
@@ -48,9 +60,28 @@ def test_the_numbers_are_equal_and_the_memory_is_not():
     assert baseline.digests == transformed.digests
     first, second = baseline.trace, transformed.trace
     assert first.start_bytes == second.start_bytes
-    assert second.growth_bytes < 0.7 * first.growth_bytes
-    kept = [int(trace.timeline.live_bytes["activation"].max()) for trace in (first, second)]
-    assert kept[1] < 0.3 * kept[0]
+    assert second.peak_bytes <= plan.evidence.budget_bytes < 0.9 * first.peak_bytes
+    assert second.peak_bytes == pytest.approx(plan.evidence.planned.peak_bytes, rel=0.02)
+    assert first.peak_bytes == pytest.approx(plan.evidence.plain.peak_bytes, rel=0.02)
+
+
+def test_the_budget_is_that_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = str(tmp_path / "memory.png")
+    assert demo(*SMALL, "--budget", "1GiB", "--out", out) == 0
+    assert "smart skip" in capsys.readouterr().out
+    assert demo(*SMALL, "--budget", "1KiB", "--out", out) == 2
+    assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
+
+
+def test_a_peak_above_the_budget_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(_demo, "_under", lambda plan: _demo._unchanged)
+    assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
+    shown = capsys.readouterr().out
+    assert "OVER BUDGET" in shown
+    assert "EXCEEDED" in shown
+    assert "NOT EQUAL" not in shown
 
 
 def test_the_start_is_exactly_weights_moments_and_batch():
@@ -83,7 +114,7 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         model.register_forward_hook(lambda *_: torch.rand(1) and None)
         return model
 
-    monkeypatch.setattr(_demo, "_checkpointed", disturbed)
+    monkeypatch.setattr(_demo, "_under", lambda plan: disturbed)
     assert demo(*SMALL, "--out", str(tmp_path / "memory.png")) == 1
     shown = capsys.readouterr().out
     assert "NOT EQUAL: losses, gradients, parameters, optimizer state, random state differ" in shown
@@ -106,6 +137,8 @@ def test_a_transform_that_disturbs_dropout_is_caught(
         (["--out", "memory.jpg"], "--out must end in .png, got 'memory.jpg'"),
         (["--out", "no/such/folder/memory.png"], "--out must be in a folder that exists and can be written"),
         (["--layers", "many"], "--layers': must be a whole number, got 'many'"),
+        (["--budget", "lots"], "budget='lots' must be bytes"),
+        (["--budget", "-3"], "budget=-3 is -3 bytes and must be at least 1"),
         (["--wings", "2"], "No such option: --wings"),
     ],
 )

@@ -1,0 +1,202 @@
+"""``memscale plan`` and ``memscale frontier``: what fits a budget, and what memory costs in time."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import memscale as ms
+from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.subject import Subject
+from memscale.cli.terminal import check_files, simulations, write
+from memscale.config import Config, OptimizationMode
+from memscale.core import BudgetError, ConfigError, MemscaleError, budget_bytes
+from memscale.planning import DecisionEngine, Frontier, Point, ProvenPlan, taken_bytes
+
+DOES_NOT_FIT = 3
+
+# What --allow and --forbid call the switches of a Config.
+_SWITCHES = {
+    "checkpoint": "enable_checkpointing",
+    "offload": "enable_offloading",
+    "tile": "enable_tiling",
+    "cast": "use_mixed_precision",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AllowOptions:
+    """What a plan may use, as typed."""
+
+    mode: str | None
+    allow: list[str]
+    forbid: list[str]
+    host: str | None
+
+    def config(self) -> Config:
+        """The config that these mean: every exact transform without a mode.
+
+        Raises:
+            ConfigError: an unknown mode or technique, or one that is both allowed and forbidden.
+        """
+        modes = [mode.value for mode in OptimizationMode]
+        mode = "aggressive" if self.mode is None else self.mode.lower()
+        if mode not in modes:
+            raise ConfigError(f"--mode must be one of {', '.join(modes)}, got {self.mode!r}")
+        for option, names in (("allow", self.allow), ("forbid", self.forbid)):
+            if unknown := [name for name in names if name not in _SWITCHES]:
+                raise ConfigError(f"--{option} must be one of {', '.join(_SWITCHES)}, got {unknown[0]!r}")
+        if both := set(self.allow) & set(self.forbid):
+            raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
+        switches: dict[str, Any] = {_SWITCHES[name]: name in self.allow for name in (*self.allow, *self.forbid)}
+        if self.host is not None:
+            host_bytes = budget_bytes(typed_budget(self.host), 0, argument="--host")
+            return Config(mode=mode, max_cpu_offload_gb=host_bytes / 1e9, **switches)
+        return Config(mode=mode, **switches)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The command line of ``memscale plan`` and of ``memscale frontier``, as typed."""
+
+    step: StepOptions
+    allow: AllowOptions
+    budget: str | None
+    json: Path | None
+    plot: Path | None
+    html: Path | None
+    python: Path | None
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """By the option that asks for them."""
+        return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
+
+
+def plan(options: PlanOptions) -> int:
+    """Plan, print why, write the files; return 0, or 3 if nothing fits.
+
+    Raises:
+        ConfigError: an option is wrong, or the step cannot be simulated.
+        RuntimeUnavailable: a package is not there.
+    """
+    with _engine(options) as (engine, subject):
+        assert options.budget is not None
+        try:
+            found = engine.plan(typed_budget(options.budget))
+        except BudgetError as error:
+            return _nothing_fits(error)
+        as_it_is = engine.plan(taken_bytes(engine.plain))
+
+        def plot(path: Path) -> None:
+            step = ms.profile(
+                engine.model,
+                engine.batch,
+                optimizer=engine.optimizer,
+                loss=engine.loss,
+                plan=found,
+                hardware=engine.hardware,
+                accumulate=engine.accumulate,
+            )
+            step.plot(path)
+
+        writers: dict[str, Callable[[Path], object]] = {
+            "json": lambda path: _write(path, found.to_json()),
+            "plot": plot,
+            "html": Frontier.of(map(Point.of, (found, as_it_is))).html,
+            "python": lambda path: _write(path, _script(subject, found)),
+        }
+        write(options.files, writers)
+    _show(f"{found.explain()}\n\n{found}")
+    return 0
+
+
+def frontier(options: PlanOptions, points: int) -> int:
+    """Plan for many budgets, print the curve, write the files; return 0, or 3 if nothing fits the budget that is given.
+
+    Raises:
+        ConfigError, RuntimeUnavailable: as `plan`.
+    """
+    if options.python is not None and options.budget is None:
+        raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
+    if points < 2:
+        raise ConfigError(f"--points must be at least 2, got {points}")
+    with _engine(options) as (engine, subject):
+        curve = engine.frontier(points)
+        found, fault = None, None
+        if options.budget is not None:
+            try:
+                found = engine.plan(typed_budget(options.budget))
+            except BudgetError as error:
+                fault = error
+            else:
+                curve = Frontier.of([*curve, Point.of(found)])
+        writers: dict[str, Callable[[Path], object]] = {
+            "json": lambda path: _write(path, curve.to_json()),
+            "plot": curve.plot,
+            "html": curve.html,
+        }
+        if found is not None:
+            script = _script(subject, found)
+            writers["python"] = lambda path: _write(path, script)
+        write({name: path for name, path in options.files.items() if name in writers}, writers)
+    _show(str(curve))
+    if fault is not None:
+        return _nothing_fits(fault)
+    if found is not None:
+        _show(f"\n{found.explain()}\n\n{found}")
+    return 0
+
+
+@contextmanager
+def _engine(options: PlanOptions) -> Iterator[tuple[DecisionEngine, Subject]]:
+    """The engine for the step of these options, with its progress on stderr."""
+    options.step.check()
+    check_files(options.files)
+    config = options.allow.config()
+    step = read_step(options.step)
+    if options.budget is not None:
+        budget_bytes(typed_budget(options.budget), step.hardware.usable_bytes)
+    batch = batch_of(step.subject, options.step.batch, step.seq)
+    with simulations() as progress:
+        try:
+            engine = DecisionEngine(
+                step.subject.model,
+                batch,
+                optimizer=step.optimizer,
+                loss=step.subject.loss,
+                config=config,
+                hardware=step.hardware,
+                accumulate=options.step.accumulate,
+                progress=progress,
+            )
+        except MemscaleError:
+            raise
+        except Exception as error:  # the model's own
+            raise ConfigError(
+                f"the step fails: {type(error).__name__}: {error}; check that the batch is what the model takes"
+            ) from error
+        yield engine, step.subject
+
+
+def _nothing_fits(error: BudgetError) -> int:
+    print(f"memscale: {error}", file=sys.stderr)
+    return DOES_NOT_FIT
+
+
+def _script(subject: Subject, found: ProvenPlan) -> str:
+    return f"{subject.code}\n\n{found.to_python()}\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _show(text: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)

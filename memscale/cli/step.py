@@ -1,0 +1,114 @@
+"""The training step that a command line describes: a model, its batch, its optimizer, its device."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.cli.subject import DTYPES, Subject, read_subject
+from memscale.core import ConfigError
+from memscale.hardware import Hardware
+from memscale.planning import Budget
+from memscale.simulation import as_hardware
+
+# They need what a plain loop does not have: a closure that runs the step, sparse gradients.
+_NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What every command about a step is told, as typed."""
+
+    hf: str
+    batch: int
+    seq: int | None
+    optimizer: str
+    gpu: str | None
+    dtype: str | None
+    accumulate: int
+
+    def check(self) -> None:
+        """Raise ConfigError for what is wrong whatever the model is."""
+        for name, value in (("batch", self.batch), ("seq", self.seq), ("accumulate", self.accumulate)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {value}")
+        if self.dtype is not None and self.dtype.lower() not in DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that the options mean.
+
+    Args:
+        subject: the model and how to train it.
+        seq: the sequence length.
+        optimizer: of the model's parameters, None for a step without one.
+        hardware: where it would run.
+    """
+
+    subject: Subject
+    seq: int
+    optimizer: torch.optim.Optimizer | None
+    hardware: Hardware
+
+
+def read_step(options: StepOptions) -> Step:
+    """The step of these options, without its batch.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RuntimeUnavailable: a package is not there.
+    """
+    hardware = as_hardware(options.gpu, "meta")
+    subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
+    return Step(subject, subject.seq(options.seq), _optimizer(options.optimizer, subject.model), hardware)
+
+
+def batch_of(subject: Subject, batch: int, seq: int) -> Any:
+    """The subject's batch of this size.
+
+    Raises:
+        ConfigError: its batch_fn raises.
+    """
+    try:
+        return subject.batch(batch, seq)
+    except Exception as error:
+        raise ConfigError(f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {error}") from error
+
+
+def typed_budget(text: str) -> Budget:
+    """A number is a number, and everything else is for the planner or the predictor to read."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    if name.lower() == "none":
+        return None
+    known: dict[str, Any] = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key.lower() not in _NOT_OPTIMIZERS
+    }
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)
+        raise ConfigError(f"--optimizer {name!r} is none; the nearest is {near[0]!r}, and there are {', '.join(known)}")
+    try:
+        made: torch.optim.Optimizer = known[name.lower()](_trained(model))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--optimizer {name}: {error}") from error
+    return made
+
+
+def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,98 @@
+"""What commands have in common where they meet a terminal and files: progress on stderr, files that can be written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from memscale.core import ConfigError, RuntimeUnavailable
+
+#: What is simulated next, how many simulations are done, and how many there will be if that is known.
+Progress = Callable[[str, int, int | None], None]
+
+_QUIET_SECONDS = 2.0
+_SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "json": (), "python": (), "csv": ()}
+
+
+@contextmanager
+def simulations() -> Iterator[Progress]:
+    """A bar on stderr, which counts simulations; it pulses while their number is not known.
+
+    Without a terminal there is a line now and then, and none from what is done at once.
+    """
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        began = said = time.monotonic()
+
+        def say(what: str, done: int, total: int | None) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _QUIET_SECONDS:
+                said = time.monotonic()
+                count = f"{done}/{total}" if total else f"{done}"
+                print(f"simulating: {count} done in {said - began:.0f} s, now {what}", file=sys.stderr, flush=True)
+
+        yield say
+        return
+    bar = Bar(
+        TextColumn("simulating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=screen,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse files that could not be written, before anything is simulated for them.
+
+    Args:
+        files: by the option that asks for them, without its dashes.
+
+    Raises:
+        ConfigError: the folder does not exist or cannot be written, or the suffix is of another kind.
+        RuntimeUnavailable: a picture is asked for and matplotlib is not installed.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        suffixes = _SUFFIXES[option]
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise ConfigError(f"--{option} must end in {' or '.join(suffixes)}, got {str(path)!r}")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise ConfigError(f"--{option} {str(path)!r} must be in a folder that exists")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"--{option} {str(path)!r} cannot be written: it is a folder, or not yours to write")
+    if files.get("plot") is not None:
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError as error:
+            raise RuntimeUnavailable("--plot needs matplotlib: pip install 'memscale-transforms[plot]'") from error
+
+
+def write(files: Mapping[str, Path | None], writers: Mapping[str, Callable[[Path], object]]) -> None:
+    """Write each file that is asked for.
+
+    Raises:
+        ConfigError: it cannot be written after all.
+    """
+    for option, path in files.items():
+        if path is not None:
+            try:
+                writers[option](path)
+            except OSError as error:
+                raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error

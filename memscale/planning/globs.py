@@ -1,0 +1,62 @@
+"""A plan in as few rules as say the same: one pattern where all that it matches has one transform."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from memscale.algebra import Plan, Transform, find_regions
+from memscale.core import matches
+
+_NUMBER = re.compile(r"\d+")
+_MOST_NUMBERS = 6  # of a path, which has twice as many patterns for each
+
+
+def with_globs(plan: Plan, model: nn.Module) -> Plan:
+    """`plan`, with rules for members of a row as one rule: the same transforms on the same modules of `model`.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+    >>> with_globs(ms.Plan({str(at): ms.checkpoint() for at in range(3)}), model)
+    Plan({'*': checkpoint()})
+    >>> with_globs(ms.Plan({str(at): ms.checkpoint() for at in range(2)}), model)
+    Plan({'0': checkpoint(), '1': checkpoint()})
+
+    Args:
+        plan: rules for single paths.
+        model: that the plan is for.
+    """
+    by_path = {rule.pattern: rule.transform for rule in plan}
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    rules: dict[str, Transform] = {}
+    covered: set[str] = set()
+    for path, how in by_path.items():
+        if path in covered:
+            continue
+        for pattern in _patterns(path):
+            found = [each for each in paths if matches(pattern, each)]
+            if all(by_path.get(each) == how for each in found) and covered.isdisjoint(found):
+                rules[pattern] = how
+                covered.update(found)
+                break
+    found_plan = Plan(rules)
+    # Two rules for one path, or a module with several paths: the plan is left as it is.
+    return found_plan if _meaning(found_plan, model) == _meaning(plan, model) else plan
+
+
+def _patterns(path: str) -> Iterator[str]:
+    """`path` with stars for some of its numbers, the most stars first, and of as many those furthest inside."""
+    pieces, numbers = _NUMBER.split(path), _NUMBER.findall(path)
+    kept = min(len(numbers), _MOST_NUMBERS)
+    for stars in sorted(
+        itertools.product((True, False), repeat=kept), key=lambda it: (sum(it), it[::-1]), reverse=True
+    ):
+        chosen = ["*" if star else number for star, number in zip(stars, numbers, strict=False)] + numbers[kept:]
+        yield "".join(itertools.chain.from_iterable(itertools.zip_longest(pieces, chosen, fillvalue="")))
+
+
+def _meaning(plan: Plan, model: nn.Module) -> dict[int, Transform]:
+    return {id(module): how for module, how in find_regions(model, plan)}

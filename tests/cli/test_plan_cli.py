@@ -1,0 +1,164 @@
+"""``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.algebra import is_transformed
+from memscale.cli import main
+from memscale.planning import ProvenPlan
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def mlps():
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    return nn.Sequential(*blocks), lambda batch, seq: torch.ones(batch, seq, 32), lambda y, _: y.square().mean()
+
+def picky():
+    return nn.Linear(8, 8), lambda batch, seq: torch.ones(batch, 9), lambda y, _: y.sum()
+"""
+STEP = ("--hf", "factories:mlps", "--batch", 8, "--seq", 64, "--gpu", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def command(*arguments):
+    return main([str(each) for each in arguments])
+
+
+def engine(**config):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)])
+    return ms.DecisionEngine(
+        model,
+        torch.ones(8, 64, 32),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=lambda y, _: y.square().mean(),
+        config=ms.Config(mode="aggressive", **config),
+        hardware="cpu",
+    )
+
+
+def test_the_plan_is_that_of_the_library(folder, capsys):
+    expected = engine().plan("2.2MiB")
+    files = ("--json", "plan.json", "--html", "plan.html", "--plot", "plan.svg", "--python", "script.py")
+    assert command("plan", *STEP, "--budget", "2.2MiB", *files) == 0
+    shown = capsys.readouterr()
+    found = ProvenPlan.from_json(Path("plan.json").read_text())
+    assert found == expected
+    assert len(found) > 0
+    assert found.evidence.planned.taken_bytes == expected.evidence.planned.taken_bytes <= 2.2 * 2**20
+    assert shown.out == f"{expected.explain()}\n\n{expected}\n"
+    assert Path("plan.svg").read_text().startswith("<?xml")
+    page = Path("plan.html").read_text()
+    assert page.count('<section class="plan">') == 2, "the plan, and the step as it is"
+    scope = {}
+    exec(Path("script.py").read_text(), scope)
+    assert is_transformed(scope["fit"])
+    assert scope["plan"] == expected
+    x = torch.ones(2, 32)
+    assert torch.equal(scope["fit"](x), scope["model"](x))
+
+
+def test_the_frontier_is_that_of_the_library(folder, capsys):
+    expected = engine().frontier(3)
+    files = ("--json", "curve.json", "--html", "curve.html", "--plot", "curve.png")
+    assert command("frontier", *STEP, "--points", 3, *files) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{expected}\n"
+    found = ms.Frontier.from_json(Path("curve.json").read_text())
+    assert [(point.peak_bytes, point.plan) for point in found] == [(point.peak_bytes, point.plan) for point in expected]
+    assert Path("curve.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("curve.html").read_text().count('<section class="plan">') == len(expected) > 2
+
+
+def test_a_budget_on_the_frontier(folder, capsys):
+    step = (*STEP, "--points", 2, "--budget", "2.2MiB", "--python", "script.py")
+    assert command("frontier", *step) == 0
+    shown = capsys.readouterr().out
+    assert "proof: the simulated step takes" in shown
+    assert len(shown.partition("\n\n")[0].splitlines()) == 1 + 3
+    assert "transform(model, plan)" in Path("script.py").read_text()
+    assert command("frontier", *STEP, "--points", 2, "--budget", "9KiB", "--json", "curve.json") == 3
+    shown = capsys.readouterr()
+    assert "as it is" in shown.out, "the curve is of use all the same"
+    assert shown.err.splitlines()[-1].startswith("memscale: no plan fits 9.00 KiB")
+    assert Path("curve.json").exists()
+
+
+def test_what_a_plan_may_use(folder, capsys):
+    assert command("plan", *STEP, "--budget", "2.2MiB", "--forbid", "checkpoint", "--forbid", "tile") == 3
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "the smallest peak within reach is" in shown.err
+    assert "Config(enable_checkpointing=True) would lower it" in shown.err
+    assert command("plan", *STEP, "--budget", "1.9MiB", "--allow", "cast", "--json", "plan.json") == 0
+    assert "cast" in repr(ms.Plan.from_json(Path("plan.json").read_text()))
+    assert "cast" in capsys.readouterr().out
+
+
+def test_what_fits_needs_no_plan(folder, capsys):
+    assert command("plan", *STEP, "--budget", "1GiB", "--html", "plan.html") == 0
+    assert capsys.readouterr().out.startswith("smart skip: ")
+    assert Path("plan.html").read_text().count('<section class="plan">') == 1
+
+
+def test_a_terminal_gets_a_bar_and_no_lines(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert command("plan", *STEP, "--budget", "1GiB") == 0
+    shown = capsys.readouterr().err
+    assert "simulating: " not in shown
+    assert "simulating" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["plan", "--budget", "-5"], "budget=-5 is -5 bytes and must be at least 1"),
+        (["plan", "--budget", "0"], "budget=0 is 0 bytes and must be at least 1"),
+        (["plan", "--budget", "lots"], "budget='lots' must be bytes"),
+        (["plan", "--budget", "6G"], "write '6GiB' or '6GB'"),
+        (["plan", "--budget", "nan"], "budget=nan must be bytes"),
+        (["frontier", "--budget", "1.5"], "budget=1.5 must be bytes"),
+        (["plan"], "Missing option '--budget'"),
+        (["plan", "--mode", "brave"], "--mode must be one of conservative, balanced, aggressive, got 'brave'"),
+        (["plan", "--allow", "magic"], "--allow must be one of checkpoint, offload, tile, cast, got 'magic'"),
+        (["plan", "--forbid", "magic"], "--forbid must be one of checkpoint, offload, tile, cast, got 'magic'"),
+        (["plan", "--allow", "tile", "--forbid", "tile"], "--allow tile and --forbid tile contradict each other"),
+        (["plan", "--host", "some"], "--host='some' must be bytes"),
+        (["plan", "--html", "plan.pdf"], "--html must end in .html or .htm, got 'plan.pdf'"),
+        (["plan", "--plot", "plan.html"], "--plot must end in .png or .svg, got 'plan.html'"),
+        (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' must be in a folder that exists"),
+        (["plan", "--python", "."], "--python '.' cannot be written: it is a folder"),
+        (["frontier", "--points", "1"], "--points must be at least 2, got 1"),
+        (["frontier", "--points", "few"], "must be a whole number, got 'few'"),
+        (["frontier", "--python", "x.py"], "--python needs --budget"),
+        (["plan", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["plan", "--hf", "factories:none"], "cannot be imported: AttributeError"),
+        (["plan", "--hf", "factories:picky"], "the step fails: RuntimeError: "),
+        (["plan", "--wings", "2"], "No such option: --wings"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_get_one_line(folder, capsys, options, message):
+    name, *rest = options
+    subject = [] if "--hf" in rest else ["--hf", "factories:mlps"]
+    budget = ["--budget", "1MiB"] if name == "plan" and len(options) > 1 and "--budget" not in rest else []
+    assert command(name, *subject, "--gpu", "cpu", *budget, *rest) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = [line for line in shown.err.splitlines() if not line.startswith("simulating: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("memscale: ")
+    assert message in lines[0]
+    assert sorted(path.name for path in Path.cwd().iterdir() if path.name != "__pycache__") == ["factories.py"]

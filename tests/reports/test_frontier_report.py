@@ -1,0 +1,93 @@
+"""The curve as a picture and as a page: every plan is on it, and it needs nothing else."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.core import format_bytes
+
+BOX = ms.Hardware(name="<a & b>", device_type="cpu", memory_bytes=2**36)
+
+
+@pytest.fixture(scope="module")
+def curve():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)])
+    return ms.frontier(model, torch.ones(512, 32), loss=lambda y, _: y.square().mean(), hardware=BOX, points=4)
+
+
+class Page(HTMLParser):
+    VOID = frozenset({"meta", "br", "line", "path", "circle"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.loads = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.loads += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_a_page_shows_every_plan_and_loads_nothing(curve, tmp_path):
+    curve.html(tmp_path / "curve.html")
+    text = (tmp_path / "curve.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert page.loads == []
+    assert "http" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.S)
+    assert "<a & b>" not in text, "names are escaped"
+    marks = [attributes["data-at"] for tag, attributes in page.tags if "data-at" in attributes]
+    assert sorted(marks) == sorted([str(at) for at in range(len(curve))] * 2), "a dot and a row of the table for each"
+    assert sum(tag == "section" for tag, _ in page.tags) == len(curve) > 2
+    for point in curve:
+        assert format_bytes(point.peak_bytes) in text
+        for decision in point.plan.evidence.decisions:
+            assert decision.chosen.replace("'", "&#x27;") in text
+        assert point.plan.rules == () or "checkpoint" in point.summary
+
+
+def test_the_stairs_go_down(curve, tmp_path):
+    curve.html(tmp_path / "curve.html")
+    text = (tmp_path / "curve.html").read_text(encoding="utf-8")
+    places = [tuple(map(float, place)) for place in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', text)]
+    assert places == sorted(places)
+    assert [y for _, y in places] == sorted(y for _, y in places), "further down is faster"
+
+
+@pytest.mark.parametrize("name", ["curve.png", "curve.svg"])
+def test_a_picture(curve, tmp_path, name):
+    curve.plot(tmp_path / name)
+    assert (tmp_path / name).read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+
+
+def test_one_point_can_be_drawn(curve, tmp_path):
+    curve[-1:].plot(tmp_path / "one.svg")
+    curve[-1:].html(tmp_path / "one.html")
+
+
+def test_wrong_files_are_refused(curve, tmp_path):
+    for draw, name, message in (
+        (curve.plot, "curve.gif", r"must end in \.png or \.svg"),
+        (curve.html, "curve.png", r"must end in \.html"),
+        (curve.plot, "no/curve.png", "folder that exists"),
+    ):
+        with pytest.raises(ms.ConfigError, match=message):
+            draw(tmp_path / name)
+
+
+def test_json(curve):
+    again = ms.Frontier.from_json(curve.to_json())
+    assert list(again) == list(curve)
+    assert [each.plan.evidence for each in again] == [each.plan.evidence for each in curve]
+    with pytest.raises(ms.ConfigError, match="schema version"):
+        ms.Frontier.from_json("{}")
