@@ -241,8 +241,6 @@ class Executor:
             return verdict, shapes
         finally:
             former.put_back()
-            # Autocast keeps the copies of weights that it makes; those that the simulation made have no values.
-            torch.clear_autocast_cache()
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Make `verdict`, for a batch of `shapes`, what holds."""

@@ -79,6 +79,10 @@ class Simulation:
     def __enter__(self) -> Simulation:
         stack = self._stack
         try:
+            # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its
+            # hollow ones, which have no values, not for the caller.
+            stack.callback(torch.clear_autocast_cache)
+            torch.clear_autocast_cache()
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # replaces torch.manual_seed when it is first imported, which is no doing of a profile
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -486,3 +487,19 @@ def test_nothing_is_changed_in_random_models(layers, optimizer, steps, meta):
     profile = ms.profile(model, batch.to("meta") if meta else batch, optimizer=optimizer, loss=mean)
     assert profile.method == "static"
     assert_same(before, world(model, optimizers=[optimizer], tensors=[batch]))
+
+
+@pytest.mark.parametrize("ask", ["profile", "plan"])
+def test_autocast_keeps_no_weight_of_the_simulation(ask):
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    loss = lambda y, _: y.float().sum()  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        if ask == "profile":
+            ms.profile(layer, x, loss=loss)
+        else:
+            ms.plan(layer, x, loss=loss, budget="1GiB")
+        assert torch.equal(layer(x), expected)
