@@ -52,7 +52,7 @@ def test_its_contents(wheel: Path):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert sorted(line.partition(">")[0] for line in required) == ["numpy", "optree", "torch"]
+    assert sorted(line.partition(">")[0] for line in required) == ["highspy", "numpy", "optree", "torch"]
 
 
 def test_it_imports_in_an_empty_environment(wheel: Path, tmp_path: Path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import format_bytes, tensors
+from memscale.core import device_type, format_bytes, tensors
 from memscale.legacy.log import say
 from memscale.planning import ProvenPlan
 from memscale.simulation import Profile
@@ -94,7 +94,7 @@ def _nbytes(found: Iterable[torch.Tensor]) -> int:
 
 
 def _peak_bytes(model: nn.Module) -> int:
-    device = next((parameter.device for parameter in model.parameters()), None)
-    if device is None or device.type != "cuda":
+    first = next(model.parameters(), None)
+    if first is None or device_type(first) != "cuda":
         return 0
-    return torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_allocated(first.device)

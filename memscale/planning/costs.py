@@ -14,11 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.core import MemscaleError
+from memscale.hardware import Hardware, host_seconds
 from memscale.planning.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts import Part
 from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
 
 Bytes = npt.NDArray[np.int64]
+# How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
+_STATE_PASSES = 8
+
 #: A candidate for each part, by number; the last is that of what is outside.
 Assignment = tuple[int, ...]
 
@@ -32,6 +36,7 @@ class Effect:
         slack_bytes: [station] what the sum over the parts is above what is held at once, at the part's own stations.
         forward_seconds, backward_seconds: of its operators.
         out_bytes, in_bytes: what moves to another tier, from its forward on, and back, until its backward.
+        update_seconds: of the optimizer on the host, for parameters that live there.
     """
 
     held_bytes: Bytes
@@ -40,11 +45,12 @@ class Effect:
     backward_seconds: float
     out_bytes: int = 0
     in_bytes: int = 0
+    update_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of its operators, forward and backward."""
-        return self.forward_seconds + self.backward_seconds
+        """What it adds to the step, if no copy is waited for."""
+        return self.forward_seconds + self.backward_seconds + self.update_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +127,10 @@ def measured_costs(
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
                 known[candidate] = _effect(base, trial.found, row, trial.row)
-        known = {candidate: _with_moves(candidate, effect, known, base, row) for candidate, effect in known.items()}
+        known = {
+            candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
+            for candidate, effect in known.items()
+        }
         found.append(tuple(known))
         effects.append(tuple(known.values()))
     _, __, update_seconds = base.seconds.sum(axis=0).tolist()
@@ -270,7 +279,12 @@ def _is_turn(station: Station, part: int) -> bool:
 
 
 def _with_moves(
-    candidate: Candidate, effect: Effect, known: Mapping[Candidate, Effect], base: Attribution, row: int
+    candidate: Candidate,
+    effect: Effect,
+    known: Mapping[Candidate, Effect],
+    base: Attribution,
+    row: int,
+    hardware: Hardware,
 ) -> Effect:
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
     moves = candidate.techniques & {"offload", "stream"}
@@ -286,4 +300,7 @@ def _with_moves(
         parameters_bytes = int(base.parameters_bytes[row])
         out += int(base.gradients_bytes[row])
         back += 2 * parameters_bytes
+        # Parameters and gradients are read and parameters written; states go through several loops with temporaries.
+        traffic = 2 * parameters_bytes + int(base.gradients_bytes[row]) + _STATE_PASSES * int(base.states_bytes[row])
+        return replace(effect, out_bytes=out, in_bytes=back, update_seconds=host_seconds(traffic, hardware))
     return replace(effect, out_bytes=out, in_bytes=back)

@@ -321,15 +321,15 @@ class DecisionEngine:
             out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
             back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
             trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
-        trace.append(f"choice: {format_seconds(found.bound_seconds)} a step is the least that their costs add up to")
+        # Costs are corrected by what steps show; one that is faster than they add up to is the bound itself.
+        bound = min(found.bound_seconds or found.seconds, found.seconds)
+        trace.append(f"choice: {format_seconds(bound)} a step is the least that their costs add up to")
         trace.append(
             f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
             f"{format_seconds(found.seconds)}, {found.seconds / (self.plain.step_seconds or found.seconds):.3f} times "
             "that of the step as it is"
         )
-        evidence = self._evidence(
-            limit, found.profile, found.bound_seconds, tuple(trace), _decisions(found), costs.rejected
-        )
+        evidence = self._evidence(limit, found.profile, bound, tuple(trace), _decisions(found), costs.rejected)
         return ProvenPlan(with_globs(found.plan, self.model), evidence)
 
     def _evidence(

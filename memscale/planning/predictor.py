@@ -186,10 +186,10 @@ class OOMPredictor:
         >>> predictor = ms.OOMPredictor(torch.nn.Linear(64, 64), loss=lambda y, _: y.mean(), hardware=box)
         >>> print(predictor.grid(lambda b, s: torch.ones(b, s, 64), batches=(1, 4, 16), lengths=(128, 512)))
         fits in 1.00 MiB, batch by sequence length; peaks as simulated
-                      128       512
-        1             yes   422 KiB
-        4         422 KiB  1.53 MiB
-        16       1.53 MiB        no
+                    128       512
+        1           yes   289 KiB
+        4       289 KiB  1.03 MiB
+        16     1.03 MiB        no
 
         Args:
             batch_fn: returns the batch of a batch size and a length, best on ``meta``.

@@ -339,7 +339,10 @@ BAD = {
     "another width": (lambda: ms.profile(LAYER, torch.ones(3, 9), loss=mean), r"3x9 and 8x4"),
     "a batch of another dtype": (lambda: ms.profile(LAYER, BATCH.double(), loss=mean), r"dtype"),
     "too many arguments": (lambda: ms.profile(LAYER, (BATCH, BATCH), loss=mean), r"positional argument"),
-    "an unknown keyword": (lambda: ms.profile(LAYER, {"y": BATCH}, loss=mean), r"unexpected keyword argument 'y'"),
+    "an unknown keyword": (
+        lambda: ms.profile(LAYER, {"input": BATCH, "y": BATCH}, loss=mean),
+        r"unexpected keyword argument 'y'",
+    ),
     "a number": (lambda: ms.profile(LAYER, 3, loss=mean), r"a batch is a tensor, .* got int"),
     "no batch": (lambda: ms.profile(LAYER, loss=mean), r"a batch is a tensor, .* got NoneType"),
     "a text": (lambda: ms.profile(LAYER, "text", loss=mean), r"a batch is a tensor, .* got str"),
