@@ -15,20 +15,22 @@ from memscale.core import (
     BudgetError,
     ConfigError,
     Loss,
+    MemscaleError,
     budget_bytes,
     format_bytes,
     format_seconds,
 )
-from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
+from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
+from memscale.planning.decisions import decisions_of
 from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.globs import with_globs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
-from memscale.planning.search import Proven, Search
+from memscale.planning.search import Found, Proven, Search
 from memscale.planning.solver import Link
-from memscale.simulation import MemoryProfiler, NeedsValues, Phase, Profile, SimulatedStep
+from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -77,7 +79,8 @@ def plan(
         batch, optimizer, loss, accumulate: as in `memscale.profile`.
         budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
             ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-        config: which transforms may be used; None allows every exact one, as ``Config(mode="aggressive")`` does.
+        config: which transforms may be used; None is ``Config(mode="aggressive")``: all but `cast`, so the numbers are
+            the model's own, bit for bit except that `tile` adds gradients in another order.
         hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
             that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
         progress: called before each simulation with what it is about, how many are done, and None.
@@ -188,7 +191,7 @@ class DecisionEngine:
         self._progress = progress
         self._searches: list[Search] | None = None
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self.hardware = _timed(asked)
+        self.hardware = _timed(asked, model)
         self._nominal = self.hardware != asked
         try:
             self.plain_step = self._simulate((), True)
@@ -197,6 +200,13 @@ class DecisionEngine:
                 f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "
                 "that only a real run computes; make the model's control flow independent of them, or write a plan by "
                 "hand and measure it with profile(plan=...)"
+            ) from error
+        except MemscaleError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "
+                "with"
             ) from error
         self.plain = self.plain_step.profile()
 
@@ -217,7 +227,11 @@ class DecisionEngine:
         limit = self._budget_bytes(budget)
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
-        return self._proven_plan(self._fastest(limit) or self._smallest(), limit)
+        found = self._fastest(limit)
+        if found is None:
+            smallest = self._smallest()
+            found = Found(smallest, smallest.seconds)
+        return self._proven_plan(found, limit)
 
     def frontier(self, points: int = _POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
@@ -287,9 +301,12 @@ class DecisionEngine:
         rates = self.hardware.flops_per_second
         return torch.bfloat16 if "bfloat16" in rates or "float16" not in rates else torch.float16
 
-    def _fastest(self, limit: int) -> Proven | None:
+    def _fastest(self, limit: int) -> Found | None:
         found = [best for search in self.searches if (best := search.fastest(limit)) is not None]
-        return min(found, key=lambda each: each.seconds, default=None)
+        if not found:
+            return None
+        best = min(found, key=lambda each: each.proven.seconds)
+        return Found(best.proven, min(each.bound_seconds for each in found))
 
     def _smallest(self) -> Proven:
         return min((search.smallest() for search in self.searches), key=lambda each: each.taken_bytes)
@@ -304,9 +321,9 @@ class DecisionEngine:
         trace = (f"smart skip: the step as it is takes {format_bytes(taken)} of {format_bytes(limit)}",)
         return ProvenPlan(Plan(), self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}))
 
-    def _proven_plan(self, found: Proven, limit: int) -> ProvenPlan:
-        search = found.search
-        costs = search.costs
+    def _proven_plan(self, best: Found, limit: int) -> ProvenPlan:
+        found, bound = best.proven, best.bound_seconds
+        costs = found.search.costs
         taken, plain = found.taken_bytes, taken_bytes(self.plain)
         techniques = {each for menu in costs.candidates for candidate in menu for each in candidate.techniques}
         trace = [
@@ -321,15 +338,13 @@ class DecisionEngine:
             out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
             back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
             trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
-        # Costs are corrected by what steps show; one that is faster than they add up to is the bound itself.
-        bound = min(found.bound_seconds or found.seconds, found.seconds)
         trace.append(f"choice: {format_seconds(bound)} a step is the least that their costs add up to")
         trace.append(
             f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
             f"{format_seconds(found.seconds)}, {found.seconds / (self.plain.step_seconds or found.seconds):.3f} times "
             "that of the step as it is"
         )
-        evidence = self._evidence(limit, found.profile, bound, tuple(trace), _decisions(found), costs.rejected)
+        evidence = self._evidence(limit, found.profile, bound, tuple(trace), decisions_of(found), costs.rejected)
         return ProvenPlan(with_globs(found.plan, self.model), evidence)
 
     def _evidence(
@@ -402,54 +417,19 @@ def _figures(profile: Profile) -> Figures:
     return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
-def _decisions(found: Proven) -> tuple[Decision, ...]:
-    costs = found.search.costs
-    turn = next(
-        (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
-    )
-    held = costs.held_bytes(found.assignment)
-    decisions = []
-    for row, (menu, effects) in enumerate(zip(costs.candidates, costs.effects, strict=True)):
-        number = found.assignment[row]
-        now, before = effects[number], effects[0]
-        # The fastest of the others, as if it alone were changed.
-        others = sorted((each for each in range(len(menu)) if each != number), key=lambda each: effects[each].seconds)
-        faster = [each for each in others if effects[each].seconds < now.seconds]
-        runner_up = faster[-1] if faster else others[0] if others else None
-        other = effects[0 if runner_up is None else runner_up]
-        peak = int((held - now.held_bytes + now.slack_bytes + other.held_bytes - other.slack_bytes).max())
-        decisions.append(
-            Decision(
-                path=costs.parts[row].path if row < len(costs.parts) else "",
-                chosen=str(menu[number]),
-                rule=_rule(menu[number].techniques),
-                kept_bytes=int(now.held_bytes[turn]),
-                kept_bytes_before=int(before.held_bytes[turn]),
-                seconds=now.seconds,
-                seconds_before=before.seconds,
-                runner_up="" if runner_up is None else str(menu[runner_up]),
-                runner_up_seconds=other.seconds,
-                # The sum of the costs, put right by what the proof found.
-                runner_up_peak_bytes=found.taken_bytes + peak - int(held.max()),
-            )
-        )
-    return tuple(decisions)
+def _timed(hardware: Hardware, model: nn.Module) -> Hardware:
+    """The hardware with speeds in place of those that are not known and the step needs.
 
-
-def _rule(techniques: frozenset[str]) -> str:
-    if not techniques:
-        return "what fits is left as it is"
-    if "stream" in techniques:
-        return "parameters go to the next tier when activations alone do not free enough"
-    if "offload" in techniques:
-        return "bytes move where the link has time for them"
-    if "tile" in techniques:
-        return "rows are cut where what is alive at once is too much"
-    return "cheapest bytes first: what is recomputed frees most for its time"
-
-
-def _timed(hardware: Hardware) -> Hardware:
-    """The hardware with nominal speeds in place of those that are not known."""
-    if hardware.flops_per_second and hardware.bandwidth_bytes_per_second:
+    Nominal ones where none is known; a dtype that a card has no units for is computed in float32.
+    """
+    known = hardware.flops_per_second
+    used = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
+    rates = dict.fromkeys(used, known.get("float32", max(known.values()))) if known else _NOMINAL_FLOPS
+    missing = {dtype: rate for dtype, rate in rates.items() if not has_rate(dtype, hardware)}
+    if not missing and hardware.bandwidth_bytes_per_second:
         return hardware
-    return dataclasses.replace(hardware, flops_per_second=_NOMINAL_FLOPS, bandwidth_bytes_per_second=_NOMINAL_BANDWIDTH)
+    return dataclasses.replace(
+        hardware,
+        flops_per_second={**known, **missing},
+        bandwidth_bytes_per_second=hardware.bandwidth_bytes_per_second or _NOMINAL_BANDWIDTH,
+    )

@@ -37,14 +37,12 @@ class Proven:
         assignment: the candidate of each part.
         plan: its rules.
         profile: of the simulated step.
-        bound_seconds: no choice among these candidates that fits the same budget is faster than this.
     """
 
     search: Search
     assignment: Assignment
     plan: Plan
     profile: Profile
-    bound_seconds: float
 
     @property
     def taken_bytes(self) -> int:
@@ -56,6 +54,20 @@ class Proven:
         """Of the simulated step."""
         assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
         return self.profile.step_seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The fastest plan that was found for a budget.
+
+    Attributes:
+        proven: the plan.
+        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by all the steps
+            that were simulated.
+    """
+
+    proven: Proven
+    bound_seconds: float
 
 
 class Search:
@@ -94,33 +106,36 @@ class Search:
         self.costs = measured_costs(self.plain, parts, menus, lambda rules: simulate(self._with(rules), False))
         self._chooser = Chooser(self.costs, link)
         self._moves = link is not None
-        self._beside = np.zeros(len(self.costs.stations))  # what steps hold above what their costs add up to
         self._proofs: dict[Assignment, Proven] = {}
 
-    def fastest(self, budget_bytes: int) -> Proven | None:
+    def fastest(self, budget_bytes: int) -> Found | None:
         """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # When copies hold a step up depends on more than the costs say: what does without them is looked for apart.
+        bound = np.inf
         for moves in (False, True) if self._moves else (False,):
-            self._choose(safe_bytes, moves)
+            bound = min(bound, self._choose(safe_bytes, moves))
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
             if fitting := [each for each in self._proofs.values() if each.taken_bytes <= most]:
-                return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
+                best = min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
+                # A step that is faster than its costs add up to shows what they are worth as a bound.
+                return Found(best, min(float(bound), best.seconds))
         return None
 
-    def _choose(self, safe_bytes: int, moves: bool) -> None:
-        """Choose and simulate until a step is what was thought of it."""
-        found = self.prove(self.costs.as_it_is, 0.0)
+    def _choose(self, safe_bytes: int, moves: bool) -> float:
+        """Choose and simulate until a step is what was thought of it; returns the bound of the last choice."""
+        bound = np.inf
+        found = self.prove(self.costs.as_it_is)
         overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
         for _ in range(_ROUNDS_WITH_MOVES if moves else _ROUNDS):
-            limit = np.full(len(self.costs.stations), float(safe_bytes - overhead)) - self._beside
-            choice = self._chooser.fastest(limit, moves=moves)
+            choice = self._chooser.fastest(safe_bytes - overhead, moves=moves)
             if choice is None:
                 break
+            bound = choice.bound
             known = choice.assignment in self._proofs
             thought = self.costs.seconds(choice.assignment) + sum(self._chooser.late(choice.assignment))
-            found = self.prove(choice.assignment, choice.bound)
+            found = self.prove(choice.assignment)
             fits = found.taken_bytes <= safe_bytes
             as_thought = found.seconds <= _AS_THOUGHT * thought
             if fits and (known or (as_thought and found.taken_bytes >= _USED * safe_bytes)):
@@ -128,27 +143,28 @@ class Search:
             overhead = found.taken_bytes - found.profile.peak_bytes
             if known:  # it was thought to fit twice
                 overhead += found.taken_bytes - safe_bytes
+        return bound
 
     def smallest(self) -> Proven:
         """The plan with the least peak."""
-        best = self.prove(self.costs.as_it_is, 0.0)
+        best = self.prove(self.costs.as_it_is)
         for _ in range(_ROUNDS):
-            choice = self._chooser.smallest(self._beside)
+            choice = self._chooser.smallest()
             if choice.assignment in self._proofs:
                 break
-            found = self.prove(choice.assignment, 0.0)
+            found = self.prove(choice.assignment)
             if found.taken_bytes >= best.taken_bytes:
                 break
             best = found
         return min(self._proofs.values(), key=lambda each: (each.taken_bytes, each.seconds))
 
-    def prove(self, assignment: Assignment, bound_seconds: float) -> Proven:
+    def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated. What it holds above what was thought counts from then on."""
         if assignment not in self._proofs:
             rules = self._with(self.costs.rules(assignment))
             step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True)
             profile = step.profile()
-            self._proofs[assignment] = Proven(self, assignment, Plan(rules), profile, bound_seconds)
+            self._proofs[assignment] = Proven(self, assignment, Plan(rules), profile)
             self._correct(assignment, step, profile)
         return self._proofs[assignment]
 
@@ -162,7 +178,7 @@ class Search:
         thought = self.costs.held_bytes(assignment)
         for at, station in enumerate(self.costs.stations):
             if station in held:
-                self._beside[at] = held[station] - thought[at]
+                self._chooser.beside_bytes[assignment[-1], at] = held[station] - thought[at]
         waits = profile.exposed_seconds
         shown = (waits.get("room", 0.0), waits.get("input", 0.0) + waits.get("disk", 0.0))
         self._chooser.late_seconds = tuple(

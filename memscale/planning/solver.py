@@ -56,6 +56,8 @@ class Chooser:
 
     Attributes:
         late_seconds: by how much more copies out and back are late than is thought, as steps have shown.
+        beside_bytes: [candidate of what is outside, station] what steps have shown to be held beside what the costs add
+            up to. Exactly one of these candidates is chosen, so that each brings its own correction.
     """
 
     def __init__(self, costs: Costs, link: Link | None) -> None:
@@ -68,6 +70,7 @@ class Chooser:
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moves = self._out + np.array([effect.in_bytes for effect in flat])
         self.late_seconds: tuple[float, ...] = (0.0, 0.0)
+        self.beside_bytes = np.zeros((len(costs.effects[-1]), len(costs.stations)))
         self._ways = () if link is None else self._copies(flat, link)
 
     def _copies(self, flat: list[Effect], link: Link) -> tuple[tuple[Floats, Floats, Floats], ...]:
@@ -94,11 +97,11 @@ class Chooser:
             found.append(max(0.0, late) if copies[parts].any() else 0.0)
         return (found[0], found[1]) if found else (0.0, 0.0)
 
-    def fastest(self, limit_bytes: Floats, *, moves: bool = True) -> Choice | None:
-        """The fastest choice that holds at most `limit_bytes` [station] at each station, None if there is none.
+    def fastest(self, limit_bytes: float, *, moves: bool = True) -> Choice | None:
+        """The fastest choice that holds at most `limit_bytes` at each station, None if there is none.
 
         Args:
-            limit_bytes: [station].
+            limit_bytes: what the step may hold.
             moves: whether candidates that move bytes to another tier may be chosen.
         """
         # Of equals, few changes come before many, and early parts change before late ones.
@@ -109,15 +112,23 @@ class Chooser:
                 for part, menu in enumerate(self.costs.effects)
             ]
         )
-        return self._solve(self._seconds + ties, limit_bytes / _MIB, least=False, moves=moves)
+        return self._solve(self._seconds + ties, limit_bytes / _MIB, moves=moves)
 
-    def smallest(self, beside_bytes: Floats) -> Choice:
-        """The choice whose most bytes are the fewest, with `beside_bytes` [station] beside what it holds."""
-        choice = self._solve(np.zeros(len(self._seconds)), -beside_bytes / _MIB, least=True)
+    def smallest(self) -> Choice:
+        """The choice whose most bytes are the fewest."""
+        choice = self._solve(np.zeros(len(self._seconds)), None)
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
-    def _solve(self, cost: Floats, limit: Floats, *, least: bool, moves: bool = True) -> Choice | None:
+    def _held_now(self) -> Floats:
+        """[candidate, station] with the corrections, in MiB."""
+        held = self._held.copy()
+        held[self._offsets[-2] :] += self.beside_bytes / _MIB
+        return held
+
+    def _solve(self, cost: Floats, limit: float | None, *, moves: bool = True) -> Choice | None:
+        """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
+        least = limit is None
         highspy = _highspy()
         solver = highspy.Highs()
         for option, value in (
@@ -142,15 +153,14 @@ class Chooser:
         solver.changeColsIntegrality(columns, np.arange(columns), np.full(columns, highspy.HighsVarType.kInteger))
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
             solver.addRow(1.0, 1.0, high - low, np.arange(low, high), np.ones(high - low))
-        for at in self._stations_that_matter(limit):
-            held = self._held[:, at]
+        columns_held = self._held_now()
+        for at in _stations_that_matter(columns_held):
+            held = columns_held[:, at]
             which = np.flatnonzero(held)
+            held = held[which]
             if least:
-                solver.addRow(
-                    -infinity, float(limit[at]), len(which) + 1, np.r_[which, columns], np.r_[held[which], -1.0]
-                )
-            else:
-                solver.addRow(-infinity, float(limit[at]), len(which), which, held[which])
+                which, held = np.r_[which, columns], np.r_[held, -1.0]
+            solver.addRow(-infinity, 0.0 if limit is None else limit, len(which), which, held)
         if self.link is not None and not least:
             self._add_link(solver, unit, columns, infinity)
         solver.run()
@@ -164,7 +174,7 @@ class Chooser:
         assignment = tuple(
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
-        if least:
+        if limit is None:
             return Choice(assignment, bound * _MIB)
         return Choice(self._polished(assignment, limit), bound * unit + self.costs.fixed_seconds)
 
@@ -193,16 +203,16 @@ class Chooser:
         if self.link.cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
             solver.addRow(-infinity, self.link.cap_bytes / _MIB, len(which), which, self._out[which] / _MIB)
 
-    def _polished(self, assignment: Assignment, limit: Floats) -> Assignment:
+    def _polished(self, assignment: Assignment, limit: float) -> Assignment:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
-        stations = self._stations_that_matter(limit)
-        held, room = self._held[:, stations], limit[stations]
+        held = self._held_now()
+        held = held[:, _stations_that_matter(held)]
         moves = self._moves
         part_of = np.repeat(np.arange(len(assignment)), np.diff(self._offsets))
         chosen = np.array([offset + number for offset, number in zip(self._offsets, assignment, strict=False)])
         for _ in range(len(assignment)):
             now = chosen[part_of]  # of each candidate, the one in whose place it would be
-            free = room - held[chosen].sum(axis=0)
+            free = limit - held[chosen].sum(axis=0)
             faster = self._seconds[now] - self._seconds  # by how much each exchange is
             more = held - held[now]
             same = moves == moves[now]
@@ -221,14 +231,15 @@ class Chooser:
                 chosen[part_of[each]] = each
         return tuple((chosen - np.array(self._offsets[:-1])).tolist())
 
-    def _stations_that_matter(self, limit: Floats) -> list[int]:
-        """The stations where some choice can come nearest to the limit: what another station covers is left out."""
-        kept: list[int] = []
-        columns = self._held.T
-        for at in np.argsort(limit - columns.sum(axis=1), kind="stable").tolist():
-            if not any(limit[other] <= limit[at] and (columns[other] >= columns[at]).all() for other in kept):
-                kept.append(at)
-        return sorted(kept)
+
+def _stations_that_matter(held: Floats) -> list[int]:
+    """The stations, of [candidate, station], where some choice can hold most: what another one covers is left out."""
+    kept: list[int] = []
+    columns = held.T
+    for at in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
+        if not any((columns[other] >= columns[at]).all() for other in kept):
+            kept.append(at)
+    return sorted(kept)
 
 
 def _highspy() -> Any:

@@ -1,6 +1,7 @@
 """Plans: within their budget on the real allocator, the same everywhere, no slower with more memory."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -239,3 +240,34 @@ def test_the_script_of_a_plan_makes_the_same_module():
     exec(plan.to_python(), scope)
     assert scope["plan"] == plan
     assert json.loads(plan.to_json())["evidence"]["budget_bytes"] == 5_500_000
+
+
+def test_a_card_without_units_for_a_dtype_is_planned_for():
+    model = _mlps().to(torch.bfloat16)
+    batch = torch.ones(4096, 64, dtype=torch.bfloat16)
+    step = {**_step(model, batch), "hardware": "t4"}
+    engine = ms.DecisionEngine(model, **step)
+    smallest = engine.frontier(2)[0]
+    assert smallest.peak_bytes < engine.plain.reserved_peak_bytes
+    assert smallest.step_seconds > engine.plain.step_seconds
+
+
+def test_what_the_models_own_code_raises_is_one_error_of_ours():
+    with pytest.raises(ms.ConfigError, match=r"the step fails.*shapes"):
+        ms.plan(_mlps(), torch.ones(2, 63), budget="1GiB", loss=_loss, hardware=CPU)
+
+
+def test_a_head_that_is_tiled_and_one_that_is_not_have_corrections_of_their_own():
+    """What one head was seen to hold says nothing about the other: the search would go round between them."""
+    torch.manual_seed(0)
+    body = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*body, nn.Linear(64, 2048))
+    batch = torch.ones(512, 64)
+    labels = torch.zeros(512, dtype=torch.long)
+    step = {**_step(model, batch), "loss": lambda y, _: nn.functional.cross_entropy(y, labels)}
+    engine = ms.DecisionEngine(model, **step)
+    curve = engine.frontier(5)
+    assert "tile" in repr(curve[0].plan)
+    for first, second in itertools.pairwise(curve):
+        fresh = ms.plan(model, budget=(first.peak_bytes + second.peak_bytes) // 2, **step).evidence.planned
+        assert fresh.step_seconds <= first.step_seconds * 1.001  # no search is worse than one with less memory

@@ -65,7 +65,7 @@ def test_the_fastest_is_that_of_all(seed, parts, share, link):
     costs = _costs(seed, parts, 3)
     limit = share * costs.held_bytes(costs.as_it_is).max()
     fitting = [each for each in _all(costs) if costs.held_bytes(each).max() <= limit]
-    choice = Chooser(costs, link).fastest(np.full(len(_STATIONS), limit))
+    choice = Chooser(costs, link).fastest(limit)
     if not fitting:
         assert choice is None
         return
@@ -80,7 +80,7 @@ def test_the_fastest_is_that_of_all(seed, parts, share, link):
 @given(st.integers(0, 10_000), st.integers(2, 6))
 def test_the_smallest_is_that_of_all(seed, parts):
     costs = _costs(seed, parts, 3)
-    choice = Chooser(costs, None).smallest(np.zeros(len(_STATIONS)))
+    choice = Chooser(costs, None).smallest()
     least = min(int(costs.held_bytes(each).max()) for each in _all(costs))
     assert costs.held_bytes(choice.assignment).max() == pytest.approx(least, rel=2e-3)
 
@@ -89,6 +89,6 @@ def test_no_more_moves_than_the_cap_allows():
     costs = _costs(3, 4, 3)
     limit = 0.9 * costs.held_bytes(costs.as_it_is).max()
     cap = 1 << 28
-    choice = Chooser(costs, Link(1e12, 1e12, cap)).fastest(np.full(len(_STATIONS), limit))
+    choice = Chooser(costs, Link(1e12, 1e12, cap)).fastest(limit)
     moved = sum(menu[at].out_bytes for menu, at in zip(costs.effects, choice.assignment, strict=True))
     assert moved <= cap
