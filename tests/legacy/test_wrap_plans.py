@@ -188,6 +188,17 @@ def test_what_does_not_fit_at_all_runs_under_the_smallest_plan_with_a_warning(de
     assert equal(train(model, rows(1024)), train(stack(), rows(1024)))
 
 
+class Twice(nn.Module):
+    """Two layers that work on each row alone, and have a temporary that is larger than what goes in and out."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = stack(1)[0], stack(1)[0]
+
+    def forward(self, x):
+        return x + self.other(self.one(x))
+
+
 def test_the_mode_and_the_switches_say_what_a_plan_is_made_of(device):
     speeds = {"host_to_device_bytes_per_second": 1e12, "device_to_host_bytes_per_second": 1e12}
     device(9, **speeds)
@@ -197,9 +208,10 @@ def test_the_mode_and_the_switches_say_what_a_plan_is_made_of(device):
         ({"enable_tiling": True, "enable_checkpointing": False, "enable_offloading": False}, {"tile"}),
         ({"use_mixed_precision": True, "enable_checkpointing": False}, {"cast"}),
     ):
-        plan = ms.wrap(stack(), config(**fields), rows(1024))._memscale_executor.plan
+        model = nn.Sequential(Twice(), Twice())
+        plan = ms.wrap(model, config(**fields), rows(1024))._memscale_executor.plan
+        assert plan, fields
         assert spellings(plan) <= allowed, fields
-        assert plan or "tile" in allowed
 
 
 def test_force_is_the_rule_for_what_fits_with_what_is_asked_for_by_name(device):

@@ -412,6 +412,7 @@ def test_what_cannot_be_simulated_is_a_note():
         torch.ones(16, 8)
     )
     note = next(note for note in prediction.notes if note.startswith("not simulated: "))
+    assert "recompute differs" in note
     assert f"note: {note}" in str(prediction)
     assert all("checkpoint" not in each.action for each in prediction.recommendations)
 
