@@ -52,3 +52,11 @@ def test_a_model_that_is_partly_on_meta_is_simulated():
 
     mixed, real = (profile(model(device), torch.ones(64, 8)) for device in ("meta", "cpu"))
     assert mixed.peak_bytes == real.peak_bytes
+
+
+def test_a_model_in_ddp_is_told_to_come_out_of_it():
+    wrapped = nn.Module.__new__(nn.parallel.DistributedDataParallel)  # its own init needs a process group
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2)
+    with pytest.raises(ms.ConfigError, match=r"pass model\.module"):
+        ms.profile(wrapped, torch.ones(1, 2), loss=lambda y, _: y.sum())
