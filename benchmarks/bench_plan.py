@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +115,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     names = [name for name in options.only.split(",") if name] or (PEERS if options.peers else MODELS)
-    found = {name: beside_peers(name) if options.peers else kept_budgets(name, options.budgets) for name in names}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
+        found = {name: beside_peers(name) if options.peers else kept_budgets(name, options.budgets) for name in names}
     if options.output:
         options.output.write_text(json.dumps({"environment": environment("cpu"), "results": found}, indent=2) + "\n")
 

@@ -3,6 +3,8 @@
 import gc
 import os
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +57,12 @@ def _own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSCALE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_known_plans():
+    """A test that plans does so from scratch."""
+    shutil.rmtree(Path(os.environ["MEMSCALE_CACHE"]) / "plans", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -77,9 +77,9 @@ DOORS = """
 memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
     find_regions functional identity install is_transformed placing_in transform uninstall
 memscale.cli:
-memscale.core: Assembled BudgetError Check ConfigError CorrectnessError Document Loss MemscaleError Misfit PlanError
-    PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes batches
-    boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described
+memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document Loss MemscaleError Misfit
+    PlanError PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes
+    batches boolean budget_bytes call cgroup_limit_bytes changed_error check_batch check_loss check_tier described
     device_type factory folder_on_disk format_bytes format_flops format_seconds from_data integer is_in_memory
     is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss simulated_device_type
     simulating simulation spellings tensors unflatten validate version versions

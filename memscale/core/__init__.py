@@ -1,8 +1,9 @@
-"""What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory."""
+"""What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory, caches."""
 
 from memscale.core import batches, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
 from memscale.core.batches import Loss, call, check_batch, check_loss, scalar_loss
+from memscale.core.disk_cache import DiskCache
 from memscale.core.documents import Document
 from memscale.core.errors import (
     BudgetError,
@@ -32,6 +33,7 @@ __all__ = [
     "Check",
     "ConfigError",
     "CorrectnessError",
+    "DiskCache",
     "Document",
     "Loss",
     "MemscaleError",

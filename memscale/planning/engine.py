@@ -25,7 +25,9 @@ from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of
 from memscale.planning.evidence import Decision, Evidence, Figures
+from memscale.planning.fingerprint import fingerprint
 from memscale.planning.globs import with_globs
+from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Found, Proven, Search
@@ -209,57 +211,90 @@ class DecisionEngine:
                 "with"
             ) from error
         self.plain = self.plain_step.profile()
+        self._known = KnownPlans(self._about, self._proofs)
 
     def plan(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
         limit = self._budget_bytes(budget)
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
-        found = self._fastest(limit)
-        if found is None and self._smallest().taken_bytes <= limit:
-            found = self._fastest(limit)  # the smallest is among those that it knows of now
-        if found is None:
-            raise self._does_not_fit(limit)
-        return self._proven_plan(found, limit)
+
+        def find() -> Answer:
+            found = self._fastest(limit)
+            if found is None and self._smallest().taken_bytes <= limit:
+                found = self._fastest(limit)  # the smallest is among those that it knows of now
+            if found is None:
+                return Answer(fault=self._does_not_fit(limit))
+            return Answer((self._proven_plan(found, limit),))
+
+        return self._known.answer(f"plan {limit}", find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
         limit = self._budget_bytes(budget)
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
-        found = self._fastest(limit)
-        if found is None:
-            smallest = self._smallest()
-            found = Found(smallest, smallest.seconds)
-        return self._proven_plan(found, limit)
+
+        def find() -> Answer:
+            found = self._fastest(limit)
+            if found is None:
+                smallest = self._smallest()
+                found = Found(smallest, smallest.seconds)
+            return Answer((self._proven_plan(found, limit),))
+
+        return self._known.answer(f"nearest {limit}", find).plan()
 
     def frontier(self, points: int = _POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
         if isinstance(points, bool) or not isinstance(points, int) or points < 2:
             raise ConfigError(f"frontier(points={points!r}) must be an int of at least 2")
         most = taken_bytes(self.plain)
-        least = min(most, self._smallest().taken_bytes)
-        found: list[ProvenPlan] = []
-        for at in range(points - 1):
-            limit = least + (most - least) * at // (points - 1)
-            best = self._fastest(limit)
-            if best is not None:
-                found.append(self._proven_plan(best, limit))
-        found.append(self._unchanged(most))
-        return Frontier.of(map(Point.of, found))
+
+        def find() -> Answer:
+            least = min(most, self._smallest().taken_bytes)
+            found = []
+            for at in range(points - 1):
+                limit = least + (most - least) * at // (points - 1)
+                best = self._fastest(limit)
+                if best is not None:
+                    found.append(self._proven_plan(best, limit))
+            return Answer(tuple(found))
+
+        found = self._known.answer(f"frontier {points}", find).plans
+        return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
+
+    def _about(self) -> dict[str, str]:
+        """All that its answers depend on."""
+        return {
+            **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
+            # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
+            "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
+            "asked": f"{self.accumulate} {self.streams} {self._nominal}",
+        }
+
+    def _proofs(self) -> Proofs:
+        def simulate(plan: Plan) -> Profile:
+            self._say("a plan of before")
+            return self._profiler(plan).simulated(self.batch, accumulate=self.accumulate).profile()
+
+        allowed = self._techniques(self._link()) | (self.config.eligible() & {"cast"})
+        return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
 
     def _simulate(self, rules: Rules, updates: bool) -> SimulatedStep:
-        if self._progress is not None:
-            self._progress(
-                "the step as it is" if not rules else "candidates" if not updates else "a plan", self.simulations, None
-            )
+        self._say("the step as it is" if not rules else "candidates" if not updates else "a plan")
         self.simulations += 1
-        profiler = MemoryProfiler(
-            self.model, self.optimizer, loss=self.loss, plan=Plan(rules) if rules else None, hardware=self.hardware
+        return self._profiler(Plan(rules)).simulated(self.batch, accumulate=self.accumulate, updates=updates)
+
+    def _say(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, self.simulations, None)
+
+    def _profiler(self, plan: Plan) -> MemoryProfiler:
+        return MemoryProfiler(
+            self.model, self.optimizer, loss=self.loss, plan=plan if plan else None, hardware=self.hardware
         )
-        return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
 
     @property
     def searches(self) -> list[Search]:
@@ -364,15 +399,15 @@ class DecisionEngine:
         return Evidence(
             budget_bytes=limit,
             hardware=self.hardware,
-            planned=_figures(profile),
-            plain=_figures(self.plain),
+            planned=Figures.of(profile),
+            plain=Figures.of(self.plain),
             bound_seconds=bound_seconds,
             by_tier=profile.by_tier,
             trace=trace,
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal),
-            simulations=self.simulations,
+            simulations=self.simulations if decisions else 1,
         )
 
     def _does_not_fit(self, limit: int) -> BudgetError:
@@ -410,11 +445,6 @@ class DecisionEngine:
             if nbytes < least:
                 found.append((f"Config({field}=True)", nbytes))
         return sorted(found, key=lambda each: each[1])
-
-
-def _figures(profile: Profile) -> Figures:
-    exposed = sum(profile.exposed_seconds.get(cause, 0.0) for cause in ("input", "room", "disk"))
-    return Figures(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
 def _timed(hardware: Hardware, model: nn.Module) -> Hardware:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memscale.hardware import Hardware
+from memscale.planning.prediction import taken_bytes
+from memscale.simulation import Profile
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class Figures:
     peak_bytes: int
     step_seconds: float
     exposed_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, profile: Profile) -> Figures:
+        """The figures of the step that `profile` is about."""
+        exposed = sum(profile.exposed_seconds.get(cause, 0.0) for cause in ("input", "room", "disk"))
+        return cls(taken_bytes(profile), profile.peak_bytes, profile.step_seconds or 0.0, exposed)
 
 
 @dataclass(frozen=True)

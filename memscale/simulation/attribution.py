@@ -7,6 +7,7 @@ the stations of others: bytes of parts add up, and the most at a station is what
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,19 @@ class SimulatedStep:
     def profile(self, capacity_bytes: int | None = None) -> Profile:
         """What `memscale.profile` says of it."""
         return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
+
+    def digest(self) -> str:
+        """A hash of all that was simulated: two steps that share it hold the same, at the same moments, as long."""
+        ledger, clock = self.ledger, self.clock
+        found = hashlib.sha256()
+        for op in ledger.ops:
+            found.update(repr((op.name, op.path, op.phase.value, op.flops, op.nbytes, op.dtype, op.seconds)).encode())
+        for each in ledger.records:
+            about = (each.nbytes, each.op, each.category, each.shape, each.dtype, each.path, each.away)
+            found.update(repr(about).encode())
+        books = (ledger.events, ledger.event_ops, ledger.steps, ledger.trims, clock.steps, clock.begins, clock.ends)
+        found.update(repr((*books, clock.stalls, clock.end, self.notes, sorted(self.by_tier.items()))).encode())
+        return found.hexdigest()
 
     def shares(self, paths: Sequence[str]) -> Shares:
         """What each of the modules at `paths` keeps for backward and takes of the time, without those inside it."""

@@ -12,6 +12,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import chain
 from memscale.hardware.device import Hardware
+from memscale.planning import engine
 from tests.legacy.test_legacy import equal, gpt2, gpt2_batch, traces, train
 
 MIB = 2**20
@@ -70,6 +71,18 @@ def test_a_step_that_does_not_fit_gets_the_plan_of_the_planner(device):
     assert len(executor.plan) > 0
     ms.detach(model)
     assert traces(model) == before
+
+
+def test_a_plan_that_is_known_is_only_proven(device, monkeypatch):
+    device(11)
+    plans = []
+    for _ in range(2):
+        model = ms.wrap(stack(), config())
+        model(rows(1024)).sum().backward()
+        plans.append(model._memscale_executor.plan)
+        monkeypatch.setattr(engine, "Search", None)  # the second time nothing is searched
+    assert plans[0] == plans[1] != ms.Plan()
+    assert plans[1].evidence == plans[0].evidence
 
 
 def test_without_a_batch_the_first_call_of_the_loop_plans(device, caplog):

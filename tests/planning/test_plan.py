@@ -210,27 +210,33 @@ def test_json():
 
 
 _SCRIPT = """
-import hashlib, torch, memscale as ms
+import hashlib, os, torch, memscale as ms
 from torch import nn
+kept = os.environ["MEMSCALE_CACHE"]
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)])
 box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
-plan = ms.plan(model, torch.ones(512, 64), budget=5_500_000, loss=lambda y, _: y.square().mean(), hardware=box,
-               optimizer=torch.optim.AdamW(model.parameters()))
-print(hashlib.sha256(plan.to_json().encode()).hexdigest())
+def loss(output, _):
+    return output.square().mean()
+for os.environ["MEMSCALE_CACHE"] in ("", kept):
+    said = []
+    plan = ms.plan(model, torch.ones(512, 64), budget=5_500_000, loss=loss, hardware=box,
+                   progress=lambda *what: said.append(what), optimizer=torch.optim.AdamW(model.parameters()))
+    print(hashlib.sha256(plan.to_json().encode()).hexdigest(), len(said) == 2)
 """
 
 
-def test_every_process_makes_the_same_plan():
+def test_every_process_makes_the_same_plan_and_knows_those_of_others():
+    model = _mlps()
+    plan = ms.plan(model, budget=5_500_000, **_step(model, torch.ones(512, 64)))
     found = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
-        env={**os.environ, "PYTHONHASHSEED": "7"},
+        env={**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    model = _mlps()
-    plan = ms.plan(model, budget=5_500_000, **_step(model, torch.ones(512, 64)))
-    assert found.strip() == hashlib.sha256(plan.to_json().encode()).hexdigest()
+    own = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    assert found.split() == [own, "False", own, "True"]
 
 
 def test_the_script_of_a_plan_makes_the_same_module():

@@ -1,0 +1,221 @@
+"""What a plan is made from, in a few hashes: where one of them differs, so may the plan."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import platform
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.config import Config
+from memscale.core import Loss, batches
+from memscale.hardware import Hardware
+
+# Where a config only says whom to tell.
+_SAYS_WHERE = ("enable_logging", "log_file", "observability_port")
+_PACKAGES = ("highspy", "numpy", "optree")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+# Of a module: its tensors and modules are described by their paths.
+_BY_PATH = ("_parameters", "_buffers", "_modules")
+
+
+def fingerprint(
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Loss | None,
+    config: Config,
+    hardware: Hardware,
+) -> dict[str, str]:
+    """What the choice of a plan depends on, as far as it can be seen without running anything, hashed by name.
+
+    Code counts as it is compiled, with what it closes over, so that another comment is the same step and another line
+    is not. Values of tensors do not count, nor do numbers that decide no size, such as a learning rate: whether those
+    change what the step holds only shows in its simulation.
+    """
+    leaves, spec = batches.flatten(batch)
+    parts = {
+        "versions": _versions(),
+        "settings": _settings(),
+        "model": list(_modules(model, _Seen())),
+        "batch": (str(spec), _Seen().text(leaves)),
+        "optimizer": None if optimizer is None else list(_optimizer(optimizer, model, _Seen())),
+        "loss": _Seen().text(loss),
+        "config": [
+            (name, repr(value), name in config.given)
+            for name, value in sorted(vars(config).items())
+            if name not in (*_SAYS_WHERE, "_given")
+        ],
+        "hardware": [(name, repr(value)) for name, value in vars(hardware).items() if name != "free_bytes"],
+    }
+    return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+class _Seen:
+    """Describes values the same way in every process; what comes a second time is the number of the first."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # or another object could get the address of one that is gone
+
+    def number(self, thing: Any) -> tuple[int, bool]:
+        """The number of `thing`, and whether it is new."""
+        known = len(self._numbers)
+        number = self._numbers.setdefault(id(thing), known)
+        if number == known:
+            self._kept.append(thing)
+        return number, number == known
+
+    def text(self, value: Any) -> Any:
+        """`value` as text and tuples of text."""
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, torch.Tensor):
+            return self.layout(value)
+        number, is_new = self.number(value)
+        if not is_new:
+            return f"again {number}"
+        if isinstance(value, (set, frozenset)):
+            return ("set", sorted(repr(self.text(each)) for each in value))
+        if isinstance(value, (list, tuple)):
+            return (type(value).__name__, [self.text(each) for each in value])
+        if isinstance(value, Mapping):
+            # The keys of hooks are numbers that a process counts.
+            hooks = bool(value) and all(isinstance(key, int) for key in value)
+            return ("mapping", [("" if hooks else self.text(key), self.text(each)) for key, each in value.items()])
+        if isinstance(value, types.CodeType):
+            names = (value.co_names, value.co_varnames, value.co_freevars)
+            return (value.co_code.hex(), names, [self.text(each) for each in value.co_consts])
+        return self._callable(value)
+
+    def _callable(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            if _is_of_a_library(value):
+                return ("function", value.__module__, value.__qualname__)
+            cells = [self.text(_content(cell)) for cell in value.__closure__ or ()]
+            given = (value.__defaults__, value.__kwdefaults__)
+            return ("function", self.text(value.__code__), cells, self.text(given))
+        if isinstance(value, types.MethodType):
+            return ("method", self.text(value.__func__), self.text(value.__self__))
+        if isinstance(value, functools.partial):
+            return ("partial", self.text(value.func), self.text(value.args), self.text(value.keywords))
+        return ("object", self.cls(value if isinstance(value, type) else type(value)))
+
+    def cls(self, cls: type) -> Any:
+        """A class by its name and the code that is not a library's."""
+        found: list[Any] = [f"{cls.__module__}.{cls.__qualname__}"]
+        for each in cls.__mro__:
+            if not _is_of_a_library(each) and self.number(each)[1]:
+                members = {name: inspect.unwrap(_function(member)) for name, member in vars(each).items()}
+                found.append(
+                    [
+                        (name, self.text(member))
+                        for name, member in sorted(members.items())
+                        if isinstance(member, types.FunctionType)
+                        or (not name.startswith("__") and isinstance(member, (bool, int, float, str)))
+                    ]
+                )
+        return found
+
+    def layout(self, tensor: torch.Tensor) -> Any:
+        """A tensor without its values, and which memory it shares."""
+        about = (str(tensor.dtype), tuple(tensor.shape), str(tensor.device), tensor.requires_grad)
+        try:
+            storage = tensor.untyped_storage()
+            memory = (self._address(storage._cdata, tensor), storage.nbytes(), tensor.stride(), tensor.storage_offset())
+        except (RuntimeError, NotImplementedError):  # a tensor of another kind has none
+            memory = None
+        return (type(tensor).__name__, about, memory, None if tensor.grad is None else tuple(tensor.grad.shape))
+
+    def _address(self, address: int, tensor: torch.Tensor) -> int:
+        known = len(self._numbers)
+        self._kept.append(tensor)
+        return self._numbers.setdefault(~address, known)  # no id of an object is below 0
+
+
+def _modules(model: nn.Module, seen: _Seen) -> Iterator[Any]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        number, is_new = seen.number(module)
+        yield (path, number)
+        if is_new:
+            yield seen.cls(type(module))
+            own = sorted((name, value) for name, value in vars(module).items() if name not in _BY_PATH)
+            yield [(name, seen.text(value)) for name, value in own]
+            for tensors in (module._parameters, module._buffers):
+                yield [(name, seen.text(tensor)) for name, tensor in tensors.items()]
+
+
+def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, seen: _Seen) -> Iterator[Any]:
+    paths = {id(parameter): path for path, parameter in model.named_parameters()}
+    yield seen.cls(type(optimizer))
+    for group in optimizer.param_groups:
+        yield [paths.get(id(parameter), "") for parameter in group["params"]]
+        yield [(name, _option(value, seen)) for name, value in sorted(group.items()) if name != "params"]
+    for parameter, state in optimizer.state.items():
+        yield (paths.get(id(parameter), ""), [(str(name), _option(value, seen)) for name, value in state.items()])
+
+
+def _option(value: Any, seen: _Seen) -> Any:
+    """A hyper-parameter: of a real number whether it is 0, such as a momentum without which there is no state."""
+    if isinstance(value, tuple):
+        return [_option(each, seen) for each in value]
+    return f"float {value != 0}" if isinstance(value, float) else seen.text(value)
+
+
+def _settings() -> list[Any]:
+    kinds = ("cpu", "cuda")
+    attention = torch.backends.cuda
+    return [
+        [(torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))) for kind in kinds],
+        torch.is_autocast_cache_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        str(torch.get_default_dtype()),
+        torch.get_num_threads(),
+        torch.backends.mkldnn.enabled,
+        (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        (attention.flash_sdp_enabled(), attention.mem_efficient_sdp_enabled(), attention.math_sdp_enabled()),
+        attention.cudnn_sdp_enabled(),
+        [os.environ.get(name) for name in _ALLOCATOR],
+    ]
+
+
+@functools.cache
+def _versions() -> list[Any]:
+    own = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        own.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return [
+        own.hexdigest(),
+        (torch.__version__, torch.version.git_version, torch.version.cuda),
+        [importlib.metadata.version(name) for name in _PACKAGES],
+        (platform.python_version(), platform.machine()),
+    ]
+
+
+def _is_of_a_library(thing: Any) -> bool:
+    """Whether the versions say what its code is."""
+    return str(thing.__module__).partition(".")[0] in ("torch", "memscale", "builtins", "collections", "abc", "typing")
+
+
+def _function(member: Any) -> Any:
+    if isinstance(member, (staticmethod, classmethod)):
+        return member.__func__
+    return member.fget if isinstance(member, property) else member
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -1,0 +1,148 @@
+"""Plans that were made before, kept on disk: the choice is taken from there, its proof is made again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memscale.algebra import Plan
+from memscale.core import BudgetError, DiskCache, MemscaleError
+from memscale.hardware import Hardware
+from memscale.planning.candidates import Candidate
+from memscale.planning.evidence import Figures
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.proven import ProvenPlan
+from memscale.simulation import Profile
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine found for a request.
+
+    Attributes:
+        plans: with their evidence.
+        fault: why there is none; None if there is one.
+    """
+
+    plans: tuple[ProvenPlan, ...] = ()
+    fault: BudgetError | None = None
+
+    def plan(self) -> ProvenPlan:
+        """The only plan.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        if self.fault is not None:
+            raise self.fault
+        return self.plans[0]
+
+
+class Proofs:
+    """Makes the proofs of answers again, on the step as it is now.
+
+    Args:
+        simulate: the step with a plan.
+        plain: the step without one.
+        hardware: the device.
+        allowed: the techniques that plans may use, as in `Candidate.techniques`.
+    """
+
+    def __init__(
+        self, simulate: Callable[[Plan], Profile], plain: Profile, hardware: Hardware, allowed: Collection[str]
+    ) -> None:
+        self._simulate = simulate
+        self._plain = plain
+        self._hardware = hardware
+        self._allowed = frozenset(allowed)
+
+    def again(self, answer: Answer) -> Answer | None:
+        """The answer, with the device's free memory of now; None if one of its steps is not to the byte what it was."""
+        try:
+            if answer.fault is not None:
+                found = self._profile(answer.fault.plan)
+                return answer if taken_bytes(found) == answer.fault.peak_bytes else None
+            return Answer(tuple(map(self._same, answer.plans)))
+        except Exception:  # of the step, which is another one, or of a plan that is not for this model
+            return None
+
+    def _same(self, plan: ProvenPlan) -> ProvenPlan:
+        evidence = plan.evidence
+        profile = self._profile(plan)
+        shown = (Figures.of(self._plain), Figures.of(profile), dict(profile.by_tier), self._hardware)
+        if shown != (evidence.plain, evidence.planned, dict(evidence.by_tier), evidence.hardware):
+            raise ValueError("the evidence is of another step")
+        return ProvenPlan(plan, dataclasses.replace(evidence, hardware=self._hardware))
+
+    def _profile(self, plan: Plan) -> Profile:
+        techniques = Candidate(tuple((rule.pattern, rule.transform) for rule in plan)).techniques
+        if not techniques <= self._allowed:
+            raise ValueError(f"{sorted(techniques - self._allowed)} are not allowed")
+        return self._simulate(plan) if plan else self._plain
+
+
+class KnownPlans:
+    """The answers of one engine, from disk where an engine like it has been asked the same before.
+
+    What an engine finds depends on what it was asked before, by what it has simulated then. So an answer is kept under
+    all requests up to its own, and before the first that is not known the engine catches up with those that were.
+
+    Args:
+        fingerprint: of all that the engine's answers depend on.
+        proofs: of the engine's step.
+    """
+
+    def __init__(self, fingerprint: Callable[[], Mapping[str, str]], proofs: Callable[[], Proofs]) -> None:
+        self._fingerprint = fingerprint
+        self._proofs = proofs
+        self._disk = DiskCache("plans")
+        self._about: Mapping[str, str] | None = None
+        self._asked: list[str] = []
+        self._owed: list[Callable[[], Answer]] = []
+
+    def answer(self, request: str, find: Callable[[], Answer]) -> Answer:
+        """The answer to `request`; `find` finds it where it is not known."""
+        if self._disk.folder is None:
+            return find()
+        try:
+            self._about = self._about or self._fingerprint()
+        except Exception:  # a class of the caller's does not let itself be looked at
+            return find()
+        self._asked.append(request)
+        name = hashlib.sha256(json.dumps([self._about, self._asked], sort_keys=True).encode()).hexdigest()
+        known = _read(self._disk.read(name))
+        if known is not None and (proven := self._proofs().again(known)) is not None:
+            self._owed.append(find)
+            return proven
+        for each in self._owed:
+            each()
+        self._owed.clear()
+        found = find()
+        self._disk.write(name, _as_data(found))
+        return found
+
+
+def _as_data(answer: Answer) -> dict[str, Any]:
+    fault = answer.fault
+    plan = None if fault is None or fault.plan is None else json.loads(fault.plan.to_json())
+    return {
+        "plans": [json.loads(plan.to_json()) for plan in answer.plans],
+        "fault": None if fault is None else {"message": str(fault), "peak_bytes": fault.peak_bytes, "plan": plan},
+    }
+
+
+def _read(data: Any) -> Answer | None:
+    """The answer that `_as_data` made, None from anything else."""
+    try:
+        if data["fault"] is None:
+            return Answer(tuple(ProvenPlan.from_json(json.dumps(plan)) for plan in data["plans"]))
+        fault = BudgetError(data["fault"]["message"])
+        fault.peak_bytes = data["fault"]["peak_bytes"]
+        fault.plan = Plan.from_json(json.dumps(data["fault"]["plan"]))
+    except (KeyError, TypeError, ValueError, MemscaleError):
+        return None
+    return Answer(fault=fault)
