@@ -7,10 +7,11 @@ composition, and compositions flatten as they are made, so the monoid laws hold 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from memscale.core import ConfigError, TransformError, Value, factory
+from memscale.core import ConfigError, TransformError, Value, factory, shown
 
 
 class Transform(Value):
@@ -110,8 +111,8 @@ def compose(*transforms: Transform) -> Transform:
             flat.append(transform)
         else:
             raise ConfigError(
-                f"compose() takes transforms such as checkpoint(), got {transform!r} at position {position}"
-                + ("; call the factory" if callable(transform) else "")
+                f"compose() takes transforms such as checkpoint(), got {shown(transform)} at position {position}"
+                + ("; call the factory" if inspect.isroutine(transform) else "")
             )
     return flat[0] if len(flat) == 1 else Compose(tuple(flat))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from memscale.algebra.composition import Transform
-from memscale.core import Document, PlanError, from_data, matches, misfit, spellings
+from memscale.core import Document, PlanError, from_data, matches, misfit, shown, spellings
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 
@@ -164,5 +164,5 @@ def _misfit(pattern: Any, value: Any) -> str | None:
         return wrong
     if not isinstance(value, Transform):
         hint = "; call the factory" if callable(value) else ""
-        return f"the rule for {pattern!r} must be a transform such as checkpoint(), got {value!r}{hint}"
+        return f"the rule for {pattern!r} must be a transform such as checkpoint(), got {shown(value)}{hint}"
     return None

@@ -61,7 +61,7 @@ _Hf = Annotated[
     str,
     typer.Option(
         metavar="CONFIG|MODULE:FACTORY",
-        help="A transformers config.json, or a function that returns a model, (model, batch_fn) or "
+        help="A transformers config.json or its folder, or a function that returns a model, (model, batch_fn) or "
         "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
     ),
 ]

@@ -56,9 +56,6 @@ def demo(
     # The model comes from its config alone; nothing here may reach for the network.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _check_packages()
-    # Kineto logs the start and stop of every recording to stderr, through the progress bar; it reads its
-    # level when the first recording starts.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     screen = Console()
     text = read_text()
     screen.print(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,6 @@ def predict(options: Options) -> int:
     _check(options)
     files = {"html": options.html, "plot": options.plot, "csv": options.csv}
     check_files(files)
-    # What cannot be simulated is recorded by Kineto, which logs to stderr, through the bar; see `demo`.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step = read_step(options.step)
     subject, seq = step.subject, step.seq
     if options.largest is not None:

@@ -27,6 +27,8 @@ DTYPES = {
 }
 
 _DEFAULT_SEQ = 1024
+_CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # The heads that transformers puts on its models, by the end of the class's name, and the shape of their labels.
 _LABELS_OF_TOKENS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification")
@@ -67,19 +69,33 @@ class Subject:
 
 
 def read_subject(source: str, dtype: torch.dtype | None) -> Subject:
-    """The model that `source` names: the path of a transformers ``config.json``, or ``module:factory``.
+    """The model that `source` names: a transformers ``config.json``, or its folder, or ``module:factory``.
 
     Raises:
         ConfigError: it names neither, or what it names cannot be built.
         RuntimeUnavailable: a config is given and transformers is not installed.
     """
-    if Path(source).is_file():
-        return _from_config(Path(source), dtype or torch.float32)
+    path = Path(source) / _CONFIG if Path(source).is_dir() else Path(source)
+    if path.is_file():
+        return _from_config(path, dtype or torch.float32)
     if _FACTORY.fullmatch(source):
         return _from_factory(source, dtype)
     raise ConfigError(
         f"--hf {source!r} must be a transformers config.json that exists, or module:factory, a function that returns a "
-        "model or (model, batch_fn)"
+        f"model or (model, batch_fn){_missing(source)}"
+    )
+
+
+def _missing(source: str) -> str:
+    """What to do about the file or folder `source`, which is not what it should be."""
+    if Path(source).is_dir():
+        return f"; there is no {_CONFIG} in this folder"
+    if not _HUB_NAME.fullmatch(source) or source.endswith(".json"):
+        return ""
+    return (
+        ". Nothing is fetched from the network; if this is a name on the Hugging Face hub, save its config where there "
+        f'is one, python -c "from transformers import AutoConfig; AutoConfig.from_pretrained({source!r})'
+        f'.save_pretrained({source!r})", and give that folder: --hf {source}'
     )
 
 

@@ -2,7 +2,7 @@
 
 from memscale.core import batches, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
-from memscale.core.batches import Loss, call, check_batch, check_loss, scalar_loss
+from memscale.core.batches import Loss, call, check_loss, scalar_loss
 from memscale.core.disk_cache import DiskCache
 from memscale.core.documents import Document
 from memscale.core.errors import (
@@ -17,6 +17,7 @@ from memscale.core.errors import (
 )
 from memscale.core.folders import folder_on_disk, is_in_memory
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
+from memscale.core.misuse import by_name, shown
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
 from memscale.core.simulating import device_type, simulated_device_type, simulating, simulation
@@ -48,10 +49,10 @@ __all__ = [
     "batches",
     "boolean",
     "budget_bytes",
+    "by_name",
     "call",
     "cgroup_limit_bytes",
     "changed_error",
-    "check_batch",
     "check_loss",
     "check_tier",
     "described",
@@ -72,6 +73,7 @@ __all__ = [
     "pytrees",
     "read_or_empty",
     "scalar_loss",
+    "shown",
     "simulated_device_type",
     "simulating",
     "simulation",

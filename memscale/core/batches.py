@@ -5,6 +5,7 @@ The same three kinds of batch and the same loss everywhere, and for each mistake
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,27 @@ def check_batch(batch: Any) -> None:
             "a batch is a tensor, a tuple of arguments or a mapping of keyword arguments, "
             f"got {type(batch).__name__}; pass what the model is called with"
         )
+
+
+def check_call(model: Callable[..., Any], batch: Any) -> None:
+    """Do nothing for a batch that `model` has arguments for: labels are often not among them.
+
+    Raises:
+        ConfigError: it is none of the three kinds, or not what a module's forward takes.
+    """
+    check_batch(batch)
+    try:
+        signature = inspect.signature(getattr(model, "forward", model))
+    except (TypeError, ValueError):
+        return
+    try:
+        call(signature.bind, batch)
+    except TypeError as error:
+        raise ConfigError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}. A tuple is its positional arguments, a "
+            "mapping its keyword arguments; labels that the model does not take belong to the loss: leave them out, "
+            "and write loss=lambda output, _: F.cross_entropy(output, y) where a loss is asked for"
+        ) from None
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:

@@ -6,6 +6,8 @@ import functools
 import re
 from typing import Any
 
+from memscale.core.misuse import shown
+
 
 def matches(pattern: str, path: str) -> bool:
     """Whether the module path `path` matches `pattern`.
@@ -19,8 +21,7 @@ def matches(pattern: str, path: str) -> bool:
 def misfit(pattern: Any) -> str | None:
     """Why `pattern` is not a path pattern; `None` if it is one."""
     if not isinstance(pattern, str):
-        got = f"a {type(pattern).__name__}" if hasattr(pattern, "named_modules") else repr(pattern)
-        return f"a path pattern is a string such as 'layers.*', got {got}"
+        return f"a path pattern is a string such as 'layers.*', got {shown(pattern)}"
     if pattern and any(not segment for segment in pattern.split(".")):
         return f"the path pattern {pattern!r} has an empty segment; write 'a.b', or '' for the root"
     if any("**" in segment and segment != "**" for segment in pattern.split(".")):

@@ -93,7 +93,8 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
     elif isinstance(budget, int) and not isinstance(budget, bool):
         nbytes = budget
     else:
-        raise ConfigError(f"{argument}={budget!r} must be {_RULE}")
+        remedy = f"; write '{budget:g}GiB'" if isinstance(budget, float) and budget > 1 else ""
+        raise ConfigError(f"{argument}={budget!r} must be {_RULE}{remedy}")
     if nbytes < 1:
         raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes and must be at least 1; pass {_RULE}")
     if isinstance(budget, int) and nbytes < _FEWEST_BYTES and whole_bytes >= _GIB:
@@ -107,5 +108,8 @@ def _parsed_bytes(text: str, argument: str) -> int:
     if unit.lower() in _SIZES:
         return int(Decimal(number) * _SIZES[unit.lower()])
     prefix = unit[:1].upper()
-    remedy = f"; write '{number}{prefix}iB' or '{number}{prefix}B'" if prefix and prefix in "KMGT" else ""
+    if prefix and prefix in "KMGT":
+        remedy = f"; write '{number}{prefix}iB' or '{number}{prefix}B'"
+    else:
+        remedy = f"; write '{number}GiB'" if number and not unit else ""
     raise ConfigError(f"{argument}={text!r} must be {_RULE}{remedy}")

@@ -163,7 +163,11 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
                 f"verify({name}=...) runs a step for real, and a model on meta has no numbers; build it on a device, "
                 "with fewer layers where it is too large"
             )
-    batches.check_batch(batch)
+    batches.check_call(model, batch)
+    if any(tensor.is_meta for tensor in batches.tensors(batch)):
+        raise ConfigError(
+            "verify(batch=...) runs a step for real, and tensors on meta have no numbers; give it real ones"
+        )
     batches.check_loss(loss)
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
 

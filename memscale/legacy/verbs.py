@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +36,45 @@ _NOT_BUILT = {
 }
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# What callers give to `wrap` and `optimize`, which plan for the model's own device.
+_ELSEWHERE = {
+    "budget": "{verb}(..., Config(target_gpu_utilization=0.85)), a share of the device's memory, or for bytes "
+    "transform(model, plan(model, batch, budget={value!r}))",
+    "hardware": "transform(model, plan(model, batch, budget=..., hardware={value!r}))",
+    "loss": "plan(model, batch, budget=..., loss=...), and transform(model, ...) with what that returns",
+    "plan": "transform(model, plan)",
+    "optimizer": "with optimize(model, optimizer)",
+}
+
+
+def _with_fields(verb: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`verb`, which says where settings belong that are given to it by name."""
+    own = inspect.signature(verb).parameters
+    fields = {each.name for each in dataclasses.fields(Config)} - own.keys()
+
+    @functools.wraps(verb)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        given = {name: value for name, value in kwargs.items() if name in fields}
+        said = [f"{verb.__name__}(..., {_as_config(given)})"] if given else []
+        for name, instead in _ELSEWHERE.items():
+            if name in kwargs and name not in own:
+                said.append(instead.format(verb=verb.__name__, value=kwargs[name]))
+        if said:
+            names = ", ".join(name for name in kwargs if name in given or (name in _ELSEWHERE and name not in own))
+            raise ConfigError(f"{verb.__name__}() takes no {names}; write {', and '.join(said)}")
+        return verb(*args, **kwargs)
+
+    return told
+
+
+def _as_config(fields: Mapping[str, object]) -> str:
+    return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+@_with_fields
 def wrap(
     target: _Target,
     config: Config | None = None,
@@ -87,6 +128,7 @@ def wrap(
     return target
 
 
+@_with_fields
 @contextmanager
 def optimize(
     model: Any,
@@ -151,7 +193,7 @@ def _wrapped(
 ) -> Executor:
     config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:
-        batches.check_batch(sample_input)
+        batches.check_call(model, sample_input)
     if config.verify_correctness and sample_input is None:
         raise ConfigError(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
@@ -198,7 +240,9 @@ def _config_in_force(
     if config is None:
         config = Config()
     if not isinstance(config, Config):
-        raise ConfigError(f"config={config!r} must be a memscale.Config or None; build one with Config(...)")
+        fields = {"mode": config} if isinstance(config, str) else config if isinstance(config, Mapping) else {}
+        instead = f"write {_as_config(fields)}" if fields else "build one with Config(...)"
+        raise ConfigError(f"config={config!r} must be a memscale.Config or None; {instead}")
     if async_offload is not None:
         config = dataclasses.replace(config, async_offload=async_offload)
     if async_config is not None:
@@ -213,7 +257,7 @@ def _config_in_force(
     for field, reason in _NOT_USED.items():
         value = getattr(config, field)
         if value is not None and value is not False:  # a port may be 0
-            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=4)
+            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=5)
     if config.verify_correctness and config.use_mixed_precision:
         raise ConfigError(
             "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "

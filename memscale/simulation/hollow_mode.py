@@ -101,6 +101,9 @@ class NeedsValues(MemscaleError):
         self.path = path
 
 
+_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
 class HollowMode(TorchDispatchMode):
     """Answers every operator on plain CPU tensors, and records births and deaths of storages in a `Ledger`.
 
@@ -153,7 +156,9 @@ class HollowMode(TorchDispatchMode):
     def _answered(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(cls is not torch.Tensor and not issubclass(cls, torch.nn.Parameter) for cls in types):
             return NotImplemented  # a subclass takes itself apart, and its parts come back here
-        if op.__class__ is not OpOverload:
+        if op.__class__ is not OpOverload:  # collectives, of process groups; operators of higher order
+            if getattr(op, "namespace", "") in _BETWEEN_PROCESSES:
+                raise is_distributed(str(op))
             return op(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == self._accelerator:
             kwargs = {**kwargs, "device": _CPU}  # which stands for it
@@ -234,6 +239,8 @@ class HollowMode(TorchDispatchMode):
             )
 
     def _learn(self, op: OpOverload) -> tuple[Kind, bool]:
+        if op.namespace in _BETWEEN_PROCESSES:
+            raise is_distributed(str(op))
         reads_nothing = not any("Tensor" in str(value.type) for value in op._schema.returns) and op not in _READS
         kind = kind_of(op)
         if reads_nothing and kind is Kind.MAKE and not op._schema.is_mutable:
@@ -533,6 +540,15 @@ class HollowMode(TorchDispatchMode):
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self.storages.number(scores):
             self.ledger.sums.append(self._sum)
+
+
+def is_distributed(what: str) -> ConfigError:
+    """The error for a step that meets `what`."""
+    return ConfigError(
+        f"the step goes through {what}, which waits for other processes and takes this one's numbers to them; a "
+        "simulation is of one process: profile the module before it is distributed (model.module of a "
+        "DistributedDataParallel), and count what the distributed one holds beside it, such as buckets of gradients"
+    )
 
 
 def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:

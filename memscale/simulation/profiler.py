@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import PlanLike, transform
 from memscale.config import Config
-from memscale.core import ConfigError, Loss, MemscaleError, call, check_batch, check_loss
+from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
 from memscale.hardware import Hardware
 from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.hollow_mode import NeedsValues
@@ -122,11 +122,6 @@ class MemoryProfiler:
                 )
             if plan is not None:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ConfigError(
-                "profile(model=...) got a DistributedDataParallel, whose reducer works in C++ and cannot be simulated; "
-                "pass model.module, and count the buckets of gradients that DDP holds beside it"
-            )
         elif plan is not None:
             self.model = transform(model, plan)
         if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
@@ -172,13 +167,12 @@ class MemoryProfiler:
             if batch is not None:
                 raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
             return self.model
-        check_batch(batch)
+        batches.check_call(self.model, batch)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "
                 "step; call requires_grad_() on what should train"
             )
-        _check_call(self.model, batch)
         return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
 
     def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
@@ -288,22 +282,6 @@ def _check_optimizer(model: Any, optimizer: Any) -> None:
             f"{type(optimizer).__name__}.step needs {needed}, which the usual step of profile(model, batch) does not "
             f"give; profile a function that does one step of your loop, as in profile(lambda: optimizer.step({needed}))"
         )
-
-
-def _check_call(model: nn.Module, batch: Any) -> None:
-    """Refuse a batch that the model's forward has no arguments for: labels are not among them."""
-    try:
-        signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):
-        return
-    try:
-        call(lambda *args, **kwargs: signature.bind(*args, **kwargs), batch)
-    except TypeError as error:
-        raise ConfigError(
-            f"the batch does not fit {type(model).__name__}.forward: {error}. A tuple is its positional arguments, a "
-            "mapping its keyword arguments; labels that the model does not take belong to the loss, as in "
-            "profile(model, x, loss=lambda output, _: F.cross_entropy(output, y))"
-        ) from None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -19,13 +20,16 @@ from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
 from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.hollow_mode import HollowMode, NeedsValues
+from memscale.simulation.hollow_mode import HollowMode, NeedsValues, is_distributed
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
+
+# Where the classes of modules are whose forward and backward other processes take part in.
+_OF_PROCESSES = ("torch.nn.parallel.distributed", "torch.distributed.")
 
 
 class Simulation:
@@ -58,6 +62,9 @@ class Simulation:
         is_there = answering and kernels.is_cuda
         self.answers = Answers(kernels.hardware, kernels.capability, self._is_on_device) if is_there else None
         self.scope = StepScope(model, optimizer, step, batch)
+        for module in self.scope.modules:
+            if any(cls.__module__.startswith(_OF_PROCESSES) for cls in type(module).__mro__):
+                raise is_distributed(f"a {type(module).__name__}")
         inputs = _parts(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
@@ -83,6 +90,8 @@ class Simulation:
             # hollow ones, which have no values, not for the caller.
             stack.callback(torch.clear_autocast_cache)
             torch.clear_autocast_cache()
+            if torch.get_default_device().type == "meta":  # left over from building the model
+                stack.enter_context(torch.device("cpu"))
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
@@ -263,14 +272,20 @@ def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Ten
 @contextmanager
 def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
     """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
+    # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
+    distributed = dist.is_available() and dist.is_initialized()
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
     try:
         real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
         given = {id(tensor) for tensor in inputs}
         for tensor in tensors:
-            if tensor.device.type == "cpu" or (tensor.is_meta and real and id(tensor) not in given):
+            if tensor.is_meta and real and id(tensor) not in given:
                 continue  # beside real parameters, a model on meta is a skeleton of the caller's
+            if tensor.device.type == "cpu":
+                if distributed and tensor.requires_grad and tensor.is_leaf:
+                    _exchange(tensor, tensor.detach(), swapped)
+                continue
             if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
                 raise ConfigError(
                     f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
@@ -281,13 +296,21 @@ def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Hol
             stand_in = hollow.like(tensor, storages[own._cdata])
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
                 stand_in = tensor.detach().cpu()  # its values may decide what the model does
-            stand_in.requires_grad_(tensor.requires_grad)
-            torch._C._swap_tensor_impl(tensor, stand_in)
-            swapped.append((tensor, stand_in))
+            _exchange(tensor, stand_in, swapped)
         yield
     finally:
         for tensor, stand_in in swapped:
             torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
+    stand_in.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, stand_in)
+    swapped.append((tensor, stand_in))
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name):
+            setattr(tensor, name, hooks)
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 import time
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,7 @@ def measure(
         named_bytes = sum(start_by_role.values())
         start_by_role["other"] = max(0, torch.cuda.memory_allocated(device) - named_bytes)
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with _quietly(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         began_ns, began = time.time_ns(), time.perf_counter()
         step()
         if device.type == "cuda":
@@ -169,6 +171,22 @@ def measure(
         backward_seconds=backward_seconds,
         timeline=timeline,
     )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep Kineto from logging each beginning and end of a recording to stderr, around a command's own words.
+
+    It reads its level where the first recording of a process starts.
+    """
+    own = "KINETO_LOG_LEVEL" not in os.environ
+    if own:
+        os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        if own:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def training_roles(

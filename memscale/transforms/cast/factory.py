@@ -19,6 +19,7 @@ from memscale.core import (
     ConfigError,
     TransformError,
     assembled_in,
+    by_name,
     factory,
     is_of_modules,
     matches,
@@ -125,6 +126,7 @@ class Casted(Transformed):
         return region
 
 
+@by_name
 def cast(
     *,
     compute: torch.dtype | str = torch.bfloat16,

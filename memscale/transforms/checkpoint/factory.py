@@ -11,7 +11,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, factory
+from memscale.core import TransformError, by_name, factory
 from memscale.policies import (
     EverythingSaveable,
     Move,
@@ -69,7 +69,8 @@ class Checkpointed(Transformed):
         return without_dynamo(_eager)(self, args, kwargs)
 
 
-def checkpoint(function: None = None, /, *, policy: Policy | None = None) -> Transform:
+@by_name
+def checkpoint(*, policy: Policy | None = None) -> Transform:
     """A transform that keeps a function's inputs for backward and recomputes the rest.
 
     ``checkpoint()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order:
@@ -106,11 +107,6 @@ def checkpoint(function: None = None, /, *, policy: Policy | None = None) -> Tra
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4; the policies are those of
     ``jax.checkpoint``.
     """
-    if function is not None:
-        raise ConfigError(
-            f"checkpoint() makes a transform, and takes no {type(function).__name__}; write checkpoint()(function), or "
-            "transform(model, {'layers.*': checkpoint()}) for the layers of a model"
-        )
     if policy is None:
         policy = nothing_saveable
     check_policy("checkpoint(policy=...)", policy)

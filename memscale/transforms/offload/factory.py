@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, check_tier, factory
+from memscale.core import ConfigError, TransformError, by_name, check_tier, factory
 from memscale.regions import functorch_state, uncompiled
 from memscale.runtime import hooks_here
 from memscale.transforms.offload.functorch import Away
@@ -43,6 +43,7 @@ class Offloaded(Transformed):
         return uncompiled(_eager, why, self, args, kwargs)
 
 
+@by_name
 def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | None = None) -> Transform:
     """A transform that keeps what a function saves for backward on another memory tier, and brings it back.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, factory, is_of_modules, pytrees
+from memscale.core import ConfigError, by_name, factory, is_of_modules, pytrees
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -68,6 +68,7 @@ class Tile(Transform):
         return self.in_dims is ... and self.out_dims is ... and self.reduce is None
 
 
+@by_name
 def tile(
     *,
     chunks: int | None = None,

@@ -1,0 +1,58 @@
+"""What is easily written and means something else: how messages show it, and what they say to write instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from memscale.core.errors import ConfigError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The factory `make` of transforms, which refuses whatever is given to it without a name.
+
+    >>> @by_name
+    ... def shrink(*, size=1):
+    ...     return size
+    >>> shrink(size=2)
+    2
+    >>> shrink(3)
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: shrink() takes its options by name; write shrink(size=3)
+    """
+    name, first = make.__name__, next(iter(inspect.signature(make).parameters))
+
+    @functools.wraps(make)
+    def factory(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if args:
+            raise ConfigError(_instead(name, first, args[0]))
+        return make(*args, **kwargs)
+
+    return factory
+
+
+def shown(value: Any) -> str:
+    """How a message shows `value`: a module, whose `repr` may have a thousand lines, by its class.
+
+    >>> shown(3), shown(__import__("torch").nn.Linear(1, 1))
+    ('3', 'a Linear')
+    """
+    return f"a {type(value).__name__}" if _is_module(value) else repr(value)
+
+
+def _is_module(value: Any) -> bool:
+    return callable(getattr(value, "named_modules", None)) and not isinstance(value, type)
+
+
+def _instead(name: str, first: str, given: Any) -> str:
+    if _is_module(given) or inspect.isroutine(given):
+        return (
+            f"{name}() makes a transform, and takes no {type(given).__name__}; write {name}()(function), or "
+            f"transform(model, {{'layers.*': {name}()}}) for the layers of a model"
+        )
+    return f"{name}() takes its options by name; write {name}({first}={given!r})"

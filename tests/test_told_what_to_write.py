@@ -1,0 +1,159 @@
+"""Mistakes that are easily made, as a newcomer makes them: each is refused with what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memscale as ms
+from memscale.cli.subject import read_subject
+
+LABELS_TOO = (torch.ones(2, 4), torch.ones(2))
+
+
+def profile(model, batch, **options):
+    return ms.profile(model, batch, loss=lambda y, _: y.mean(), **options)
+
+
+def plan(budget):
+    return ms.plan(layer(), torch.ones(2, 4), budget=budget, loss=lambda y, _: y.mean(), hardware="t4")
+
+
+def layer(device="cpu"):
+    return nn.Linear(4, 4, device=device)
+
+
+def rows(batch, device="cpu"):
+    return profile(nn.Sequential(nn.Embedding(8, 4, device=device)), batch)
+
+
+def optimize(**options):
+    with ms.optimize(layer(), **options):
+        pass
+
+
+def in_ddp():
+    wrapped = nn.Module.__new__(nn.parallel.DistributedDataParallel)  # its own init needs a process group
+    nn.Module.__init__(wrapped)
+    wrapped.module = layer()
+    return wrapped
+
+
+TOLD = {
+    "torch's checkpoint": (lambda: ms.checkpoint(layer()), r"no Linear; write checkpoint\(\)\(function\)"),
+    "with its arguments": (lambda: ms.checkpoint(layer(), torch.ones(4), use_reentrant=False), r"'layers\.\*': check"),
+    "offload of a model": (lambda: ms.offload(layer()), r"no Linear; write offload\(\)\(function\)"),
+    "an option without its name": (lambda: ms.cast("bf16"), r"write cast\(compute='bf16'\)"),
+    "chunks without their name": (lambda: ms.tile(4), r"write tile\(chunks=4\)"),
+    "compose of a model": (lambda: ms.compose(nn.Sequential(layer())), r"got a Sequential at position 0$"),
+    "a module as a key": (lambda: ms.Plan({nn.Sequential(layer()): ms.checkpoint()}), r"got a Sequential$"),
+    "a module as a rule": (lambda: ms.Plan({"*": nn.Sequential(layer())}), r"got a Sequential; call the factory"),
+    "wrap(mode=)": (lambda: ms.wrap(layer(), mode="aggressive"), r"write wrap\(\.\.\., Config\(mode='aggressive'\)\)"),
+    "a mode as a config": (lambda: ms.wrap(layer(), "aggressive"), r"write Config\(mode='aggressive'\)"),
+    "a dict as a config": (lambda: ms.wrap(layer(), {"auto_policy": True}), r"write Config\(auto_policy=True\)"),
+    "wrap(budget=)": (lambda: ms.wrap(layer(), budget="6GiB"), r"plan\(model, batch, budget='6GiB'\)"),
+    "wrap(optimizer=)": (lambda: ms.wrap(layer(), optimizer=1), r"write with optimize\(model, optimizer\)"),
+    "optimize(mode=)": (
+        lambda: optimize(mode="balanced", auto_policy=True),
+        r"\(mode='balanced', auto_policy=True\)\)",
+    ),
+    "labels in a tuple": (lambda: profile(layer(), LABELS_TOO), "belong to the loss"),
+    "labels by name": (lambda: profile(layer(), {"input": torch.ones(2, 4), "labels": 1}), "belong to the loss"),
+    "labels for wrap": (lambda: ms.wrap(layer(), sample_input=LABELS_TOO), "belong to the loss: leave them out"),
+    "labels for verify": (lambda: ms.verify(layer(), layer(), LABELS_TOO), "belong to the loss"),
+    "floats as rows": (lambda: rows(torch.randn(2, 3)), r"float32 numbers as rows.*batch\.long\(\)"),
+    "floats on meta": (lambda: rows(torch.randn(2, 3, device="meta"), "meta"), r"as rows.*batch\.long\(\)"),
+    "a model without numbers": (lambda: ms.verify(layer("meta"), layer(), torch.ones(1, 4)), "has no numbers"),
+    "a batch without": (lambda: ms.verify(layer(), layer(), torch.ones(1, 4, device="meta")), "have no numbers"),
+    "budget=80": (lambda: plan(80), "write budget='80GiB'"),
+    "budget='8G'": (lambda: plan("8G"), "write '8GiB' or '8GB'"),
+    "budget='80'": (lambda: plan("80"), "write '80GiB'"),
+    "budget=80.0": (lambda: plan(80.0), "write '80GiB'"),
+    "a model in DDP": (lambda: profile(in_ddp(), torch.ones(1, 4)), r"before it is distributed \(model\.module"),
+    "a step in DDP": (lambda: ms.profile(functools.partial(in_ddp(), 1)), r"before it is distributed \(model\.module"),
+    "a name on the hub": (
+        lambda: read_subject("some/model", None),
+        r"from_pretrained\('some/model'\)\.save_pretrained",
+    ),
+    "a folder without a config": (lambda: read_subject(os.sep, None), r"no config\.json in this folder"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "told"), TOLD.values(), ids=TOLD)
+def test_a_mistake_is_told_what_to_write(mistake, told):
+    with pytest.raises((ms.ConfigError, ms.PlanError), match=told):
+        mistake()
+
+
+def test_what_is_meant_is_taken():
+    assert ms.cast(compute="bf16") == ms.cast(compute=torch.bfloat16)
+    assert plan("90%") == plan(0.9)
+
+
+def test_a_model_that_is_partly_on_meta_is_simulated():
+    def model(device):
+        return nn.Sequential(nn.Linear(8, 8, device=device), nn.Linear(8, 8))
+
+    mixed, real = (profile(model(device), torch.ones(64, 8)) for device in ("meta", "cpu"))
+    assert mixed.peak_bytes == real.peak_bytes
+
+
+class WithPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(64, 8)
+
+    def forward(self, x):
+        return x + self.rows(torch.arange(len(x)))
+
+
+def test_a_profile_may_stay_where_the_model_is_built_on_meta():
+    real = profile(WithPositions(), torch.ones(64, 8))
+    with torch.device("meta"):
+        assert profile(WithPositions(), torch.ones(64, 8)).peak_bytes == real.peak_bytes
+        assert torch.ones(1).is_meta
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_take_their_memory(device, kind):
+    model = layer(device)
+    getattr(model.weight, kind)(lambda _: [torch.empty(1 << 20, dtype=torch.uint8).add_(1), None][1])
+    assert 0 < profile(model, torch.ones(2, 4)).peak_bytes - (1 << 20) < 4096
+
+
+REPORTS_TO_NOBODY = """
+import torch, torch.distributed as dist, memscale as ms
+from torch import nn
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+model = nn.Linear(4, 4)
+ddp = nn.parallel.DistributedDataParallel(model)
+output = ddp(torch.ones(2, 4))  # its reducer waits for gradients from here on
+ms.profile(model, torch.ones(2, 4), loss=lambda y, _: y.mean())
+output.sum().backward()
+assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0)), model.weight.grad
+model.weight.register_post_accumulate_grad_hook(lambda weight: dist.all_reduce(weight.grad))
+try:
+    ms.profile(model, torch.ones(2, 4), loss=lambda y, _: y.mean())
+except ms.ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+def test_a_simulated_step_sends_no_gradient_to_other_processes():
+    ran = subprocess.run([sys.executable, "-c", REPORTS_TO_NOBODY], capture_output=True, text=True, check=False)
+    assert "c10d.allreduce_" in ran.stdout, ran.stderr
+
+
+def test_a_step_that_has_to_run_logs_nothing():
+    code = "import torch, memscale as ms; ms.measure(lambda: torch.ones(9))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "profiler_start" not in ran.stdout + ran.stderr
