@@ -5,6 +5,7 @@ transforms such as `checkpoint`. Transforms also apply to plain functions, and i
 older one-line style, in place and reversible.
 """
 
+import functools
 import gc
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ try:
         PolicyFallbackNeeded,
         RuntimeUnavailable,
         TransformError,
+        factory,
     )
     from memscale.runtime import AsyncOffloadConfig
     from memscale.transforms import cast, checkpoint, name, offload, tile
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
-    from memscale.optimizers import LossScale
+    from memscale.optimizers import LossScale, step_in_backward
     from memscale.planning import DecisionEngine, Frontier, OOMPrediction, OOMPredictor, OOMRisk, frontier, plan
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
@@ -85,6 +87,7 @@ __all__ = [
     "policies",
     "profile",
     "saved_residuals",
+    "step_in_backward",
     "tile",
     "transform",
     "verify",
@@ -115,6 +118,7 @@ _LOADED_WHEN_ASKED = {
     "plan": "memscale.planning",
     "profile": "memscale.simulation",
     "saved_residuals": "memscale.inspection",
+    "step_in_backward": "memscale.optimizers",
     "verify": "memscale.inspection",
     "wrap": "memscale.legacy",
 }
@@ -130,3 +134,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)(*args, **kwargs)
+
+
+for _name in ("step_in_backward",):  # a plan that is read may have some that nobody has asked for yet
+    factory(_name, functools.partial(_made_when_asked, _name))

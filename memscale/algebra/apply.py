@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform, compose
+from memscale.algebra.composition import Transform, compose, is_of_optimizers
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, attach, placing_in
@@ -98,6 +98,11 @@ def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transfor
 
     A module reachable by several paths is one region, under the rules of all of them.
     """
+    if of_optimizers := [rule for rule in plan if is_of_optimizers(rule.transform)]:
+        raise PlanError(
+            "; ".join(f"the rule {rule.pattern!r}: {rule.transform!r} is for an optimizer" for rule in of_optimizers)
+            + "; apply it to the optimizer itself, as in step_in_backward()(optimizer)"
+        )
     paths = list(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[nn.Module, str, list[Transform]]] = {}
     unmatched = []

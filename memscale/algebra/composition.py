@@ -1,4 +1,4 @@
-"""The algebra: transforms are frozen values that map a function to a function.
+"""The algebra: transforms are frozen values that map a function to a function, or an optimizer to an optimizer.
 
 ``compose(a, b)(f) == a(b(f))``: the leftmost is the outermost, as in stacked decorators. `identity` is the empty
 composition, and compositions flatten as they are made, so the monoid laws hold as ``==`` on data.
@@ -9,9 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
+
+import torch
 
 from memscale.core import ConfigError, TransformError, Value, factory, shown
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class Transform(Value):
@@ -26,6 +30,7 @@ class Transform(Value):
     """
 
     uses_runtime: ClassVar[bool] = False
+    of_optimizers: ClassVar[bool] = False
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
@@ -35,12 +40,22 @@ class Transform(Value):
         """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
         return On(self, runtime) if self.uses_runtime and runtime is not None else self
 
-    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(fn):
-            raise TransformError(
-                f"{self!r} maps a function to a function, got {type(fn).__name__} {fn!r}; "
-                "pass a callable, or use memscale.transform(model, plan) for a whole model"
-            )
+    def misfit(self, subject: Any) -> str | None:
+        """Why `subject` is not what this transform maps; `None` if it is."""
+        if callable(subject):
+            return None
+        return (
+            f"{self!r} maps a function to a function, got {type(subject).__name__} {subject!r}; "
+            "pass a callable, or use memscale.transform(model, plan) for a whole model"
+        )
+
+    @overload
+    def __call__(self, fn: AnyOptimizer, /) -> AnyOptimizer: ...
+    @overload
+    def __call__(self, fn: Callable[..., Any], /) -> Callable[..., Any]: ...
+    def __call__(self, fn: Any, /) -> Any:
+        if (misfit := self.misfit(fn)) is not None:
+            raise TransformError(misfit)
         return self.apply(fn)
 
 
@@ -74,6 +89,11 @@ class Compose(Transform):
             fn = transform(fn)
         return fn
 
+    def misfit(self, subject: Any) -> str | None:
+        if self.transforms:
+            return self.transforms[-1].misfit(subject)
+        return None if isinstance(subject, torch.optim.Optimizer) else super().misfit(subject)
+
     def on(self, runtime: Any) -> Transform:
         return Compose(tuple(transform.on(runtime) for transform in self.transforms))
 
@@ -101,7 +121,7 @@ def compose(*transforms: Transform) -> Transform:
         transforms: any number of transforms.
 
     Raises:
-        ConfigError: an argument is not a transform.
+        ConfigError: an argument is not a transform, or some transform functions and others optimizers.
     """
     flat: list[Transform] = []
     for position, transform in enumerate(transforms):
@@ -114,12 +134,22 @@ def compose(*transforms: Transform) -> Transform:
                 f"compose() takes transforms such as checkpoint(), got {shown(transform)} at position {position}"
                 + ("; call the factory" if inspect.isroutine(transform) else "")
             )
+    if len({transform.of_optimizers for transform in flat}) > 1:
+        raise ConfigError(
+            f"compose() takes transforms of functions or of optimizers, got both: {flat!r}; give the model and its "
+            "optimizer each their own"
+        )
     return flat[0] if len(flat) == 1 else Compose(tuple(flat))
 
 
 def chain(transform: Transform) -> tuple[Transform, ...]:
     """The transforms that `transform` composes, outermost first; empty for `identity`."""
     return transform.transforms if isinstance(transform, Compose) else (transform,)
+
+
+def is_of_optimizers(transform: Transform) -> bool:
+    """Whether `transform` maps optimizers, not functions."""
+    return any(each.of_optimizers for each in chain(transform))
 
 
 factory("compose", compose)

@@ -1,7 +1,13 @@
-"""What goes around an optimizer: the loss scale of float16 training."""
+"""What goes around an optimizer: transforms of it, and the loss scale of float16 training."""
 
+from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.loss_scale import LossScale
+from memscale.optimizers.transformed import OptimizerTransform, TransformedOptimizer, transformed
 
 __all__ = [
     "LossScale",
+    "OptimizerTransform",
+    "TransformedOptimizer",
+    "step_in_backward",
+    "transformed",
 ]

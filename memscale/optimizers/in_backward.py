@@ -1,0 +1,185 @@
+"""`step_in_backward`: each parameter steps as soon as its gradient is complete, and the gradient is freed."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, integer
+from memscale.optimizers.spent import SpentGradient
+from memscale.optimizers.transformed import OptimizerTransform, Part, TransformedOptimizer
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepInBackward(OptimizerTransform):
+    """See `step_in_backward`."""
+
+    spelling: ClassVar[str] = "step_in_backward"
+
+    accumulate: int = 1
+
+    def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
+        """See `OptimizerTransform.part`."""
+        return _InBackward(self, optimizer, inner)
+
+
+def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
+    """An optimizer transform: a parameter steps when backward has its whole gradient, which is freed at once.
+
+    Gradients never are there all at once, and the numbers are those of the plain step, bit for bit:
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = ms.step_in_backward()(torch.optim.AdamW(model.parameters(), lr=0.1))
+    >>> before = model.weight.detach().clone()
+    >>> model(torch.ones(3, 4)).square().sum().backward()
+    >>> torch.equal(model.weight, before)  # it has stepped already
+    False
+    >>> optimizer.step()  # what has a gradient left, the hooks, and the count of a scheduler
+    >>> optimizer.zero_grad()
+
+    A loop is written as ever, ``backward``, ``step``, ``zero_grad``, and each `step` ends what one backward began. A
+    parameter that is used several times (tied weights) steps once, when all of its gradient is there; one that is
+    frozen, or that the loss does not reach, does not. A gradient that was assigned by hand waits for `step`.
+
+    Args:
+        accumulate: how many backward passes make one step. Before the last one gradients are summed up as ever, and
+            all of them are there. A parameter that fewer passes have reached steps in `step`.
+
+    Raises:
+        ConfigError: `accumulate` is not an int of at least 1.
+        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS); in backward,
+            for a gradient that is sparse or has a graph (``create_graph=True``), for a second backward before `step`,
+            and in a job of several processes with whole parameters on each, where gradients are averaged later than
+            they are complete; in `step`, for a closure. What reads a gradient that is gone raises it too: clipping by
+            the norm of all gradients needs them at once, and so does a loss scale (`LossScale`, ``GradScaler``).
+        CorrectnessError: in `step`, if the options of a group, such as ``lr``, were changed after the backward that
+            has used them.
+
+    An exception inside of a backward leaves some parameters stepped and others not: call `step` and `zero_grad` to go
+    on all the same.
+
+    Cost: saves all gradients but the largest; pays one call of the optimizer for each parameter.
+
+    Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (2023), section 3;
+    bit for bit the same optimizer here.
+    """
+    try:
+        return StepInBackward(integer(1)(accumulate))
+    except Misfit as misfit:
+        raise ConfigError(f"step_in_backward(accumulate={accumulate!r}) {misfit}") from None
+
+
+class _InBackward(Part):
+    def __init__(self, how: StepInBackward, optimizer: TransformedOptimizer, inner: Part) -> None:
+        super().__init__(optimizer, inner)
+        self.how = how
+        self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
+        self._hooks: dict[int, _Hook] = {}
+        weakref.finalize(optimizer, _remove, self._hooks).atexit = False
+
+    def attend(self, parameters: list[torch.Tensor]) -> None:
+        """See `Part.attend`."""
+        present = {id(parameter) for parameter in parameters}
+        for key in [key for key in self._hooks if key not in present]:
+            self._hooks.pop(key).handle.remove()
+        groups = self.optimizer.param_groups
+        numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+        for parameter, number, title in zip(parameters, numbers, self.optimizer._titles(), strict=True):
+            if parameter.requires_grad and id(parameter) not in self._hooks:  # one that is frozen has none, until then
+                self._hooks[id(parameter)] = _Hook(self, parameter, number, title)
+
+    def before_step(self, closure: Any) -> None:
+        """See `Part.before_step`."""
+        optimizer = self.optimizer
+        if closure is not None:
+            raise TransformError(
+                f"{self.how!r}: step(closure) would evaluate the loss when it wants to, and parameters step as its "
+                "backward runs; call backward yourself, then step()"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(parameter.grad, SpentGradient) and id(parameter) not in self.stepped:
+                    raise TransformError(
+                        f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
+                        "call zero_grad() and backward first"
+                    )
+        if self.stepped and (changed := optimizer._changed_options()):
+            raise CorrectnessError(
+                f"{self.how!r}: {changed} after the backward whose parameters have stepped with the options before; "
+                "set options before backward (a scheduler's step after the optimizer's does)"
+            )
+
+    def after_step(self) -> None:
+        """See `Part.after_step`."""
+        self.stepped.clear()
+        for hook in self._hooks.values():
+            hook.passes = 0
+        self.attend([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
+
+    def complete(self, hook: _Hook, parameter: torch.Tensor) -> None:
+        """The gradient of `parameter` is there, as far as this backward goes."""
+        optimizer, gradient = self.optimizer, parameter.grad
+        assert gradient is not None, "backward has just made it"
+        hook.passes += 1
+        if hook.passes < self.how.accumulate:
+            return
+        if (wrong := self._misfit(hook, parameter, gradient)) is not None:
+            raise TransformError(f"{self.how!r}: {wrong}")
+        self.stepped.add(id(parameter))
+        optimizer._advance(hook.number, [parameter])
+        parameter.grad = SpentGradient(parameter, hook.title)
+
+    def _misfit(self, hook: _Hook, parameter: torch.Tensor, gradient: torch.Tensor) -> str | None:
+        """Why `parameter` cannot step now."""
+        title = hook.title
+        if id(parameter) in self.stepped:
+            return (
+                f"{title} has stepped in an earlier backward; call step() after each, and for several backward passes "
+                f"a step say step_in_backward(accumulate=...), which is {self.how.accumulate} here"
+            )
+        if gradient.layout is not torch.strided:
+            return f"the gradient of {title} is {gradient.layout}; give such parameters an optimizer of their own"
+        if gradient.requires_grad:
+            return f"the gradient of {title} has a graph, which needs the parameter as it is; leave out create_graph"
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        others = [each for each in hooks.values() if each is not hook]
+        if any(isinstance(each, _Hook) and each.part() is not None for each in others):
+            return f"another optimizer steps {title} in backward too; drop one of the two"
+        if _has_several_copies(parameter):
+            return (
+                f"this job has several processes, and the gradient of {title} is averaged over them after it is "
+                "complete here; shard the parameters with FSDP2 (fully_shard), or leave this transform out"
+            )
+        return None
+
+
+class _Hook:
+    """What backward calls when the gradient of one parameter is complete."""
+
+    def __init__(self, part: _InBackward, parameter: torch.Tensor, number: int, title: str) -> None:
+        self.part = weakref.ref(part)
+        self.number = number
+        self.passes = 0  # since the last step
+        self.title = title
+        self.handle = parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        part = self.part()
+        if part is not None:
+            part.complete(self, parameter)
+
+
+def _remove(hooks: dict[int, _Hook]) -> None:
+    for hook in hooks.values():
+        hook.handle.remove()
+
+
+def _has_several_copies(parameter: torch.Tensor) -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return False
+    return not hasattr(parameter, "device_mesh")  # a DTensor's gradient is reduced when it gets here

@@ -1,0 +1,66 @@
+"""What stands where a gradient was that is used up: a tensor without memory that lets nobody read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memscale.core import TransformError
+
+
+class SpentGradient(torch.Tensor):
+    """The gradient of a parameter that has stepped already.
+
+    Not None: clipping would find nothing to clip, a loss scaler no gradient to look at, and a second backward would
+    begin a new sum, all of them without a word.
+    """
+
+    title: str
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, title: str) -> SpentGradient:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, storage_size=0
+        )
+        made.title = title
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]  # `parameter.grad.detach()`, of whoever then finds out
+        spent = next(each for each in _flat((args, kwargs or {})) if isinstance(each, SpentGradient))
+        raise spent._gone(str(func))
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        """What PyTorch's optimizers ask before they change anything."""
+        raise self._gone("is_sparse")
+
+    def _gone(self, asked: str) -> TransformError:
+        return TransformError(
+            f"the gradient of {self.title} is gone: step_in_backward() used it when it was complete, and {asked} asks "
+            "for it now. Call zero_grad() after each step; for several backward passes a step say "
+            "step_in_backward(accumulate=...); what needs all gradients at once, as clipping by their norm and a loss "
+            "scale do, goes without step_in_backward()"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """The tensors that it is made of: none."""
+        return [], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, shape: Any, strides: Any) -> SpentGradient:
+        raise TransformError("a gradient that step_in_backward() has used up cannot be part of a compiled function")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SpentGradient({self.title})"
+
+
+def _flat(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for each in tree for leaf in _flat(each)]
+    return [leaf for each in tree.values() for leaf in _flat(each)] if isinstance(tree, dict) else [tree]

@@ -1,0 +1,242 @@
+"""`step_in_backward`: gradients that are never there all at once, and what cannot be done without them."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation.measured import training_roles
+from tests.support.models import Tied
+from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, twins
+
+ADAMW = OPTIMIZERS["AdamW"]
+HOW = ms.step_in_backward()
+SIZE = 64
+
+
+def deep():
+    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(SIZE, SIZE, bias=False), nn.Tanh())])
+
+
+def test_each_parameter_steps_while_backward_runs():
+    model = deep()
+    optimizer = HOW(torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    seen = []
+    model[6].register_full_backward_hook(
+        lambda *_: seen.extend(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    )
+    model(torch.ones(2, SIZE)).sum().backward()
+    assert seen[:3] + seen[4:] == [True] * 3 + [False] * 4  # its own gradient may come before or after the hook
+    after = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.step()
+    assert all(map(torch.equal, after, model.parameters()))
+
+
+@pytest.mark.parametrize(("name", "temporaries"), [("AdamW", 2), ("SGD with momentum", 0), ("Adam, fused, amsgrad", 0)])
+def test_at_the_peak_there_are_gradients_of_two_parameters_at_most(name, temporaries):
+    def most_gradient_bytes(how):
+        model = deep()
+        optimizer = how(OPTIMIZERS[name](model.parameters()))
+        x = torch.ones(2, SIZE)
+
+        def step():
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()  # states
+        return ms.measure(step, roles=training_roles(model, optimizer)).growth_bytes
+
+    one, activations = SIZE * SIZE * 4, 32 * 2 * SIZE * 4
+    # Next to the temporaries of a single parameter's step; plain steps have eight gradients.
+    assert most_gradient_bytes(ms.identity) >= 8 * one
+    assert most_gradient_bytes(HOW) <= (2 + temporaries) * one + activations
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_gradients_of_several_passes(accumulate):
+    def run(how):
+        model = network()
+        optimizer = how(ADAMW(model.parameters()))
+        for number in range(2 * accumulate):
+            # The last layer is reached by every other pass only.
+            (model if number % 2 else model[:3])(batch(number)).square().sum().backward()
+            if (number + 1) % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert run(ms.step_in_backward(accumulate=accumulate)) == run(ms.identity)
+
+
+PLANS = {
+    "checkpoint": {"*": ms.checkpoint()},
+    "a whole region": {"": ms.checkpoint()},
+    "offload": {"*": ms.offload(min_bytes=0)},
+    "params": {"*": ms.offload(what="params", min_bytes=0)},
+    "both": {"*": ms.compose(ms.checkpoint(), ms.offload(what="params", min_bytes=0))},
+    "tile": {"*": ms.tile(chunks=2)},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("make", [network, Tied], ids=["network", "tied"])
+def test_under_every_transform_of_the_model(plan, make):
+    def run(how):
+        torch.manual_seed(1)
+        model = make()
+        fit = ms.transform(model, plan if make is network or "" in plan else {"": next(iter(plan.values()))})
+        optimizer = how(ADAMW(model.parameters()))
+        for number in range(3):
+            fit(batch(number)[:, : 6 if make is network else 5]).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert run(HOW) == run(ms.identity)
+
+
+READS = {
+    "clip by norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip by value": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "LossScale": lambda _, optimizer: ms.LossScale().step(optimizer),
+    "GradScaler": lambda model, optimizer: scaled(model).step(optimizer),
+    "the plain optimizer": lambda model, _: ADAMW(model.parameters()).step(),
+    "one that fuses": lambda model, _: torch.optim.AdamW(model.parameters(), fused=True).step(),
+    "a sum": lambda model, _: sum(parameter.grad.sum() for parameter in model.parameters()),
+    "backward again": lambda model, _: model(batch(1)).sum().backward(),
+}
+
+
+def scaled(model):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_whoever_asks_for_a_gradient_that_is_gone_is_told(read):
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    model(batch(0)).square().sum().backward()
+    before = numbers(model, optimizer)
+    with pytest.raises(ms.TransformError, match=r"the gradient of parameter \d of group 0 \[.*\] is gone.*clipping by"):
+        read(model, optimizer)
+    assert numbers(model, optimizer) == before
+
+
+def backward(model):
+    model(batch(0)).square().sum().backward()
+
+
+def test_closures_are_refused_before_they_are_called():
+    _, (_, optimizer) = twins(ADAMW, HOW)
+    with pytest.raises(ms.TransformError, match=r"step\(closure\) would evaluate the loss when it wants to"):
+        optimizer.step(lambda: pytest.fail("called"))
+
+
+def test_a_second_step_has_no_gradients():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    optimizer.step()
+    with pytest.raises(ms.TransformError, match=r"step\(\) again, where the gradient of .* has had its step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_a_second_backward_without_a_step_between_is_refused():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    model.zero_grad()
+    before = numbers(model, optimizer)
+    with pytest.raises(ms.TransformError, match=r"has stepped in an earlier backward.*accumulate=\.\.\.\), which is 1"):
+        backward(model)
+    assert numbers(model, optimizer) == before
+    optimizer.step()
+    model.zero_grad()
+    backward(model)
+
+
+def test_options_that_change_too_late_are_noticed():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ms.CorrectnessError, match=r"'lr' of group 0 was changed from 0\.05 to 0\.5 after the backward"):
+        optimizer.step()
+
+
+def test_gradients_that_it_cannot_step_with():
+    table = nn.Embedding(8, 2, sparse=True)
+    optimizer = HOW(torch.optim.SGD(table.parameters(), lr=0.1))
+    before = table.weight.detach().clone()
+    with pytest.raises(ms.TransformError, match=r"is torch\.sparse_coo; give such parameters an optimizer"):
+        table(torch.tensor([1])).sum().backward()
+    _, (model, other) = twins(ADAMW, HOW)
+    loss = model(batch(0)).square().sum()
+    with (
+        pytest.warns(UserWarning, match="create_graph"),
+        pytest.raises(ms.TransformError, match="has a graph, which needs the parameter as it is"),
+    ):
+        loss.backward(create_graph=True)
+    assert torch.equal(table.weight, before)
+    assert other
+    assert optimizer
+    model.zero_grad()  # a gradient with a graph is a circle
+
+
+def test_two_optimizers_that_step_one_parameter_in_backward():
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    another = HOW(optimizer)
+    with pytest.raises(ms.TransformError, match=r"another optimizer steps .* in backward too; drop one of the two"):
+        backward(model)
+    model.zero_grad()
+    del optimizer
+    gc.collect()  # the traceback
+    train(model, another, [1])
+    with pytest.raises(ms.TransformError, match=r"under step_in_backward\(\) cannot be put under .*accumulate=2\) too"):
+        ms.step_in_backward(accumulate=2)(another)
+
+
+def test_a_graph_that_still_needs_the_parameter_is_refused_by_autograd():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = HOW(OPTIMIZERS["Lion"]([first, second]))  # which changes .data
+    hidden = second * first.detach()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (hidden * first).sum().backward()
+    assert optimizer
+
+
+def test_a_job_of_several_processes_with_whole_parameters_is_refused(monkeypatch):
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ms.TransformError, match="is averaged over them after it is complete"):
+        backward(model)
+    assert optimizer
+
+
+def test_profile_sees_the_gradients_go():
+    model = nn.Sequential(*deep(), nn.Linear(SIZE, 1))
+    plain = ADAMW(model.parameters())
+    x, loss = torch.ones(2, SIZE), (lambda y, _: y.square().mean())
+    before = numbers(model, plain)
+    expected = ms.profile(model, x, optimizer=plain, loss=loss)
+    profile = ms.profile(model, x, optimizer=HOW(plain), loss=loss)
+    saved_bytes = expected.peak_bytes - profile.peak_bytes
+    assert saved_bytes >= 6 * SIZE * SIZE * 4
+    assert profile.by_category["optimizer state"] == expected.by_category["optimizer state"]
+    assert numbers(model, plain) == before
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, True, 1.0, "2"])
+def test_values_out_of_range_are_refused(accumulate):
+    with pytest.raises(ms.ConfigError, match=r"step_in_backward\(accumulate=.*\) must be (an int )?at least 1"):
+        ms.step_in_backward(accumulate=accumulate)
+
+
+def test_a_rule_for_an_optimizer_is_not_one_for_a_module():
+    with pytest.raises(ms.PlanError, match=r"the rule '': step_in_backward\(\) is for an optimizer; apply it to"):
+        ms.transform(network(), {"": HOW})

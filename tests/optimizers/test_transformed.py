@@ -1,0 +1,244 @@
+"""What holds for every transform of an optimizer: the numbers, and that the result is an optimizer like any other."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from tests.support.checks import bits
+from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
+
+ADAMW = OPTIMIZERS["AdamW"]
+TRANSFORMS = {"in backward": ms.step_in_backward()}
+every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+@every_transform
+@every_optimizer
+def test_it_trains_to_the_same_bits_from_the_middle_of_training_on(make, how):
+    (plain, expected), (model, optimizer) = twins(make, how)
+    for each in ((plain, expected), (model, optimizer)):
+        train(*each, range(2, 5))
+    assert numbers(model, optimizer) == numbers(plain, expected)
+    assert isinstance(optimizer, type(expected))
+
+
+@every_transform
+@every_optimizer
+def test_the_original_keeps_its_states_its_options_and_its_hooks(make, how):
+    model, original = trained(make, 2)
+    original.register_step_post_hook(lambda *_: called.append("post"))
+    called, before, groups = [], bits(original.state_dict()), original.param_groups
+    optimizer = how(original)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    train(model, optimizer, range(2, 4))
+    assert called == ["pre", "post"] * 2
+    assert bits(original.state_dict()) == before
+    assert original.param_groups is groups
+    assert not original._optimizer_step_pre_hooks
+
+
+@every_transform
+def test_states_are_not_there_twice_once_the_original_is_dropped(how):
+    model, original = trained(ADAMW, 1)
+    there = {id(tensor) for states in original.state.values() for tensor in states.values()}
+    optimizer = how(original)
+    del original
+    train(model, optimizer, range(1, 2))
+    assert {id(tensor) for states in optimizer.state.values() for tensor in states.values()} == there
+
+
+@every_transform
+@every_optimizer
+def test_a_state_dict_goes_both_ways(make, how):
+    (plain, expected), (model, optimizer) = twins(make, how)
+    train(model, optimizer, [2])
+    train(plain, expected, [2])
+    there, back = how(make(model.parameters())), make(plain.parameters())
+    there.load_state_dict(copy.deepcopy(expected.state_dict()))
+    back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    del optimizer
+    train(model, there, [3])
+    train(plain, back, [3])
+    assert numbers(model, there) == numbers(plain, back)
+
+
+@every_transform
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_is_independent(how, copied):
+    (plain, expected), (model, optimizer) = twins(ADAMW, how)
+    before = numbers(model, optimizer)
+    other_model, other = copied((model, optimizer))
+    train(other_model, other, [2])
+    train(plain, expected, [2])
+    assert numbers(other_model, other) == numbers(plain, expected)
+    assert numbers(model, optimizer) == before
+    assert repr(other) == repr(optimizer)
+
+
+@every_transform
+def test_groups_schedulers_and_hooks(how):
+    def run(transform):
+        model, new = network(), nn.Parameter(torch.ones(2))
+        optimizer = transform(torch.optim.AdamW([{"params": model[0].parameters()}, {"params": [model[3].weight]}]))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        for number in range(4):
+            if number == 2:
+                optimizer.add_param_group({"params": [new, model[5].bias], "lr": 0.5})
+            (model(batch(number)) * new).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+            new.grad = None if number < 2 else new.grad
+            scheduler.step()
+        return seen, bits(new), numbers(model, optimizer), scheduler.state_dict()
+
+    assert run(how) == run(ms.identity)
+
+
+@every_transform
+def test_frozen_and_unused_parameters_stay_and_one_that_thaws_trains(how):
+    def run(transform):
+        model = network()
+        model.unused = nn.Parameter(torch.ones(3))
+        model[0].requires_grad_(False)
+        optimizer = transform(torch.optim.AdamW(model.parameters()))
+        forward = nn.Sequential(*[model[index] for index in range(6)])
+        for number in range(4):
+            model[0].requires_grad_(number >= 2)
+            forward(batch(number)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert run(how) == run(ms.identity)
+
+
+@every_transform
+def test_gradients_that_were_assigned_step_with_the_others(how):
+    (plain, expected), (model, optimizer) = twins(ADAMW, how)
+    for net, each in ((plain, expected), (model, optimizer)):
+        for parameter in net[0].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.step()
+        each.zero_grad(set_to_none=False)
+        assert net[0].weight.grad.count_nonzero() == 0
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@every_transform
+def test_a_state_dict_of_another_model_is_refused_and_changes_nothing(how):
+    model, original = trained(ADAMW, 1)
+    other = nn.Sequential(*[nn.Linear(2, 2), nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(4, 4)])
+    wrong = ADAMW(other.parameters())
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    wrong.step()
+    for optimizer in (how(original), how(ADAMW(model.parameters()))):  # with states, and without
+        before = numbers(model, optimizer)
+        with pytest.raises(ms.TransformError, match=r"'exp_avg' of parameter 0 of group 0 \[8, 6\] has shape \[2, 2\]"):
+            optimizer.load_state_dict(wrong.state_dict())
+        assert numbers(model, optimizer) == before
+
+
+class SharesOneNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad / norm, alpha=-group["lr"])
+
+
+class Draws(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(torch.randn_like(p), alpha=-group["lr"])
+
+
+class CountsForItself(torch.optim.SGD):
+    count = 0
+
+    def step(self, closure=None):
+        self.count = self.count + 1
+        super().step()
+
+
+class KeepsItsParameters(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.kept = self.param_groups[0]["params"]
+
+    def step(self, closure=None):
+        for p in self.kept:
+            if p.grad is not None:
+                p.data.sub_(p.grad)
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+
+NOT_ALONE = {
+    "LBFGS": (torch.optim.LBFGS, "missing 1 required positional argument: 'closure'"),
+    "SparseAdam": (lambda p: torch.optim.SparseAdam(list(p)), "does not support dense gradients"),
+    "a norm": (lambda p: SharesOneNorm(p, lr=0.1), "SharesOneNorm does not treat each parameter alone"),
+    "random": (lambda p: Draws(p, lr=0.1), "Draws does not treat each parameter alone"),
+    "a count": (lambda p: CountsForItself(p, lr=0.1), "CountsForItself does not treat each parameter alone"),
+    "a list": (KeepsItsParameters, "KeepsItsParameters does not treat each parameter alone"),
+    "around": (lambda p: Around(ADAMW(p)), "has the parameters of another optimizer; transform that one"),
+    "differentiable": (lambda p: torch.optim.SGD(p, differentiable=True), "is differentiable"),
+}
+
+
+@every_transform
+@pytest.mark.parametrize(("make", "message"), NOT_ALONE.values(), ids=NOT_ALONE)
+def test_an_optimizer_that_does_not_treat_each_parameter_alone_is_refused(how, make, message):
+    model = network()
+    optimizer = make(model.parameters())
+    before = bits(dict(model.state_dict())), torch.get_rng_state().tolist()
+    with pytest.raises(ms.TransformError, match=message):
+        how(optimizer)
+    assert (bits(dict(model.state_dict())), torch.get_rng_state().tolist()) == before
+
+
+@every_transform
+def test_it_is_a_value_that_maps_optimizers(how):
+    assert eval(repr(how), vars(ms)) == how == pickle.loads(pickle.dumps(how))
+    assert ms.Plan.from_json(ms.Plan({"": how}).to_json()) == ms.Plan({"": how})
+    assert ms.compose(ms.identity, how) == how
+    optimizer = ADAMW(network().parameters())
+    assert repr(how(optimizer)) == f"{how!r}({optimizer!r})"
+    assert ms.identity(optimizer) is optimizer
+    for wrong in (torch.sin, 3, network()):
+        with pytest.raises(ms.TransformError, match=r"maps an optimizer to an optimizer, got .*; pass a torch\.optim"):
+            how(wrong)
+    with pytest.raises(ms.TransformError, match="maps a function to a function, got AdamW"):
+        ms.checkpoint()(optimizer)
+    with pytest.raises(ms.ConfigError, match="of functions or of optimizers, got both"):
+        ms.compose(ms.checkpoint(), how)
+
+
+@every_transform
+def test_dropping_it_leaves_nothing_on_the_parameters(how):
+    model, original = trained(ADAMW, 1)
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+    optimizer = how(original)
+    train(model, optimizer, [1])
+    del optimizer
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters()), hooks
