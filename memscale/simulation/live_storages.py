@@ -130,12 +130,14 @@ class LiveStorages:
         number = self._live.get(tensor.untyped_storage()._cdata)
         return number is not None and self.ledger.records[number].away
 
-    def put_back(self) -> None:
-        """Undo what real computation did to the caller's tensors."""
+    def end(self) -> None:
+        """Watch no more, and undo what real computation did to the caller's tensors."""
+        self._deaths.clear()  # each calls back: a cycle, in which the caller's tensors would wait for a collection
         with torch.no_grad():
             for tensor, before in self._untouched:
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
+        self._untouched.clear()
 
 
 def is_small(tensor: torch.Tensor) -> bool:

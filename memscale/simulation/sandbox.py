@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from memscale.simulation.hollow_mode import HollowMode, NeedsValues, is_distribu
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
+from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
@@ -59,8 +61,8 @@ class Simulation:
         answering: bool = True,
     ) -> None:
         self._host = host
-        is_there = answering and kernels.is_cuda
-        self.answers = Answers(kernels.hardware, kernels.capability, self._is_on_device) if is_there else None
+        self._answering = answering and kernels.is_cuda
+        self.answers: Answers | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         for module in self.scope.modules:
             if any(cls.__module__.startswith(_OF_PROCESSES) for cls in type(module).__mro__):
@@ -74,14 +76,12 @@ class Simulation:
         self._own = [] if model is None else _parts([*model.parameters(), *model.buffers()])
         self._kernels = kernels
         self.clock = Clock(kernels.hardware)
-        self.runtimes = CountingRuntimes(
-            self.clock, self._away, self._references, on_trim=lambda: self.mode.ledger.trim()
-        )
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # how many of them each storage has
         self.mode: HollowMode
+        self.runtimes: CountingRuntimes
 
     def __enter__(self) -> Simulation:
         stack = self._stack
@@ -98,7 +98,14 @@ class Simulation:
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
-            stack.callback(self.mode.storages.put_back)
+            stack.callback(self.mode.storages.end)
+            # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
+            self.runtimes = CountingRuntimes(
+                self.clock,
+                partial(_away, self.mode),
+                lambda storage, aliases=self._aliases: aliases[storage._cdata],
+                on_trim=self.mode.ledger.trim,
+            )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             stack.enter_context(_calls_followed(self.mode, self._paths))
@@ -108,9 +115,12 @@ class Simulation:
                 if not tensor.is_meta:
                     self.mode.storages.record(tensor)
             stack.enter_context(_reads_checked(self.mode))
-            stack.enter_context(simulation(self._kernels.device_type, self._device_type))
+            device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
+            stack.enter_context(simulation(self._kernels.device_type, device_type))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
-            if self.answers is not None:
+            if self._answering:
+                on_device = partial(_is_on_device, self.mode.storages)
+                self.answers = Answers(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.answers.given())
             stack.enter_context(self.mode)
             self._send_home()
@@ -153,26 +163,6 @@ class Simulation:
                 if home_of(parameter, self.runtimes.at_home) is not None:
                     for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
                         self.mode.storages.send_away(tensor)
-
-    def _device_type(self, tensor: torch.Tensor) -> str:
-        """Of the device that is simulated, but for what lies beside it."""
-        if tensor.is_meta:
-            return "meta"
-        plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        return "cpu" if plain and self.mode.storages.is_away(tensor) else self._kernels.device_type
-
-    def _is_on_device(self, tensor: torch.Tensor) -> bool:
-        return self._device_type(tensor) == self._kernels.device_type
-
-    def _away(self, nbytes: int) -> torch.Tensor:
-        hollow = self.mode.hollow
-        with _disable_current_modes():  # it is made by no operator of the step
-            tensor = hollow.tensor(hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
-        self.mode.storages.enter_away(tensor)
-        return tensor
-
-    def _references(self, storage: torch.UntypedStorage) -> int:
-        return self._aliases[storage._cdata]
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""
@@ -228,6 +218,25 @@ class Simulation:
 
     def _unseen(self) -> AbstractContextManager[None]:
         return nullcontext() if self._host is None else self._host.interrupted()
+
+
+def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -> str:
+    """Of the device that is simulated, but for what lies beside it."""
+    if tensor.is_meta:
+        return "meta"
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return "cpu" if plain and storages.is_away(tensor) else simulated
+
+
+def _is_on_device(storages: LiveStorages, tensor: torch.Tensor) -> bool:
+    return _device_type(storages, "cuda", tensor) == "cuda"
+
+
+def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:
+    with _disable_current_modes():  # it is made by no operator of the step
+        tensor = mode.hollow.tensor(mode.hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
+    mode.storages.enter_away(tensor)
+    return tensor
 
 
 def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

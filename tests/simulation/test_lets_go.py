@@ -1,0 +1,61 @@
+"""Whoever was profiled, planned, wrapped or transformed is freed with its last reference, without a collection."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+
+
+def total(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.sum()
+
+
+def wrapped(model: nn.Module, batch: torch.Tensor) -> None:
+    ms.wrap(model, ms.Config(force_optimize=True, enable_logging=False), batch)
+
+
+def planned_at_its_first_call(model: nn.Module, batch: torch.Tensor) -> None:
+    ms.wrap(model, ms.Config(enable_logging=False))
+    model(batch).sum().backward()
+
+
+def offloaded_on_a_card(model: nn.Module, batch: torch.Tensor) -> None:
+    plan = {"*": ms.compose(ms.offload(what="params", min_bytes=0), ms.checkpoint())}
+    ms.profile(model, batch, loss=total, plan=plan, hardware="h100")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda model, batch: ms.profile(model, batch, loss=total), id="profile"),
+        pytest.param(lambda model, batch: ms.profile(model, batch, loss=total, hardware="h100"), id="profile-card"),
+        pytest.param(offloaded_on_a_card, id="offloaded-card"),
+        pytest.param(lambda model, batch: ms.plan(model, batch, loss=total, budget="1GiB"), id="plan"),
+        pytest.param(wrapped, id="wrap"),
+        pytest.param(planned_at_its_first_call, id="wrap-first-call"),
+        pytest.param(lambda model, batch: ms.transform(model, {"*": ms.checkpoint()})(batch), id="transform"),
+    ],
+)
+def test_the_last_reference_frees_the_weights(use: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+    weight, storage = (weakref.ref(found) for found in (model[0][0].weight, model[0][0].weight.untyped_storage()))
+    batch = torch.randn(2, 16)
+    # PyTorch's compiler, imported by the first simulation of a process, leaves a cycle through its callers' frames.
+    use(nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.GELU())), batch)
+    gc.collect()
+    gc.disable()
+    try:
+        use(model, batch)
+        del model
+        assert weight() is None
+        assert storage() is None
+    finally:
+        gc.enable()
