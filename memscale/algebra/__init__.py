@@ -4,10 +4,20 @@ from memscale.algebra.apply import PlanLike, find_regions, install, transform, u
 from memscale.algebra.composition import Transform, chain, compose, identity
 from memscale.algebra.functions import functional
 from memscale.algebra.plan import Plan, as_plan
-from memscale.algebra.region import Former, OwnForward, Placing, Transformed, attach, is_transformed, placing_in
+from memscale.algebra.region import (
+    Former,
+    OfModule,
+    OwnForward,
+    Placing,
+    Transformed,
+    attach,
+    is_transformed,
+    placing_in,
+)
 
 __all__ = [
     "Former",
+    "OfModule",
     "OwnForward",
     "Placing",
     "Plan",

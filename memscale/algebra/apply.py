@@ -81,16 +81,19 @@ def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None)
     _check_model("install", model)
     regions = find_regions(model, as_plan(plan))
     before = [Former(module) for module, _ in regions]
-    for module, how in regions:
-        attach(module, how.on(runtime))
+    for former, (module, how) in zip(before, regions, strict=True):
+        former.ours = attach(module, how.on(runtime))
     _keep_shared_parameters(model)
     return before
 
 
-def uninstall(before: list[Former]) -> None:
-    """Take off what `install` put on: every attribute is the object that it was."""
-    for former in before:
-        former.put_back()
+def uninstall(before: list[Former]) -> dict[nn.Module, Callable[..., Any]]:
+    """Take off what `install` put on: every attribute is the object that it was.
+
+    Returns:
+        The forwards that somebody else has put over a region since then, which stay.
+    """
+    return {former.module: on_top for former in before if (on_top := former.put_back()) is not None}
 
 
 def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:

@@ -23,7 +23,7 @@ from memscale.core import Assembled, TransformError, assembled_in
 from memscale.runtime import Runtime
 
 Same = TypeVar("Same", bound="Transformed")
-_ATTACHED = ("forward", "_apply")  # the attributes of a module that make it a region
+_ATTACHED = ("forward", "_apply", "_replicate_for_data_parallel")  # the attributes of a module that make it a region
 
 
 class Transformed(Assembled):
@@ -231,26 +231,63 @@ class Relocation(OfModule, Assembled):
         return Relocation(remap(self.module), remap(self.region))
 
 
+class Replication(OfModule, Assembled):
+    """What `nn.DataParallel` calls: refuses, since a replica has the attributes of its original.
+
+    Its forward would be that of the original, with the original's weights.
+    """
+
+    def __call__(self) -> nn.Module:
+        raise TransformError(
+            f"nn.DataParallel replicates a {type(self.module).__name__} that is under a transform, and the replicas "
+            "would run the original's weights; train one process for each GPU under torchrun "
+            "(torch.nn.parallel.DistributedDataParallel), or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.module,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Replication:
+        return Replication(remap(self.module))
+
+
 class Former(OfModule):
     """What a module has of its own where a region is going to be."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.attributes = {name: module.__dict__[name] for name in _ATTACHED if name in module.__dict__}
+        self.ours: Method | None = None  # what made it a region
 
-    def put_back(self) -> None:
-        """Let every attribute be the object that it was, unless the module is gone."""
-        if (module := self._module()) is not None:
-            for name in _ATTACHED:
-                module.__dict__.pop(name, None)
-            module.__dict__.update(self.attributes)
+    def put_back(self) -> Callable[..., Any] | None:
+        """Let every attribute be the object that it was, unless the module is gone.
+
+        Returns:
+            A forward that somebody else has put over the region, which stays; the region under it becomes what was
+            there before. None if there is none.
+        """
+        module = self._module()
+        if module is None:
+            return None
+        now, before = module.__dict__.get("forward"), self.attributes.get("forward")
+        for name in _ATTACHED:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(self.attributes)
+        if now is self.ours or now is before or self.ours is None:
+            return None
+        self.ours.fn = OwnForward(module, before)
+        module.__dict__["forward"] = now
+        return now
 
 
-def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Method:
     """Make `module` a region: let its forward run under `how`."""
     now = module.__dict__.get("forward")
     inside = now.fn if isinstance(now, Method) and now.module is module else OwnForward(module, now)
-    module.__dict__["forward"] = Method(module, how(inside))
+    method = Method(module, how(inside))
+    module.__dict__["forward"] = method
+    module.__dict__["_replicate_for_data_parallel"] = Replication(module)
+    return method
 
 
 def placing_in(module: nn.Module) -> list[Placing]:

@@ -12,6 +12,7 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import BudgetError, batches, tensors
 from memscale.hardware import Hardware, knows_copies
+from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import can_move
 from memscale.planning import DecisionEngine, planned, shorthands, taken_bytes
@@ -56,6 +57,23 @@ def decide(
         hardware: the model's device.
         moving: whether the caller asks for offloading by name.
     """
+    verdict = _decide(model, batch, optimizer, config, hardware, moving)
+    if not verdict.plan or not config.enable_checkpointing or not checkpointing_off(model):
+        return verdict
+    try:  # a plan takes the place of the model's own checkpointing
+        return _decide(model, batch, optimizer, config, hardware, moving)
+    finally:
+        checkpointing_on(model)
+
+
+def _decide(
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    hardware: Hardware,
+    moving: bool,
+) -> Verdict:
     rule = _rule(model, config, hardware, moving)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, profile = None, None

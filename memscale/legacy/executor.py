@@ -15,11 +15,12 @@ from memscale.config import Config
 from memscale.core import TransformError, format_bytes, simulating
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
-from memscale.legacy.log import say
+from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
+from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import runtime_of_plan
 from memscale.legacy.reality import Reality
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, bucket, covers, shapes_of, with_shapes
-from memscale.legacy.watch import Gate, Watch, is_a_step_of_its_own
+from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
@@ -77,6 +78,8 @@ class Executor:
         self._asked = runtime
         self.runtime: Runtime | None = None
         self._caching: list[Any] = []
+        self._seen: dict[str, Seen] = {}  # the regions, by their paths
+        self._looked = False  # whether a step has shown which of them run
         self._before: list[Former] = []
         self._watch = None if verdict.for_all else Watch(self.before_call)
         self._plans: list[tuple[Shapes, Verdict, Runtime | None]] = []
@@ -120,8 +123,7 @@ class Executor:
         self.uninstall()
         if self._steps is not None:
             self._steps()
-        for settings in self._caching:
-            settings.use_cache = True
+        caches_on(self.model, self._caching)
         del self.model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
         self.runtime = self._asked = None
@@ -131,27 +133,41 @@ class Executor:
     def attach(self) -> None:
         """Enter the executor into the model and turn Hugging Face caches off."""
         self.model.__dict__[ATTRIBUTE] = self
-        self._caching = _caching_settings(self.model)
-        for settings in self._caching:
-            settings.use_cache = False
-            say(
-                self.config,
-                f"{type(settings).__name__}.use_cache is False while wrapped; detach() restores it",
-            )
+        self._caching = caches_off(self.model, self.config)
 
     def install(self) -> None:
         """Put the plan's regions on the model."""
         model = self.model
+        if self.plan and self.config.enable_checkpointing:
+            keep_checkpointing_off(model, self.config)
         # First the root, which a region may be as well as watched.
         self._before = [] if self._watch is None else [Former(model)]
-        self._before += install(model, self.plan, runtime=self.runtime)
+        regions = install(model, self.plan, runtime=self.runtime)
+        made = {region.module: region for region in regions}
+        for path, module in model.named_modules():
+            if module in made:
+                seen = self._seen[path] = Seen()
+                made[module].ours = attach(module, seen.over)
         if self._watch is not None:
-            attach(model, self._watch.over)
+            self._before[0].ours = attach(model, self._watch.over)
+        self._before += regions
+        self._count_steps()
 
     def uninstall(self) -> None:
         """Take the plan's regions off, and leave what `attach` did."""
-        uninstall(self._before)
+        model = self.model
+        for module, on_top in uninstall(self._before).items():
+            path = next(path for path, each in model.named_modules() if each is module)
+            whose = getattr(on_top, "__qualname__", type(on_top).__qualname__)
+            LOG.warning(
+                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
+                repr(path) if path else f"the {self._kind}",
+                on_top.__module__,
+                whose,
+            )
         self._before = []
+        self._seen = {}
+        let_checkpointing(model)
 
     # -- plans for the batches that come -------------------------------------------------------------------------------
 
@@ -180,6 +196,8 @@ class Executor:
 
     def _begin_step(self) -> None:
         self._between_steps = False
+
+    def _count_steps(self) -> None:
         if self._steps is None:
             this = weakref.ref(self)
 
@@ -197,6 +215,10 @@ class Executor:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._between_steps = True
+        if not self._looked:
+            self._looked = True
+            if (idle := self.idle_text()) is not None:
+                LOG.warning("%s", idle)
         if self._reality is not None and self._reality.after_step(model, optimizer):
             self._reality = None
 
@@ -272,12 +294,35 @@ class Executor:
 
     def __getstate__(self) -> dict[str, Any]:
         gone = dict.fromkeys(("_lock", "_optimizer", "_steps", "profile"))  # of another model, and the last one long
-        return {**self.__dict__, **gone, "_plans": [], "_model": self.model}
+        return {**self.__dict__, **gone, "_plans": [], "_seen": {}, "_model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._model = weakref.ref(state["_model"])
         self._lock = threading.RLock()
+
+    @property
+    def regions_that_ran(self) -> tuple[str, ...]:
+        """The paths of the plan's regions that have run since it was made."""
+        return tuple(path for path, seen in self._seen.items() if seen.ran)
+
+    def idle_text(self) -> str | None:
+        """What of the plan has not run since it was made, though the model trains; None if all has."""
+        if self._watch is not None and self._shapes is None:
+            return (
+                f"wrap() saw no call of this {self._kind}'s forward in a training step, so that nothing was planned; "
+                "wrap the module whose forward the loop calls, or pass sample_input=..."
+            )
+        ran = self.regions_that_ran
+        # Of experts and of layers that are dropped at random, some rest in any one step.
+        idle = [rule.pattern for rule in self.plan if not any(rule.matches(path) for path in ran)]
+        if not self._seen or not idle:
+            return None
+        return (
+            f"nothing ran of {', '.join(map(repr, idle))} in a training step of this {self._kind}, so that the plan "
+            "saves nothing there: the loop calls other modules, or another forward took the place of theirs (a fused "
+            "loss uses lm_head.weight itself); wrap what is called, or turn the fused forward off"
+        )
 
     def step_text(self) -> str:
         """What the untransformed step takes, in a line."""
@@ -291,6 +336,8 @@ class Executor:
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
         lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
+        if self._looked and (idle := self.idle_text()) is not None:
+            lines.append(idle)
         if self.runtime is not None:
             lines.append(_moved(self.runtime))
         return "\n".join(lines)
@@ -303,22 +350,3 @@ def _moved(runtime: Runtime) -> str:
     in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)
     exposed_seconds = sum(stats.exposed_seconds for stats in engines)
     return f"offloaded so far: {out_bytes} bytes out, {in_bytes} bytes in, {exposed_seconds:.3f} s exposed"
-
-
-def _caching_settings(model: nn.Module) -> list[Any]:
-    """The model's Hugging Face configs, nested ones too, that have ``use_cache`` on.
-
-    A cache that is filled again by a recompute holds every key twice.
-    """
-    found: dict[int, Any] = {}
-    pending = [vars(module).get("config") for module in model.modules()]
-    seen: set[int] = set()
-    while pending:
-        settings = pending.pop()
-        if id(settings) in seen or not hasattr(settings, "__dict__") or isinstance(settings, (type, nn.Module)):
-            continue
-        seen.add(id(settings))
-        if vars(settings).get("use_cache") is True:
-            found[id(settings)] = settings
-        pending += [value for key, value in vars(settings).items() if key.endswith("config")]
-    return list(found.values())

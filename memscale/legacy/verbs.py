@@ -35,6 +35,15 @@ _NOT_BUILT = {
     "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
 }
 
+# Modules of others that wrap does not work inside or around: (class, why, and what to do instead).
+_OTHERS = {
+    "DataParallel": "whose replicas would run the original's weights; train one process for each GPU under torchrun "
+    "(DistributedDataParallel), or make one GPU visible (CUDA_VISIBLE_DEVICES=0)",
+    "FullyShardedDataParallel": "of FSDP1, which replaces parameters under a region; use FSDP2, "
+    "torch.distributed.fsdp.fully_shard",
+    "CheckpointWrapper": "which recomputes on its own, under preserve_rng_state=False with other dropout masks; leave "
+    "the recomputing to wrap and take it off (accelerate: fsdp_activation_checkpointing=False)",
+}
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -87,12 +96,13 @@ def wrap(
     Where the step on ``sample_input`` takes more than ``config.target_gpu_utilization`` of the device's memory, the
     model gets the fastest plan that fits, as `plan` finds it among the transforms that the config allows, or the
     smallest one with a warning if none does. The step is one with AdamW (`optimize` takes yours) and the output's own
-    loss, or else a sum of the outputs. Without ``sample_input`` the first call of the training loop plans, for its own
-    batch; and whenever a larger batch comes, the first call after an optimizer's step does so again. With
+    loss, or else a sum of the outputs. Without ``sample_input`` the first call of the training loop plans, for its
+    own batch; and whenever a larger batch comes, the first call after an optimizer's step does so again. With
     ``config.force_optimize`` a model that fits, and any model whose step cannot be simulated and does not fit, gets
-    ``checkpoint()`` on its repeated blocks and what the config asks for by name. A Hugging Face ``config.use_cache`` is
-    off while wrapped. The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and
-    ``config.log_file``). A model that is already wrapped is detached first.
+    ``checkpoint()`` on its repeated blocks and what the config asks for by name. A Hugging Face model's
+    ``config.use_cache`` is off while wrapped, and its own activation checkpointing where the plan takes its place.
+    The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A model
+    that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
@@ -111,9 +121,10 @@ def wrap(
         ConfigError: another argument is of the wrong type, ``async_offload=True`` meets
             ``enable_offloading=False``, ``log_file`` cannot be written, or ``verify_correctness`` has no
             ``sample_input`` or meets ``use_mixed_precision=True``.
-        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading
-            where nothing can move the tensors of the model's device. The environment variable is not the
-            caller's word on this model, so it gives a logged warning instead.
+        RuntimeUnavailable: the caller asked for something that this version does not have, or for offloading where
+            nothing can move the tensors of the model's device; or the model is, or has inside it, an
+            ``nn.DataParallel`` on several GPUs, an FSDP1 unit or PyTorch's ``CheckpointWrapper``. The environment
+            variable is not the caller's word on this model, so it gives a logged warning instead.
         TransformError: a module inside ``target`` is wrapped on its own.
         CorrectnessError: ``verify_correctness`` found a number that differs; the model is left unwrapped.
 
@@ -202,6 +213,10 @@ def _wrapped(
     for path, module in model.named_modules():
         if path and ATTRIBUTE in module.__dict__:
             raise TransformError(f"module {path!r} inside the model is wrapped on its own; detach it first")
+        for kind, reason in _OTHERS.items():
+            # By name: whose class it is may not be imported, or be a copy of PyTorch's.
+            if type(module).__name__ == kind and len(getattr(module, "device_ids", (0, 1))) > 1:
+                raise RuntimeUnavailable(f"wrap(): the module {path!r} is a {kind}, {reason}")
     previous = model.__dict__.get(ATTRIBUTE)
     if previous is not None and previous.model is model:
         say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")

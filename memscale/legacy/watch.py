@@ -42,6 +42,33 @@ class Watch(Assembled):
         return remap(self.fn)  # a tree that `transform` makes has a plan of its own
 
 
+class Seen(Assembled):
+    """`fn`, a region of a plan, which notes that it ran."""
+
+    def __init__(self) -> None:
+        self.ran = False
+        self.fn: Callable[..., Any]
+
+    def over(self, fn: Callable[..., Any]) -> Seen:
+        """This over a forward."""
+        self.fn = fn
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True  # without a look at what it was, by which a compiler would guard
+        return self.fn(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fn
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.fn,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Any:
+        return remap(self.fn)
+
+
 class Gate(OwnForward):
     """The root's own forward while its step is simulated: other threads wait until that is over."""
 

@@ -103,7 +103,7 @@ class Simulation:
             self.runtimes = CountingRuntimes(
                 self.clock,
                 partial(_away, self.mode),
-                lambda storage, aliases=self._aliases: aliases[storage._cdata],
+                partial(_references, self._aliases),
                 on_trim=self.mode.ledger.trim,
             )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -237,6 +237,10 @@ def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:
         tensor = mode.hollow.tensor(mode.hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
     mode.storages.enter_away(tensor)
     return tensor
+
+
+def _references(aliases: Counter[int], storage: torch.UntypedStorage) -> int:
+    return aliases[storage._cdata]
 
 
 def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

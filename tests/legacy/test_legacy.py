@@ -300,7 +300,11 @@ def test_verify_correctness_catches_a_difference(wrong, monkeypatch):
 
             model[1].__dict__["forward"] = other
 
-        real(model, apply_and_spoil, undo, batch)
+        def restore_and_undo():
+            model[1].__dict__.pop("forward")  # it would stay, as any forward that is not of the plan
+            undo()
+
+        real(model, apply_and_spoil, restore_and_undo, batch)
 
     monkeypatch.setattr(verbs, "check_same_numbers", spoiled)
     model = convnet()
