@@ -75,7 +75,7 @@ POLICIES = [
 ]
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
-memscale.algebra: Former OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
+memscale.algebra: Former OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
     find_regions functional identity install is_transformed placing_in transform uninstall
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document Loss MemscaleError Misfit
