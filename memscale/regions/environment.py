@@ -26,6 +26,7 @@ class Environment:
     """The environment at one moment. `conclude` after the region drops what the region did not use."""
 
     __slots__ = (
+        "_counted",
         "_global_hooks",
         "_host",
         "_host_positions",
@@ -72,8 +73,8 @@ class Environment:
                 if randomness.position() != self._position:
                     used.append(first)
             used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
-            if used and simulating():
-                used = [(gen, state.clone()) for gen, state in used]  # an operator, whose result is counted
+            # A simulation counts what operators make, and no operator makes a state.
+            self._counted = [torch.empty(state.shape, dtype=state.dtype) for _, state in used] if simulating() else ()
             self._random = used or None
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
