@@ -211,7 +211,7 @@ class DecisionEngine:
                 "with"
             ) from error
         self.plain = self.plain_step.profile()
-        self._known = KnownPlans(self._about, self._proofs)
+        self._known: KnownPlans[DecisionEngine] = KnownPlans()
 
     def plan(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
@@ -219,15 +219,15 @@ class DecisionEngine:
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
 
-        def find() -> Answer:
-            found = self._fastest(limit)
-            if found is None and self._smallest().taken_bytes <= limit:
-                found = self._fastest(limit)  # the smallest is among those that it knows of now
+        def find(engine: DecisionEngine) -> Answer:
+            found = engine._fastest(limit)
+            if found is None and engine._smallest().taken_bytes <= limit:
+                found = engine._fastest(limit)  # the smallest is among those that it knows of now
             if found is None:
-                return Answer(fault=self._does_not_fit(limit))
-            return Answer((self._proven_plan(found, limit),))
+                return Answer(fault=engine._does_not_fit(limit))
+            return Answer((engine._proven_plan(found, limit),))
 
-        return self._known.answer(f"plan {limit}", find).plan()
+        return self._known.answer(self, f"plan {limit}", find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
@@ -235,14 +235,14 @@ class DecisionEngine:
         if taken_bytes(self.plain) <= limit:
             return self._unchanged(limit)
 
-        def find() -> Answer:
-            found = self._fastest(limit)
+        def find(engine: DecisionEngine) -> Answer:
+            found = engine._fastest(limit)
             if found is None:
-                smallest = self._smallest()
+                smallest = engine._smallest()
                 found = Found(smallest, smallest.seconds)
-            return Answer((self._proven_plan(found, limit),))
+            return Answer((engine._proven_plan(found, limit),))
 
-        return self._known.answer(f"nearest {limit}", find).plan()
+        return self._known.answer(self, f"nearest {limit}", find).plan()
 
     def frontier(self, points: int = _POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
@@ -250,20 +250,20 @@ class DecisionEngine:
             raise ConfigError(f"frontier(points={points!r}) must be an int of at least 2")
         most = taken_bytes(self.plain)
 
-        def find() -> Answer:
-            least = min(most, self._smallest().taken_bytes)
+        def find(engine: DecisionEngine) -> Answer:
+            least = min(most, engine._smallest().taken_bytes)
             found = []
             for at in range(points - 1):
                 limit = least + (most - least) * at // (points - 1)
-                best = self._fastest(limit)
+                best = engine._fastest(limit)
                 if best is not None:
-                    found.append(self._proven_plan(best, limit))
+                    found.append(engine._proven_plan(best, limit))
             return Answer(tuple(found))
 
-        found = self._known.answer(f"frontier {points}", find).plans
+        found = self._known.answer(self, f"frontier {points}", find).plans
         return Frontier.of(map(Point.of, (*found, self._unchanged(most))))
 
-    def _about(self) -> dict[str, str]:
+    def about(self) -> dict[str, str]:
         """All that its answers depend on."""
         return {
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
@@ -272,7 +272,9 @@ class DecisionEngine:
             "asked": f"{self.accumulate} {self.streams} {self._nominal}",
         }
 
-    def _proofs(self) -> Proofs:
+    def proofs(self) -> Proofs:
+        """The proofs of plans for its step, as it is now."""
+
         def simulate(plan: Plan) -> Profile:
             self._say("a plan of before")
             return self._profiler(plan).simulated(self.batch, accumulate=self.accumulate).profile()

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from memscale.algebra import Plan
 from memscale.core import BudgetError, DiskCache, MemscaleError
@@ -85,43 +85,52 @@ class Proofs:
         return self._simulate(plan) if plan else self._plain
 
 
-class KnownPlans:
+class Engine(Protocol):
+    """What is asked."""
+
+    def about(self) -> Mapping[str, str]:
+        """All that its answers depend on."""
+
+    def proofs(self) -> Proofs:
+        """Those of its step."""
+
+
+Asked = TypeVar("Asked", bound=Engine)
+
+
+class KnownPlans(Generic[Asked]):
     """The answers of one engine, from disk where an engine like it has been asked the same before.
 
     What an engine finds depends on what it was asked before, by what it has simulated then. So an answer is kept under
     all requests up to its own, and before the first that is not known the engine catches up with those that were.
 
-    Args:
-        fingerprint: of all that the engine's answers depend on.
-        proofs: of the engine's step.
+    It does not hold its engine, which would be a cycle around the caller's model.
     """
 
-    def __init__(self, fingerprint: Callable[[], Mapping[str, str]], proofs: Callable[[], Proofs]) -> None:
-        self._fingerprint = fingerprint
-        self._proofs = proofs
+    def __init__(self) -> None:
         self._disk = DiskCache("plans")
         self._about: Mapping[str, str] | None = None
         self._asked: list[str] = []
-        self._owed: list[Callable[[], Answer]] = []
+        self._owed: list[Callable[[Asked], Answer]] = []
 
-    def answer(self, request: str, find: Callable[[], Answer]) -> Answer:
-        """The answer to `request`; `find` finds it where it is not known."""
+    def answer(self, engine: Asked, request: str, find: Callable[[Asked], Answer]) -> Answer:
+        """The answer of `engine` to `request`; `find` finds it where it is not known."""
         if self._disk.folder is None:
-            return find()
+            return find(engine)
         try:
-            self._about = self._about or self._fingerprint()
+            self._about = self._about or engine.about()
         except Exception:  # a class of the caller's does not let itself be looked at
-            return find()
+            return find(engine)
         self._asked.append(request)
         name = hashlib.sha256(json.dumps([self._about, self._asked], sort_keys=True).encode()).hexdigest()
         known = _read(self._disk.read(name))
-        if known is not None and (proven := self._proofs().again(known)) is not None:
+        if known is not None and (proven := engine.proofs().again(known)) is not None:
             self._owed.append(find)
             return proven
         for each in self._owed:
-            each()
+            each(engine)
         self._owed.clear()
-        found = find()
+        found = find(engine)
         self._disk.write(name, _as_data(found))
         return found
 
