@@ -28,7 +28,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
 }
-HOWS: dict[str, Any] = {"plain": ms.identity, "step_in_backward": ms.step_in_backward()}
+HOWS: dict[str, Any] = {
+    "plain": ms.identity,
+    "step_in_backward": ms.step_in_backward(),
+    "step_in_groups": ms.step_in_groups(group_bytes="4MiB"),
+}
 
 
 def main() -> None:

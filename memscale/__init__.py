@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
-    from memscale.optimizers import LossScale, step_in_backward
+    from memscale.optimizers import LossScale, step_in_backward, step_in_groups
     from memscale.planning import DecisionEngine, Frontier, OOMPrediction, OOMPredictor, OOMRisk, frontier, plan
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
@@ -88,6 +88,7 @@ __all__ = [
     "profile",
     "saved_residuals",
     "step_in_backward",
+    "step_in_groups",
     "tile",
     "transform",
     "verify",
@@ -119,6 +120,7 @@ _LOADED_WHEN_ASKED = {
     "profile": "memscale.simulation",
     "saved_residuals": "memscale.inspection",
     "step_in_backward": "memscale.optimizers",
+    "step_in_groups": "memscale.optimizers",
     "verify": "memscale.inspection",
     "wrap": "memscale.legacy",
 }
@@ -140,5 +142,5 @@ def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)(*args, **kwargs)
 
 
-for _name in ("step_in_backward",):  # a plan that is read may have some that nobody has asked for yet
+for _name in ("step_in_backward", "step_in_groups"):  # a plan that is read may have some that nobody has asked for yet
     factory(_name, functools.partial(_made_when_asked, _name))

@@ -52,6 +52,7 @@ NAMES = [
     "profile",
     "saved_residuals",
     "step_in_backward",
+    "step_in_groups",
     "tile",
     "transform",
     "verify",
@@ -88,7 +89,8 @@ memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds cop
     issue_seconds knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward transformed
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward step_in_groups
+    transformed
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
     OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind

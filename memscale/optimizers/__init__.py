@@ -1,6 +1,7 @@
 """What goes around an optimizer: transforms of it, and the loss scale of float16 training."""
 
 from memscale.optimizers.in_backward import step_in_backward
+from memscale.optimizers.in_groups import step_in_groups
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.transformed import OptimizerTransform, TransformedOptimizer, transformed
 
@@ -9,5 +10,6 @@ __all__ = [
     "OptimizerTransform",
     "TransformedOptimizer",
     "step_in_backward",
+    "step_in_groups",
     "transformed",
 ]

@@ -12,7 +12,10 @@ from tests.support.checks import bits
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
-TRANSFORMS = {"in backward": ms.step_in_backward()}
+TRANSFORMS = {
+    "in backward": ms.step_in_backward(),
+    "in groups": ms.step_in_groups(group_bytes=256),
+}
 every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
