@@ -97,7 +97,7 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: Choice PartOfPlan diff_text plot_frontier plot_profile plot_timelines profile_text write_frontier
+memscale.reports: DrawnPoint PartOfPlan diff_text plot_frontier plot_profile plot_timelines profile_text write_frontier
     write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline Handle Home Homes Hooks Runtime Saved Stats Visit default_runtime
     home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced

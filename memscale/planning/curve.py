@@ -14,7 +14,7 @@ from memscale.planning.explanation import label, reasons, rows_of
 from memscale.planning.proven import ProvenPlan
 
 if TYPE_CHECKING:
-    from memscale.reports import Choice
+    from memscale.reports import DrawnPoint
 
 _DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
 _FEW = 2  # modules that a line names; of more it says how many
@@ -139,8 +139,8 @@ class Frontier(Sequence[Point]):
     def _device(self) -> str:
         return self._points[-1].plan.evidence.hardware.name
 
-    def _choices(self) -> list[Choice]:
-        choice, part = _reports().Choice, _reports().PartOfPlan
+    def _choices(self) -> list[DrawnPoint]:
+        choice, part = _reports().DrawnPoint, _reports().PartOfPlan
         found = []
         for point in self._points:
             evidence = point.plan.evidence

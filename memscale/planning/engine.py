@@ -31,7 +31,7 @@ from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Found, Proven, Search
-from memscale.planning.solver import Link
+from memscale.planning.solver import LinkRates
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
 from memscale.transforms import cast
 
@@ -311,7 +311,7 @@ class DecisionEngine:
                 self._searches.append(Search(self.model, self._simulate, casting, always=always, link=link))
         return self._searches
 
-    def _techniques(self, link: Link | None) -> frozenset[str]:
+    def _techniques(self, link: LinkRates | None) -> frozenset[str]:
         found = set(self.config.eligible()) - {"cast", "quantize_states"}
         if link is None:
             found.discard("offload")
@@ -319,7 +319,7 @@ class DecisionEngine:
             found.add("stream")
         return frozenset(found)
 
-    def _link(self) -> Link | None:
+    def _link(self) -> LinkRates | None:
         """The way to the next tier, None where there is none whose speed is known."""
         hardware = self.hardware
         if not knows_copies(hardware):
@@ -332,7 +332,7 @@ class DecisionEngine:
             tier = "disk"
         out, back = (_PROBE_BYTES / copy_seconds(_PROBE_BYTES, tier, way, hardware) for way in DIRECTIONS)
         cap = self.config.max_cpu_offload_gb
-        return Link(out, back, None if cap is None else int(cap * 10**9))
+        return LinkRates(out, back, None if cap is None else int(cap * 10**9))
 
     def _dtype(self) -> torch.dtype:
         rates = self.hardware.flops_per_second

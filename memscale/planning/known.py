@@ -85,7 +85,7 @@ class Proofs:
         return self._simulate(plan) if plan else self._plain
 
 
-class Engine(Protocol):
+class Answering(Protocol):
     """What is asked."""
 
     def about(self) -> Mapping[str, str]:
@@ -95,7 +95,7 @@ class Engine(Protocol):
         """Those of its step."""
 
 
-Asked = TypeVar("Asked", bound=Engine)
+Asked = TypeVar("Asked", bound=Answering)
 
 
 class KnownPlans(Generic[Asked]):

@@ -13,7 +13,7 @@ from memscale.planning.candidates import Candidate, Menu, Rules
 from memscale.planning.costs import Assignment, measured_costs
 from memscale.planning.parts import parts_of
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.solver import Chooser, Link
+from memscale.planning.solver import Chooser, LinkRates
 from memscale.simulation import Profile, SimulatedStep
 
 # A plan that uses this share of the budget is not worth another round.
@@ -89,7 +89,7 @@ class Search:
         menu: Menu,
         *,
         always: Rules = (),
-        link: Link | None = None,
+        link: LinkRates | None = None,
         plain: SimulatedStep | None = None,
     ) -> None:
         self.always = always

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkRates:
     """How fast bytes move between the device and the tier below it, each way; and how many may lie there."""
 
     out_bytes_per_second: float
@@ -60,7 +60,7 @@ class Chooser:
             up to. Exactly one of these candidates is chosen, so that each brings its own correction.
     """
 
-    def __init__(self, costs: Costs, link: Link | None) -> None:
+    def __init__(self, costs: Costs, link: LinkRates | None) -> None:
         self.costs = costs
         self.link = link
         self._offsets = np.cumsum([0, *(len(menu) for menu in costs.effects)]).tolist()
@@ -73,7 +73,7 @@ class Chooser:
         self.beside_bytes = np.zeros((len(costs.effects[-1]), len(costs.stations)))
         self._ways = () if link is None else self._copies(flat, link)
 
-    def _copies(self, flat: list[Effect], link: Link) -> tuple[tuple[Floats, Floats, Floats], ...]:
+    def _copies(self, flat: list[Effect], link: LinkRates) -> tuple[tuple[Floats, Floats, Floats], ...]:
         """For each way: the seconds of each candidate's copies, those of its operators, and what comes between."""
         outside = self.costs.effects[-1][0]
         moves = (

@@ -4,14 +4,14 @@ Loaded by the first `Profile` or `Frontier` that is asked to print or to draw it
 for.
 """
 
-from memscale.reports.frontier import Choice, PartOfPlan, plot_frontier, write_frontier
+from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.text import diff_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
-    "Choice",
+    "DrawnPoint",
     "PartOfPlan",
     "diff_text",
     "plot_frontier",

@@ -65,7 +65,7 @@ class PartOfPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class DrawnPoint:
     """One point of the curve.
 
     Attributes:
@@ -85,7 +85,7 @@ class Choice:
     script: str
 
 
-def plot_frontier(choices: Sequence[Choice], device: str, path: str | PathLike[str]) -> None:
+def plot_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str]) -> None:
     """Draw the curve as PNG or SVG, by the suffix.
 
     Raises:
@@ -119,7 +119,7 @@ def plot_frontier(choices: Sequence[Choice], device: str, path: str | PathLike[s
     figure.savefig(target, format=target.suffix.lower()[1:])
 
 
-def write_frontier(choices: Sequence[Choice], device: str, path: str | PathLike[str]) -> None:
+def write_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLike[str]) -> None:
     """Write the curve as one HTML file that needs nothing else; each point shows its plan.
 
     Raises:
@@ -155,7 +155,7 @@ class _Frame:
     top: float
 
     @classmethod
-    def of(cls, choices: Sequence[Choice]) -> _Frame:
+    def of(cls, choices: Sequence[DrawnPoint]) -> _Frame:
         bytes_unit, bytes_scale = byte_scale(choices[-1].peak_bytes)
         seconds_unit, seconds_scale = time_scale(choices[0].step_seconds)
         memory = _spread([each.peak_bytes / bytes_scale for each in choices])
@@ -176,7 +176,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, least - room), most + room
 
 
-def _page(choices: Sequence[Choice], device: str) -> Iterator[str]:
+def _page(choices: Sequence[DrawnPoint], device: str) -> Iterator[str]:
     yield "<!doctype html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -191,7 +191,7 @@ def _page(choices: Sequence[Choice], device: str) -> Iterator[str]:
     yield f"<script>{_SCRIPT}</script></body></html>"
 
 
-def _curve(choices: Sequence[Choice]) -> Iterator[str]:
+def _curve(choices: Sequence[DrawnPoint]) -> Iterator[str]:
     frame = _Frame.of(choices)
     bottom, right = _TOP + _HEIGHT, _LEFT + _WIDTH
     yield f'<svg viewBox="0 0 {right + 10} {bottom + 44}" role="group" aria-label="Memory and time of each plan">'
@@ -226,7 +226,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [float(f"{at * step:.6g}") for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _choices(choices: Sequence[Choice]) -> Iterator[str]:
+def _choices(choices: Sequence[DrawnPoint]) -> Iterator[str]:
     yield '<table><tr><th class="number">memory</th><th class="number">step</th><th class="number">time</th>'
     yield "<th>plan</th></tr>"
     for at, each in enumerate(choices):
@@ -236,7 +236,7 @@ def _choices(choices: Sequence[Choice]) -> Iterator[str]:
     yield "</table>"
 
 
-def _plan(each: Choice, as_it_is: Choice) -> Iterator[str]:
+def _plan(each: DrawnPoint, as_it_is: DrawnPoint) -> Iterator[str]:
     memory, time = _takes(each)
     yield f'<section class="plan"><h2>{memory}, {time} a step, {_ratio(each, as_it_is)}</h2>'
     if each.parts:
@@ -259,9 +259,9 @@ def _plan(each: Choice, as_it_is: Choice) -> Iterator[str]:
     yield f"<h2>By hand</h2><pre>{escape(each.script)}</pre></section>"
 
 
-def _takes(each: Choice) -> tuple[str, str]:
+def _takes(each: DrawnPoint) -> tuple[str, str]:
     return format_bytes(each.peak_bytes), format_seconds(each.step_seconds)
 
 
-def _ratio(each: Choice, as_it_is: Choice) -> str:
+def _ratio(each: DrawnPoint, as_it_is: DrawnPoint) -> str:
     return f"{each.step_seconds / as_it_is.step_seconds:.2f} ×"

@@ -11,7 +11,7 @@ from memscale.core import ConfigError, format_bytes, format_flops, format_second
 from memscale.hardware import Hardware
 from memscale.reports.chart import chart, chip
 from memscale.reports.drawing import css_name
-from memscale.reports.module_tree import ROOT, TOP, Held, Part, module_tree
+from memscale.reports.module_tree import ROOT, TOP, Branch, Held, module_tree
 from memscale.reports.page import SCRIPT, STYLE
 from memscale.reports.text import alike, facts, is_cut, percent
 from memscale.simulation import Profile
@@ -87,7 +87,7 @@ def _modules(profile: Profile) -> Iterator[str]:
     yield "</div>"
 
 
-def _branch(part: Part, peak_bytes: int, depth: int) -> Iterator[str]:
+def _branch(part: Branch, peak_bytes: int, depth: int) -> Iterator[str]:
     numbers = (
         *(format_bytes(nbytes) if nbytes else "" for nbytes in (*part.held, part.held.nbytes)),
         percent(part.held.nbytes, peak_bytes),

@@ -40,7 +40,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class Branch:
     """What a module, or several that are alike, hold at the peak with all that is in them.
 
     Attributes:
@@ -55,10 +55,10 @@ class Part:
     held: Held
     seconds: float
     weight: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Branch, ...] = ()
 
 
-def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Part:
+def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Branch:
     """The root of the tree of modules.
 
     >>> root = module_tree([("", Held(0, 1)), ("a.b", Held(0, 2)), ("a.c", Held(4, 0))], [("a.b", 0.5)])
@@ -82,9 +82,9 @@ def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, f
             names[above][at] = None
             at = above
 
-    def part(path: str) -> Part:
-        def leaf(name: str) -> Part:
-            return Part(name, _total(own_bytes[path]), own_seconds[path], sum(map(abs, chain(*own_bytes[path]))))
+    def part(path: str) -> Branch:
+        def leaf(name: str) -> Branch:
+            return Branch(name, _total(own_bytes[path]), own_seconds[path], sum(map(abs, chain(*own_bytes[path]))))
 
         below = [part(child) for child in names.get(path, ())]
         if not below:
@@ -96,21 +96,21 @@ def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, f
     return part("")
 
 
-def _sum(path: str, parts: Iterable[Part]) -> Part:
+def _sum(path: str, parts: Iterable[Branch]) -> Branch:
     parts = tuple(_largest_first(parts))
     seconds, weight = sum(part.seconds for part in parts), sum(part.weight for part in parts)
-    return Part(path, _total(part.held for part in parts), seconds, weight, parts)
+    return Branch(path, _total(part.held for part in parts), seconds, weight, parts)
 
 
 def _total(held: Iterable[Held]) -> Held:
     return Held(*map(sum, zip((0, 0), *held, strict=True)))
 
 
-def _largest_first(parts: Iterable[Part]) -> list[Part]:
+def _largest_first(parts: Iterable[Branch]) -> list[Branch]:
     return sorted(parts, key=lambda part: (-part.weight, [name.zfill(6) for name in part.path.split(".")]))
 
 
-def summary(root: Part, lines: int) -> list[Part]:
+def summary(root: Branch, lines: int) -> list[Branch]:
     """At most `lines` parts that make up `root`: the largest is split for as long as they fit; the last is the rest.
 
     >>> layers = [(f"h.{at}.{part}", Held(0, size)) for at in "01" for part, size in (("mlp", 9), ("attn", 7))]
@@ -132,7 +132,7 @@ def summary(root: Part, lines: int) -> list[Part]:
     return [*_largest_first(shown), *rest]
 
 
-def _split(part: Part, whole: int, lines: int) -> tuple[list[Part], list[Part]]:
+def _split(part: Branch, whole: int, lines: int) -> tuple[list[Branch], list[Branch]]:
     """At most `lines` parts of `part`, and those too thin for a line; nothing if a split would not tell enough."""
     large = [below for below in part.parts if below.weight >= _THIN * whole]
     named = large[:lines]

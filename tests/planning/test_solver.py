@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from memscale.planning.candidates import AS_IT_IS, Candidate
 from memscale.planning.costs import Costs, Effect
-from memscale.planning.solver import Chooser, Link
+from memscale.planning.solver import Chooser, LinkRates
 from memscale.simulation import Phase, Station
 from memscale.transforms import checkpoint
 
@@ -60,7 +60,7 @@ def _waits(costs, assignment, link):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 6), st.floats(0.3, 1.1), st.sampled_from([None, Link(1e9, 1e9)]))
+@given(st.integers(0, 10_000), st.integers(2, 6), st.floats(0.3, 1.1), st.sampled_from([None, LinkRates(1e9, 1e9)]))
 def test_the_fastest_is_that_of_all(seed, parts, share, link):
     costs = _costs(seed, parts, 3)
     limit = share * costs.held_bytes(costs.as_it_is).max()
@@ -89,6 +89,6 @@ def test_no_more_moves_than_the_cap_allows():
     costs = _costs(3, 4, 3)
     limit = 0.9 * costs.held_bytes(costs.as_it_is).max()
     cap = 1 << 28
-    choice = Chooser(costs, Link(1e12, 1e12, cap)).fastest(limit)
+    choice = Chooser(costs, LinkRates(1e12, 1e12, cap)).fastest(limit)
     moved = sum(menu[at].out_bytes for menu, at in zip(costs.effects, choice.assignment, strict=True))
     assert moved <= cap

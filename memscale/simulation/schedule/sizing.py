@@ -29,7 +29,7 @@ def prefetch_depth(
         transfers: the copies of the step.
         first: the number of its first operator.
     """
-    replay = Replay(seconds, passes, transfers, first)
+    replay = DepthReplay(seconds, passes, transfers, first)
     took = {depth: replay.seconds(depth) for depth in _DEPTHS}
     copy_seconds = sum(transfer.end - transfer.begin for transfer in transfers) / len(transfers)
 
@@ -43,7 +43,7 @@ def prefetch_depth(
     return next(filter(is_deep_enough, _DEPTHS))
 
 
-class Replay:
+class DepthReplay:
     """A step as queues, to be run with any depth; arguments as of `prefetch_depth`."""
 
     def __init__(

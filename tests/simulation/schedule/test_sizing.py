@@ -3,7 +3,7 @@
 import pytest
 
 from memscale.simulation.schedule.clock import Transfer
-from memscale.simulation.schedule.sizing import Replay, prefetch_depth
+from memscale.simulation.schedule.sizing import DepthReplay, prefetch_depth
 
 LAYERS = 32
 
@@ -38,7 +38,7 @@ def test_both_directions_share_one_disk():
         transfers.append(Transfer(0.0, 1.5, "out", "pinned", 1, False, asked=2 * at))
         transfers.append(Transfer(0.0, 1.5, "in", "pinned", 1, False, asked=0, awaited=2 * at + 1))
     step = ([1.0] * (2 * LAYERS), [0] * (2 * LAYERS), transfers, 0)
-    assert Replay(*step).seconds(4) <= 2 * LAYERS + 1.5
+    assert DepthReplay(*step).seconds(4) <= 2 * LAYERS + 1.5
     for transfer in transfers:
         transfer.tier = "disk"
-    assert Replay(*step).seconds(4) >= 3 * (LAYERS - 4)
+    assert DepthReplay(*step).seconds(4) >= 3 * (LAYERS - 4)
