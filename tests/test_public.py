@@ -94,7 +94,7 @@ memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_b
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
     OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
-    Scope Snapshot accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
+    Scope Snapshot Streams accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan diff_text plot_frontier plot_profile plot_timelines profile_text write_frontier

@@ -22,6 +22,7 @@ from memscale.regions.scope import (
 )
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
+from memscale.regions.streams import Streams
 from memscale.regions.uncompiled import OperatorWatch, uncompiled, without_dynamo
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 from memscale.regions.untouched import untouched
@@ -42,6 +43,7 @@ __all__ = [
     "Rewind",
     "Scope",
     "Snapshot",
+    "Streams",
     "accelerators",
     "arguments",
     "as_it_was",

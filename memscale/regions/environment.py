@@ -36,12 +36,14 @@ class Environment:
         "_position",
         "_random",
         "_settings",
+        "devices",
         "uses_host_random",
     )
 
     def __init__(
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[torch.Generator] = ()
     ) -> None:
+        self.devices = devices
         self._random: list[tuple[torch.Generator, torch.Tensor]] | None = [
             (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
         ]

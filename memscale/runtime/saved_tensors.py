@@ -20,7 +20,10 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 
 
 def hooks_here(
-    runtime: Runtime | None, tier: str, min_bytes: int | None, kind: type[Hooks] | None = None
+    runtime: Runtime | None,
+    tier: str,
+    min_bytes: int | None,
+    kind: Callable[[Runtime, str, int | None, Any], Hooks] | None = None,
 ) -> Hooks | None:
     """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
     outer = hooks_around()

@@ -1,5 +1,6 @@
-"""A CUDA backend with one thing left out or done wrong, each of which a record of calls must show."""
+"""A CUDA backend, or a region on several streams, with one thing left out or done wrong, which a record must show."""
 
+from memscale.regions import Streams
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 
 
@@ -38,12 +39,22 @@ def not_synchronized(self, event):
         event.wait()
 
 
+def not_met(self):
+    """A recompute that stops early leaves its streams as they are."""
+
+
+def not_lent_inside(self, tensors):
+    """Parameters leave the device while a stream of the region's own may read them."""
+
+
 _MOVE = CudaBackend._move
 MUTANTS = {
-    no_wait: "wait",
-    no_order: "_order",
-    end_elsewhere: "_move",
-    end_too_early: "_move",
-    not_lent: "lend",
-    not_synchronized: "synchronize",
+    no_wait: (CudaBackend, "wait"),
+    no_order: (CudaBackend, "_order"),
+    end_elsewhere: (CudaBackend, "_move"),
+    end_too_early: (CudaBackend, "_move"),
+    not_lent: (CudaBackend, "lend"),
+    not_synchronized: (CudaBackend, "synchronize"),
+    not_met: (Streams, "meet"),
+    not_lent_inside: (Streams, "lend"),
 }

@@ -8,7 +8,7 @@ sanitizers tell it, at the moment in the order of calls.
 import contextlib
 import ctypes
 from bisect import bisect_right, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import torch
@@ -126,13 +126,14 @@ def recorded(lib, *, delay=0):
         torch.cuda.memory._record_memory_history(None)
         raw = ctypes.POINTER(_Raw)()
         count = lib.ghost_calls(ctypes.byref(raw))
-        blocks = iter(sizes)
+        # By address: the hooks of two threads may be called in another order than the allocator's history has.
+        blocks = defaultdict(deque)
+        for block in sizes:
+            blocks[block["addr"]].append(block["size"])
         for call in raw[:count]:
             size = call.size
             if call.kind == HANDED_OUT:
-                block = next(blocks)
-                assert block["addr"] == call.to, "the allocator's history and its hooks do not agree"
-                size = block["size"]
+                size = blocks[call.to].popleft()
             found.append(Call(KINDS[call.kind], call.stream, call.to, call.source, size, call.thread))
 
 

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 
 from memscale.core import CorrectnessError, changed_error, described
-from memscale.regions import Habits, Rewind, Scope, Snapshot, arguments, recomputing, unrecorded, wait_for_recomputes
+from memscale.regions import (
+    Habits,
+    Rewind,
+    Scope,
+    Snapshot,
+    Streams,
+    arguments,
+    recomputing,
+    unrecorded,
+    wait_for_recomputes,
+)
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 
@@ -74,6 +84,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
+    placeholder.frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd does not check what comes from hooks
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         raise changed_error(described(what, tensor.dtype, tensor.shape), tensor._version, expected)
@@ -104,6 +115,7 @@ class _Frame:
         "_seen",
         "_snapshot",
         "recorder",
+        "streams",
     )
 
     def __init__(
@@ -122,6 +134,7 @@ class _Frame:
         self._memory = memory
         self._mode = (scope.flags(), len(scope.places), len(tensors))
         self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
+        self.streams = Streams(self._snapshot.environment.devices)
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
         self._inputs: Kept | None = Kept(tensors)
         self._replaced: set[int] = set()  # those that the region changes in place
@@ -151,6 +164,7 @@ class _Frame:
         placeholder = _Placeholder(self, len(self._seen))
         self._placeholders.append(weakref.ref(placeholder))
         self._seen.append((tensor.shape, tensor.dtype, tensor._version))
+        self.streams.see(tensor)
         if self.recorder is not None:
             self.recorder.needed = self.recorder.count
         return placeholder
@@ -193,24 +207,30 @@ class _Frame:
             live = [placeholder if placeholder is wanted else None for placeholder in live]
         refused: dict[int, str] = {}
         fresh: list[torch.Tensor] = []
-        found = self._values(refused, fresh)
-        rerun = _Rerun(self._seen, live, fresh)
         last = in_backward and self._concluded and not _keeps_graph()
-        with (
-            Rewind(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
-            self._call.again(values := _in_order(found, shared)) as (args, kwargs),
-            torch.enable_grad(),
-        ):
-            _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
-            try:
-                # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle
-                # of its run. That is no part of the run, so it must not count as such where operators are numbered.
-                with self._replayer(values) or (nullcontext() if self._concluded else unrecorded()):
-                    self._fn(*args, **kwargs)
-            except _Stop:
-                pass
-            finally:
-                _autograd._pop_saved_tensors_default_hooks()
+        with self.streams.again() as streams:
+            found = self._values(refused, fresh)
+            rerun = _Rerun(self._seen, live, fresh, streams)
+            with (
+                Rewind(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
+                self._call.again(values := _in_order(found, shared)) as (args, kwargs),
+                torch.enable_grad(),
+            ):
+                _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
+                try:
+                    # A region that asks for gradients itself (forces are those of an energy) is recomputed in the
+                    # middle of its run. That is no part of the run, so it must not count as such where operators are
+                    # numbered.
+                    with self._replayer(values) or (nullcontext() if self._concluded else unrecorded()):
+                        self._fn(*args, **kwargs)
+                except _Stop:
+                    pass
+                except BaseException:
+                    streams.meet()
+                    raise
+                finally:
+                    _autograd._pop_saved_tensors_default_hooks()
+            self.streams = streams
         rerun.check()
         # Not before: what a rerun that failed has found must not be used, and would only take memory.
         for placeholder in live:
@@ -304,9 +324,11 @@ class _Rerun:
         seen: list[tuple[torch.Size, torch.dtype, int]],
         live: list[_Placeholder | None],
         fresh: list[torch.Tensor],
+        streams: Streams,
     ) -> None:
         self._seen = seen
         self._live = live
+        self._streams = streams
         self._fresh = fresh  # tensors whose version counters mean nothing
         self._of_fresh: set[int] | None = None  # their storages
         self.made: set[int] = set()  # and others
@@ -317,6 +339,7 @@ class _Rerun:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
         self._count += 1
+        self._streams.see(tensor)
         if index <= self._last:
             shape, dtype, expected = self._seen[index]
             if tensor.shape != shape or tensor.dtype != dtype:
@@ -337,6 +360,7 @@ class _Rerun:
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 self.found[index] = tensor, tensor._version
             if index == self._last:
+                self._streams.meet()  # before what the run has made goes out of use
                 raise _Stop
         return tensor
 

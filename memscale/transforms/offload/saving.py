@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memscale.core import TransformError
-from memscale.regions import unrecorded
+from memscale.regions import Streams, unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 from memscale.transforms.offload.levels import LevelHooks
 
@@ -44,8 +44,13 @@ def saving_by(hooks: Hooks | LevelHooks | None, how: object) -> Iterator[None]:
 class StreamedHooks(Hooks):
     """Hooks that know parameters which live on another tier, and leave everything else where it is."""
 
+    def __init__(self, streams: Streams, *args: Any) -> None:
+        super().__init__(*args)
+        self._streams = streams
+
     def pack(self, tensor: torch.Tensor) -> Any:
         """See `Hooks.pack`."""
+        self._streams.see(tensor)
         if is_plain(tensor):
             if (home := home_on_device(tensor)) is not None:
                 with unrecorded():

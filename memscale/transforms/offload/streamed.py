@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from memscale.algebra import Placing
 from memscale.core import CorrectnessError, changed_error, pytrees, version
@@ -24,6 +26,7 @@ from memscale.regions import (
     Note,
     Origin,
     Scope,
+    Streams,
     functorch_state,
     is_stand_in,
     moved,
@@ -38,17 +41,23 @@ from memscale.regions import (
 from memscale.runtime import Home, Visit, home_of, hooks_here, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
+_PATIENCE_SECONDS = 60.0
+_turns_lock = threading.Lock()
+_turns: Any = WeakTensorKeyDictionary()  # by parameter, a lock that its thread holds
+
 
 class Streamed(Placing):
     """A function whose parameters live on another tier.
 
     Attributes:
         watched: the train/eval flags of its modules with which it has run already.
+        spreads: whether it was seen on several streams.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Any) -> None:
         super().__init__(fn, how)
         self.watched: set[tuple[bool, ...]] = set()
+        self.spreads = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         why = "offload(what='params') brings the region's parameters to the device while it runs"
@@ -96,24 +105,71 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
     device = _device(scope, pytrees.tensors((args, kwargs)))
     if device is None:
         return self.fn(*args, **kwargs)
-    with unrecorded():
-        homes, strays = self.find(scope, device)
     with ExitStack() as stack:
+        if not _take_turns(stack, scope, self.how):
+            scope = Scope(self.fn)
+        with unrecorded():
+            homes, strays = self.find(scope, device)
+        streams = Streams([device] if homes else [])
         stand_ins = stack.enter_context(_on_device(homes))
         # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.
         if homes and torch.is_grad_enabled() and not functorch_state.active() and not functorch_state.inside_region():
-            hooks = hooks_here(self.runtime, self.how.tier, None, StreamedHooks)
+            hooks = hooks_here(self.runtime, self.how.tier, None, functools.partial(StreamedHooks, streams))
             stack.enter_context(saving_by(hooks, self.how))
         on_device = list(stand_ins.values())
         stack.callback(on_device.clear)  # before the parameters leave: their memory is free from there on
+        stack.callback(streams.lend, on_device)  # the caller may let them meet after the region, or it failed
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(scope, stand_ins))
         watch = bool(homes) and scope.flags() not in self.watched and runtime_for(self.runtime).has_values
         why = "is lost; make the change in place under torch.no_grad()"
-        with refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch):
+        with (
+            refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch),
+            streams.watching() if watch or self.spreads else nullcontext(),
+        ):
             result = self.fn(*args, **kwargs)
+        self.spreads = self.spreads or streams.are_several
         self.watched.add(scope.flags())
         return result
+
+
+def _take_turns(stack: ExitStack, scope: Scope, how: object) -> bool:
+    """Let no other thread run a streamed region with parameters of `scope` until `stack` ends.
+
+    Every thread finds what stands for a parameter in the same place. One that came second would compute with a tensor
+    that another stream brings, and put it back as the parameter when it is through.
+
+    Returns:
+        whether `scope` is as it was: what stood for parameters in another thread is gone now.
+
+    Raises:
+        CorrectnessError: the other thread does not come to its end.
+    """
+    is_as_it_was, wanted = True, {}
+    for _, _, tensor in scope.tensors:
+        parameter: torch.Tensor | None = tensor
+        if is_stand_in(tensor):
+            origin = origin_of(tensor)
+            parameter = origin.home.parameter() if isinstance(origin, _OnDevice) else None
+        if type(parameter) is nn.Parameter:
+            turn = wanted[id(parameter)] = _turn_of(parameter)
+            is_as_it_was = is_as_it_was and (parameter is tensor or turn._is_owned())  # type: ignore[attr-defined]
+    for _, turn in sorted(wanted.items()):  # one order for all threads
+        if not turn.acquire(timeout=_PATIENCE_SECONDS):
+            raise CorrectnessError(
+                f"the region of {how!r} waited a minute for a parameter that another thread's region has on the "
+                "device; run the two one after the other, or give each thread a model of its own"
+            )
+        stack.callback(turn.release)
+    return is_as_it_was
+
+
+def _turn_of(parameter: nn.Parameter) -> threading.RLock:
+    with _turns_lock:
+        turn: threading.RLock | None = _turns.get(parameter)
+        if turn is None:
+            turn = _turns[parameter] = threading.RLock()
+        return turn
 
 
 class _OnDevice(Origin):

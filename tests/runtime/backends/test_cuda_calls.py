@@ -3,16 +3,16 @@
 import contextlib
 import gc
 import os
+from functools import partial
 
 import pytest
 import torch
 
 import memscale as ms
 from memscale.runtime import Runtime
-from memscale.runtime.backends.cuda import CudaBackend
 from tests.ghost.mutants import MUTANTS
-from tests.ghost.programs import run
-from tests.ghost.record import Order, recorded, stand_in
+from tests.ghost.programs import run, run_beside
+from tests.ghost.record import Accessing, Order, recorded, stand_in
 
 pytestmark = [
     pytest.mark.cuda,
@@ -33,26 +33,34 @@ def lib():
     gc.unfreeze()
 
 
-def races(lib, case, delay):
-    with contextlib.suppress(RuntimeError, SystemError), recorded(lib, delay=delay) as calls:
-        run(case)
-    return Order().check(calls)
+def races(lib, program, delay, *, fails=()):
+    with contextlib.suppress(*fails), recorded(lib, delay=delay) as calls:
+        program()
+    return Order().check(calls), calls
 
 
 @pytest.mark.parametrize("start", range(0, CASES, 20))
 def test_copies_are_in_order_with_what_they_read_and_write(lib, start):
     """Who reads comes after who wrote, who has a block next after all that its last owner did, on any stream."""
     for case in range(start, min(start + 20, CASES)):
-        with recorded(lib, delay=0 if case % 5 == 0 else case) as calls:
-            run(case)
-        assert Order().check(calls) == [], case
+        found, calls = races(lib, partial(run, case, lambda: Accessing(lib)), 0 if case % 5 == 0 else case)
+        assert found == [], case
         assert any(call.kind == "copy" for call in calls)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_parameters_wait_for_a_stream_inside_their_region(lib, fails):
+    """A region ends, or fails, before its streams meet: their memory is not reused while one of them reads it."""
+    assert races(lib, partial(run_beside, fails), 1)[0] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_record_shows_what_a_mutant_does_wrong(monkeypatch, lib, mutant):
-    monkeypatch.setattr(CudaBackend, MUTANTS[mutant], mutant)
-    assert any(races(lib, case, case + 1) for case in range(40))
+    monkeypatch.setattr(*MUTANTS[mutant], mutant)
+    programs = [(partial(run_beside, fails), 1) for fails in (False, True)]
+    programs += [(partial(run, case, lambda: Accessing(lib)), case + 1) for case in (12, 49, *range(40))]
+    errors = RuntimeError, SystemError
+    assert any(races(lib, program, delay, fails=errors)[0] for program, delay in programs)
 
 
 def test_pinned_memory_is_what_was_asked_for(lib):

@@ -1,0 +1,111 @@
+"""The CUDA streams that a region runs on: a recompute runs on the same, and lets them meet where it ends early.
+
+A region may hand work to streams of its own and let them meet again at its end. A recompute that stops before that has
+left memory which one stream owns and another still reads, and values that no other stream was told to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from memscale.core import pytrees, simulating
+from memscale.regions.uncompiled import OperatorWatch
+
+# Of the device with this index; `torch.cuda.current_stream` takes ten times as long to say the same.
+_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Streams:
+    """The streams on which a run was seen; the current ones of `devices` to begin with.
+
+    Attributes:
+        are_several: whether there are two of one device.
+    """
+
+    __slots__ = ("_begun", "_known", "are_several")
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._known: dict[tuple[int, int], torch.cuda.Stream] | None = None
+        self.are_several = False
+        if _current is not None and torch.cuda.is_initialized() and not simulating():
+            self._known = {}
+            for device in devices:
+                if device.type == "cuda":
+                    self._see(device.index)
+        self._begun = list((self._known or {}).values())
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Note the stream that is current as `tensor` is used."""
+        if self._known is not None and tensor.is_cuda:
+            self._see(tensor.get_device())
+
+    def _see(self, index: int) -> None:
+        assert self._known is not None
+        if (key := (index, _current(index))) not in self._known:
+            self.are_several = self.are_several or any(other == index for other, _ in self._known)
+            self._known[key] = torch.cuda.current_stream(index)
+
+    @contextmanager
+    def again(self) -> Iterator[Streams]:
+        """Run the body on the streams on which the run began; gives all that it is seen on, and the caller's."""
+        then = Streams(stream.device for stream in self._begun)  # the caller's
+        if self._known:
+            then._known = {**self._known, **(then._known or {})}
+            devices = [index for index, _ in then._known]
+            then.are_several = len(set(devices)) < len(devices)
+        before = torch.cuda.current_device() if self._begun else -1
+        entered = [torch.cuda.stream(stream) for stream in self._begun if stream not in then._begun]
+        for context in entered:
+            context.__enter__()
+        if entered:
+            torch.cuda.set_device(before)
+        try:
+            yield then
+        finally:
+            for context in reversed(entered):
+                context.__exit__(None, None, None)
+            if entered:
+                torch.cuda.set_device(before)
+
+    def meet(self) -> None:
+        """Let whatever they are given from here on come after all that each of them was given."""
+        if not self.are_several or self._known is None:
+            return
+        for device in {index for index, _ in self._known}:
+            first, *others = [stream for (index, _), stream in self._known.items() if index == device]
+            for other in others:
+                first.wait_stream(other)
+            for other in others:
+                other.wait_stream(first)
+
+    def lend_to_current(self, tensor: torch.Tensor) -> None:
+        """Have the allocator keep the memory of `tensor` for its reader, if that may run on another stream."""
+        if self.are_several and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have the allocator keep the memory of `tensors` until the streams are through with what they were given."""
+        if self.are_several and self._known is not None:
+            for tensor in tensors:
+                for (index, _), stream in self._known.items():
+                    if tensor.is_cuda and tensor.get_device() == index:
+                        tensor.record_stream(stream)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """What a run is to be run in, so that each operator's stream is noted; takes microseconds for each."""
+        return nullcontext() if self._known is None else _Watch(self)
+
+
+class _Watch(OperatorWatch):
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in pytrees.tensors((args, kwargs)):
+            self._streams.see(tensor)
+        return func(*args, **kwargs)
