@@ -7,6 +7,7 @@ about the module changes: not its class, its hooks, its parameters or its place 
 from __future__ import annotations
 
 import difflib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from memscale.algebra.composition import Transform, compose, is_of_optimizers
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.plan import Plan, as_plan
-from memscale.algebra.region import Former, Relocation, attach, placing_in
+from memscale.algebra.region import Former, Relocation, attach, entitle, placing_in
 from memscale.core import Assembled, PlanError, TransformError
 from memscale.runtime import Runtime
 
@@ -69,6 +70,7 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     copy, memo = copy_tree(model)
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
+    entitle(copy)
     _keep_shared_parameters(copy)
     if regions:
         links = _links(model)
@@ -83,6 +85,7 @@ def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None)
     before = [Former(module) for module, _ in regions]
     for former, (module, how) in zip(before, regions, strict=True):
         former.ours = attach(module, how.on(runtime))
+    entitle(model)
     _keep_shared_parameters(model)
     return before
 
@@ -169,11 +172,15 @@ def _keep_shared_parameters(model: nn.Module) -> None:
         for parameter in module._parameters.values()
         if parameter is not None
     }
+    told: list[str | None] = []
     for module, placing in regions:
         resident = tuple([parameter for parameter in module.parameters() if id(parameter) in outside])
         for region in placing:
             region.resident = resident
+            told.append(region.why_none_leaves(list(module.parameters())))
         module.__dict__["_apply"] = Relocation(module, placing[0])  # where several do, the outermost has the word
+    if told and None not in told:
+        warnings.warn(f"{max(map(str, told), key=len)}; this is said once", RuntimeWarning, stacklevel=3)
 
 
 _Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]

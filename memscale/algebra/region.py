@@ -33,6 +33,7 @@ class Transformed(Assembled):
         fn: the function underneath.
         how: the transform.
         runtime: the one that it uses, where it uses one; `None` is the process's own.
+        title: how statistics call it: the path of the module that it is the forward of.
     """
 
     how: Any  # each transform's own class
@@ -42,6 +43,7 @@ class Transformed(Assembled):
         self.fn = fn
         self.how = how
         self.runtime: Runtime | None = None
+        self.title = getattr(fn, "__qualname__", type(fn).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` returns, computed another way."""
@@ -57,6 +59,7 @@ class Transformed(Assembled):
     def reassembled(self: Same, remap: Callable[[Any], Any]) -> Same:
         other = type(self)(remap(self.fn), self.how)
         other.runtime = self.runtime
+        other.title = self.title
         return other
 
     def __repr__(self) -> str:
@@ -67,15 +70,20 @@ class Placing(Transformed):
     """A transformed function that decides where the parameters which it uses live.
 
     Attributes:
-        resident: those that stay where they are, since others outside of every such region use them too.
+        resident: those that stay where they are, since others outside of every such region use them too. None for the
+            region of a bare function, which no model has looked at.
     """
 
     def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
         super().__init__(fn, how)
-        self.resident: tuple[nn.Parameter, ...] = ()
+        self.resident: tuple[nn.Parameter, ...] | None = None
 
     def place(self, parameters: Sequence[torch.Tensor], device: torch.device) -> Any:
         """Let `parameters`, which are those of a module on `device`, live where they are to live."""
+        raise NotImplementedError
+
+    def why_none_leaves(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """Why nothing of `parameters` would live elsewhere; None where something would."""
         raise NotImplementedError
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Any:
@@ -288,6 +296,14 @@ def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., 
     module.__dict__["forward"] = method
     module.__dict__["_replicate_for_data_parallel"] = Replication(module)
     return method
+
+
+def entitle(model: nn.Module) -> None:
+    """Give the regions of `model` the paths of their modules."""
+    for path, module in model.named_modules():
+        for part in assembled_in(module.__dict__.get("forward")):
+            if isinstance(part, Transformed):
+                part.title = path or "(model)"
 
 
 def placing_in(module: nn.Module) -> list[Placing]:

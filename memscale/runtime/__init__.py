@@ -6,11 +6,12 @@ from memscale.runtime.parameters.home import Home, Saved, Visit, home_of, home_o
 from memscale.runtime.parameters.homes import Homes
 from memscale.runtime.runtime import Runtime, default_runtime, runtime_for, runtimes_replaced
 from memscale.runtime.saved_tensors import Hooks, hooks_here, is_plain
-from memscale.runtime.stats import CopyTimeline, Stats
+from memscale.runtime.stats import CopyTimeline, DeviceStats, Stats
 
 __all__ = [
     "AsyncOffloadConfig",
     "CopyTimeline",
+    "DeviceStats",
     "Handle",
     "Home",
     "Homes",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +21,9 @@ from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.locks import new_lock
 from memscale.runtime.parameters.home import AT_HOME, Home
 from memscale.runtime.parameters.homes import Homes
-from memscale.runtime.stats import CopyTimeline, Stats
+from memscale.runtime.stats import CopyTimeline, DeviceStats
 from memscale.runtime.storage.budget import KEPT_FREE_BYTES, HostBudget
+from memscale.runtime.storage.tiers import at_or_below
 
 
 class Runtime:
@@ -78,6 +80,7 @@ class Runtime:
         # One for each mode of fake tensors: what it counts is about that one, and ends with it.
         self._fake: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
         self._timeline: CopyTimeline | None = None
+        self._told: set[str] = set()
 
     def engine(self, tensor: torch.Tensor) -> Engine:
         """The engine that moves `tensor`.
@@ -118,13 +121,27 @@ class Runtime:
         """The homes that this runtime knows of: all of this process."""
         return AT_HOME
 
-    def stats(self) -> Mapping[str, Stats]:
+    def stats(self) -> DeviceStats:
         """What was moved and what is held, by device; those of fake tensors are called ``"fake cuda"`` and the like."""
         with self._lock:
             found = {str(device): engine for device, engine in self._engines.items()}
             for engines in self._fake.values():
                 found.update({f"fake {device}": engine for device, engine in engines.items()})
-        return {name: engine.stats() for name, engine in found.items()}
+        return DeviceStats({name: engine.stats() for name, engine in found.items()})
+
+    def tell_of_tier(self, engine: Engine, tier: str) -> None:
+        """Say once that a device has no such tier, and which one takes its place."""
+        tiers = engine.backend.tiers
+        if tier == "auto" or tier in tiers or tier in self._told:
+            return
+        self._told.add(tier)
+        instead = next(iter(at_or_below(tiers, tier)), None)
+        place = f"goes to {instead}" if instead else "stays where it is"
+        self.tell(f"offload(tier={tier!r}): this device has only {', '.join(tiers)} below it, so what moves {place}")
+
+    def tell(self, what: str) -> None:
+        """Say something once that the caller may not have meant."""
+        warnings.warn(f"{what}; this is said once", RuntimeWarning, stacklevel=2)
 
     def settle(self) -> None:
         """Move all that nobody else keeps by now, and wait for every copy that is on its way out."""

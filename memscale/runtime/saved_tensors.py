@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memscale.core import TransformError, changed_error, check_tier, version
+from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, version
 from memscale.regions import hooks_around, recomputes, unrecorded
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
@@ -23,7 +24,9 @@ def hooks_here(
     runtime: Runtime | None,
     tier: str,
     min_bytes: int | None,
-    kind: Callable[[Runtime, str, int | None, Any], Hooks] | None = None,
+    kind: Callable[[Runtime, str, int | None, Any, str], Hooks] | None = None,
+    *,
+    region: str = "",
 ) -> Hooks | None:
     """Hooks for a region that begins here; `None` where a checkpoint around it drops what it saves anyway."""
     outer = hooks_around()
@@ -31,31 +34,38 @@ def hooks_here(
         return None
     # A region inside one whose parameters are streamed saves these, too.
     kind = kind or (HooksAmongHomes if any_is_running() else Hooks)
-    return kind(runtime_for(runtime), tier, min_bytes, outer)
+    return kind(runtime_for(runtime), tier, min_bytes, outer, region)
 
 
 class Hooks:
     """What autograd calls with each tensor that a region saves, and with each that its backward asks for."""
 
-    def __init__(self, runtime: Runtime, tier: str, min_bytes: int | None, outer: Any) -> None:
+    def __init__(self, runtime: Runtime, tier: str, min_bytes: int | None, outer: Any, region: str) -> None:
         check_tier("the tier of a policy's Move(...)", tier)
         self._runtime = runtime
         self._tier = tier
         self._min_bytes = runtime.config.min_bytes if min_bytes is None else min_bytes
         self._outer = outer  # hooks around the region: they see what is not moved here
         self._engines: set[Any] = set()
+        self._region = region
+        self._small: dict[int, torch.Tensor] = {}  # one of each storage that is too small, by its address
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """A handle on `tensor` where it may move; otherwise the tensor with the version that it must keep."""
         if not is_plain(tensor):
             return self._pack_other(tensor)
         nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._min_bytes or nbytes == 0 or _stays(tensor):
+        if nbytes == 0 or _stays(tensor):
+            return self.keep(tensor)
+        if nbytes < self._min_bytes:
+            self._small[tensor.untyped_storage()._cdata] = tensor
             return self.keep(tensor)
         with unrecorded():
             engine = self._runtime.engine(tensor)
-            self._engines.add(engine)
-            return engine.stash(tensor, tier=self._tier)
+            if engine not in self._engines:
+                self._engines.add(engine)
+                self._runtime.tell_of_tier(engine, self._tier)
+            return engine.stash(tensor, tier=self._tier, region=self._region)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor behind what `pack` returned."""
@@ -77,6 +87,11 @@ class Hooks:
         for engine in self._engines:
             with unrecorded():
                 engine.look_again()
+        small = list(self._small.values())
+        self._small.clear()
+        with unrecorded(), contextlib.suppress(RuntimeUnavailable):  # for which nothing needs to be there
+            for tensor in small:
+                self._runtime.engine(tensor).left_small(self._region, tensor.untyped_storage().nbytes())
 
     def keep(self, tensor: torch.Tensor) -> Any:
         """What `pack` returns for `tensor` where it stays."""

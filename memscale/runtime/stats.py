@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memscale.core import format_bytes, format_seconds
 from memscale.runtime.backends.protocol import Event, Stream
 from memscale.runtime.storage.tiers import TierUse
 
@@ -28,6 +30,10 @@ class Stats:
             asks for at once, and what no tier had room for.
         exposed_seconds: how long calling threads were held up by copies. Where instead a stream of the device waits
             for one, the caller goes on, and the stall inside the device is not seen here.
+        by_region: of what regions of ``offload()`` saved for backward, by the region's module, how many bytes met which
+            of the `FATES`.
+
+    `str` of it is a table.
     """
 
     out_bytes: Mapping[str, int]
@@ -39,6 +45,68 @@ class Stats:
     held_bytes: int
     resident_bytes: int
     exposed_seconds: float
+    by_region: Mapping[str, Mapping[str, int]]
+
+    def __str__(self) -> str:
+        tiers = list(dict.fromkeys((*self.out_bytes, *self.in_bytes, *self.live_bytes)))
+        columns = (self.out_bytes, self.in_bytes, self.live_bytes, self.high_water_bytes, self.reserved_bytes)
+        rows: list[tuple[str, ...]] = [("tier", "out", "back", "there now", "at most", "reserved")]
+        rows += [(tier, *(format_bytes(column.get(tier, 0)) for column in columns)) for tier in tiers]
+        lines = table(rows) if tiers else ["nothing was moved"]
+        lines.append(f"callers waited {format_seconds(self.exposed_seconds)} for copies" if tiers else "")
+        met = [fate for fate in FATES if any(fates.get(fate) for fates in self.by_region.values())]
+        if met:
+            lines += table([("saved by", *(FATES[fate] for fate in met)), *_shown(self.by_region, met)])
+        of_regions = sum(fates.get("moved", 0) for fates in self.by_region.values())
+        if (others := sum(self.out_bytes.values()) - of_regions) > 0:
+            lines.append(f"{format_bytes(others)} of what went out are parameters and gradients, or kept by a policy")
+        return "\n".join(filter(None, lines))
+
+
+class DeviceStats(dict[str, Stats]):
+    """What a runtime did, by device; `str` of it is a table for each.
+
+    >>> print(DeviceStats())
+    nothing was moved
+    """
+
+    def __str__(self) -> str:
+        tables = [f"{device}\n{textwrap.indent(str(stats), '  ')}" for device, stats in self.items()]
+        return "\n".join(tables or ["nothing was moved"])
+
+
+#: What becomes of the bytes that a region saves for backward, and how a table calls it: they move, or they stay since
+#: something else keeps them (a module after it, the caller), they are the tail of the forward, which backward asks for
+#: at once, no tier has room, or their storage is smaller than `min_bytes`.
+FATES = {
+    "moved": "moved",
+    "held": "kept by others",
+    "tail": "wanted at once",
+    "no room": "no room",
+    "small": "below min_bytes",
+}
+_MOST_REGIONS = 24
+
+
+def _shown(by_region: Mapping[str, Mapping[str, int]], met: Sequence[str]) -> list[tuple[str, ...]]:
+    """The rows of the regions, those with the most bytes first."""
+    regions = sorted(by_region.items(), key=lambda item: -sum(item[1].values()))
+    few = regions[: _MOST_REGIONS if len(regions) <= _MOST_REGIONS else _MOST_REGIONS - 1]
+    rows = [(name, *(format_bytes(fates[fate]) if fates.get(fate) else "-" for fate in met)) for name, fates in few]
+    if rest := [fates for _, fates in regions[len(few) :]]:
+        sums = [sum(fates.get(fate, 0) for fates in rest) for fate in met]
+        rows.append((f"({len(rest)} more)", *map(format_bytes, sums)))
+    return rows
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with names on the left and numbers on the right.
+
+    >>> table([("tier", "out"), ("disk", "7")])
+    ['tier  out', 'disk    7']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for name, *cells in rows]
 
 
 class Counters:
@@ -51,6 +119,11 @@ class Counters:
         self.held_bytes = 0
         self.resident_bytes = 0
         self.exposed_seconds = 0.0
+        self.by_region: dict[str, dict[str, int]] = {}
+
+    def met(self, region: str, fate: str, nbytes: int) -> None:
+        """Count `nbytes` more that `region` saved and that met this fate."""
+        add(self.by_region.setdefault(region, {}), fate, nbytes)
 
     def frozen(self, usage: Mapping[str, TierUse]) -> Stats:
         return Stats(
@@ -63,6 +136,7 @@ class Counters:
             held_bytes=self.held_bytes,
             resident_bytes=self.resident_bytes,
             exposed_seconds=self.exposed_seconds,
+            by_region={region: dict(fates) for region, fates in self.by_region.items()},
         )
 
 

@@ -54,7 +54,7 @@ class CountingRuntimes:
 
     def notes(self) -> list[str]:
         """What did not go to the tier that it was to go to, and why; and what was assumed of the host."""
-        found = [note for runtime in self._made.values() for note in runtime.spills()]
+        found = [note for runtime in self._made.values() for note in (*runtime.told, *runtime.spills())]
         hardware = self.clock.hardware
         if assumed := assumed_speeds(
             hardware,
@@ -79,6 +79,11 @@ class CountingRuntime(Runtime):
         self._real = real
         self._step = step
         self._backends: list[TraceBackend] = []
+        self.told: list[str] = []
+
+    def tell(self, what: str) -> None:
+        """See `Runtime.tell`: here it becomes a note."""
+        self.told.append(what)
 
     @property
     def has_values(self) -> bool:

@@ -388,10 +388,10 @@ class CheckedEngine(Engine):
         super().go_on()
         self.backend.raise_hazards()
 
-    def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
+    def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
         """See `Engine.stash`."""
         self.backend.produced(tensor)
-        return super().stash(tensor, tier=tier)
+        return super().stash(tensor, tier=tier, region=region)
 
     def fetch(self, handle: Handle) -> torch.Tensor:
         """See `Engine.fetch`."""

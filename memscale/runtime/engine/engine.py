@@ -89,12 +89,13 @@ class Engine:
         """What brings bytes of this engine's tiers to its device."""
         return Loader(self.backend, self.transfers)
 
-    def stash(self, tensor: torch.Tensor, *, tier: str = "auto") -> Handle:
+    def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
         """A handle from which `fetch` makes an equal tensor; the memory of `tensor` is freed if nobody else keeps it.
 
         Args:
             tensor: a strided tensor of the backend's device.
             tier: the first tier to try, by name, or ``"auto"``.
+            region: which saves it, for the statistics.
         """
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
@@ -102,7 +103,7 @@ class Engine:
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
             if entry is None or not entry.live():  # one that is about to be closed was of another storage there
-                entry = Entry(self, key, tier, nbytes)
+                entry = Entry(self, key, tier, nbytes, region)
             if (stream := self.backend.compute_stream()) not in entry.streams:
                 entry.streams += (stream,)
             handle = Handle(entry, record)
@@ -182,9 +183,9 @@ class Engine:
                 self._move(entry)
                 continue
             self._tail.append(entry)
-            self._counters.resident_bytes += entry.nbytes
+            self._stays(entry, "tail", entry.nbytes)
             if len(self._tail) > depth:
-                self._counters.resident_bytes -= self._tail[0].nbytes
+                self._stays(self._tail[0], "tail", -self._tail[0].nbytes)
                 self._move(self._tail.popleft())
 
     def _move(self, entry: Entry) -> None:
@@ -206,6 +207,7 @@ class Engine:
         # Whatever is interrupted from here on: the entry has its bytes, and `_retire` goes on where this stops.
         self._leaving.append((self._regions, entry))
         entry.base, entry.nbytes, entry.state = source, stop - start, State.LEAVING
+        self._counters.met(entry.region, "moved", entry.nbytes)
         del self._by_storage[entry.key]
         for record in records:
             record.move_out(start)
@@ -258,8 +260,19 @@ class Engine:
         return buffer is not None
 
     def _keep(self, entry: Entry, error: BaseException | None = None) -> None:
-        self._counters.resident_bytes += entry.nbytes
+        if error is not None:
+            self._counters.met(entry.region, "moved", -entry.nbytes)
+        self._stays(entry, "no room", entry.nbytes)
         self.warn_of(entry.nbytes, error)
+
+    def _stays(self, entry: Entry, why: str, nbytes: int) -> None:
+        self._counters.resident_bytes += nbytes
+        self._counters.met(entry.region, why, nbytes)
+
+    def left_small(self, region: str, nbytes: int) -> None:
+        """Count bytes of storages too small to move that `region` saved."""
+        with self.lock:
+            self._counters.met(region, "small", nbytes)
 
     def warn_of(self, nbytes: int, error: BaseException | None = None) -> None:
         """Say once that a tensor stays on the device, since a copy failed, or no tier has room."""
@@ -340,6 +353,7 @@ class Engine:
             return
         if entry.state is State.DEVICE and entry.ordinal is None:
             self._counters.held_bytes += entry.nbytes
+            self._counters.met(entry.region, "held", entry.nbytes)
         if self._by_storage.get(entry.key) is entry:
             del self._by_storage[entry.key]
         try:

@@ -129,13 +129,14 @@ class Owner(Protocol):
 class Entry(Loadable):
     """One storage: the tensors stashed from it, and its bytes."""
 
-    __slots__ = ("departure", "engine", "key", "ordinal", "records", "streams", "tier")
+    __slots__ = ("departure", "engine", "key", "ordinal", "records", "region", "streams", "tier")
 
-    def __init__(self, engine: Owner, key: int, tier: str, nbytes: int) -> None:
+    def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str) -> None:
         super().__init__(nbytes, State.DEVICE)  # bytes of the storage; once moved, of what moved
         self.engine = engine
         self.key = key
         self.tier = tier
+        self.region = region
         self.records: list[Record | None] = []
         # The compute streams that it was stashed on: autograd uses it there, so there it was written, and there it may
         # be freed. Whichever stream is current once it moves has seen nothing of that.

@@ -107,7 +107,7 @@ def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
     # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
     if not torch.is_grad_enabled() or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
-    hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes)
+    hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes, region=self.title)
     if not functorch_state.active() or hooks is None:
         with saving_by(hooks, self.how):
             return self.fn(*args, **kwargs)

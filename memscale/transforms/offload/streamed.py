@@ -38,7 +38,7 @@ from memscale.regions import (
     unrecorded,
     write,
 )
-from memscale.runtime import Home, Visit, home_of, hooks_here, runtime_for
+from memscale.runtime import Home, Runtime, Visit, home_of, hooks_here, runtime_for
 from memscale.transforms.offload.saving import StreamedHooks, saving_by
 
 _PATIENCE_SECONDS = 60.0
@@ -67,18 +67,33 @@ class Streamed(Placing):
         """Give `parameters` of `device` homes, as far as they may leave it; where each lives that has one."""
         runtime = runtime_for(self.runtime)
         like = torch.empty(0, dtype=torch.uint8, device=device)
-        least = runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
-        staying = set(map(id, self.resident))
+        least = self._least_bytes(runtime)
+        staying = set(map(id, self.resident or ()))
         homes = []
         for parameter in parameters:
             home = home_of(parameter, runtime.at_home)
             may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
             if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
+                runtime.tell_of_tier(mover.engine, self.how.tier)
                 home = mover.place(parameter, self.how.tier, like)
                 moved(parameter)
             if home is not None:
                 homes.append(home)
         return homes
+
+    def why_none_leaves(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        """See `Placing.why_none_leaves`."""
+        least = self._least_bytes(runtime_for(self.runtime))
+        largest = max((parameter.nbytes for parameter in parameters), default=0)
+        if largest >= least:
+            return None
+        return (
+            f"{self.how!r} leaves every parameter on the device: the largest has {largest} bytes, and min_bytes is "
+            f"{least}; pass offload(what='params', min_bytes=...), or leave it out"
+        )
+
+    def _least_bytes(self, runtime: Runtime) -> int:
+        return runtime.config.min_bytes if self.how.min_bytes is None else self.how.min_bytes
 
     def find(self, scope: Scope, device: torch.device) -> tuple[list[Home], list[torch.Tensor]]:
         """The parameters with a home, and those that are on another device for another reason."""
@@ -110,6 +125,11 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
             scope = Scope(self.fn)
         with unrecorded():
             homes, strays = self.find(scope, device)
+        if not homes and self.resident is None:
+            self.resident = ()
+            own = [tensor for _, _, tensor in scope.tensors if type(tensor) is nn.Parameter]
+            if (why := self.why_none_leaves(own)) is not None:
+                runtime_for(self.runtime).tell(why)
         streams = Streams([device] if homes else [])
         stand_ins = stack.enter_context(_on_device(homes))
         # A transform of `torch.func` refuses the hooks, and keeps what it saves itself.

@@ -150,6 +150,7 @@ def test_what_something_else_refers_to_stays_and_is_still_shared(hold):
     assert float(fit[0].weight.detach().reshape(-1)[0]) == 0.0
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves every parameter on the device")
 @pytest.mark.parametrize(("min_bytes", "names"), [(None, "weight"), (BIAS, "weight bias"), (WEIGHT + 1, "")])
 def test_small_parameters_stay(min_bytes, names):
     fit, _ = streamed(offload(what="params", min_bytes=min_bytes), min_bytes=WEIGHT)
