@@ -6,8 +6,9 @@ The journey of `profile(model, batch)`, in the order in which to read:
    makes the optimizer's states); a step that cannot be is run for real (`measured/`).
 2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU stand-ins there (`hollow`), and
    puts everything back afterwards.
-3. `hollow_mode`: answers each operator with hollow tensors of the right layout (`kernels/shapes`) and asks what the
-   device's kernel takes beside them (`kernels/`).
+3. `hollow_mode`: answers each operator with hollow tensors. `operators` and `call_effects` know what it does whatever
+   its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them (`kernels/`).
+   `values` knows which values are known all the same.
 4. `schedule/`: when each operator and each copy runs, by a clock that the offload engine's waits go by.
 5. `live_storages`: notices when a storage is made and when the last tensor over it dies; `ledger`: the births and
    deaths, as data.
@@ -18,11 +19,11 @@ The journey of `profile(model, batch)`, in the order in which to read:
 """
 
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
-from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.ledger import Phase
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.schedule.schedule import Schedule, queues_of
+from memscale.simulation.values import NeedsValues
 
 __all__ = [
     "OUTSIDE",

@@ -32,14 +32,30 @@ class HollowStorages:
 
     def __init__(self) -> None:
         self._mapping: mmap.mmap | None = None
+        self._mapped_bytes = 0
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
         """A new storage of `nbytes` bytes that takes no memory."""
         if nbytes == 0:
             return torch.UntypedStorage(0)
-        if self._mapping is None or len(self._mapping) < nbytes:
+        return torch.frombuffer(self._room_for(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
+
+    def alone(self, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+        """A tensor at the beginning of a new storage of `nbytes` bytes, in half the time of making one after the other.
+
+        >>> HollowStorages().alone(24, torch.float32, (3, 2), (1, 3)).stride()
+        (1, 3)
+        """
+        count, rest = divmod(nbytes, dtype.itemsize)
+        if rest or not count:
+            return self.tensor(self.storage(nbytes), dtype, shape, stride)
+        return torch.frombuffer(self._room_for(nbytes), dtype=dtype, count=count).as_strided_(shape, stride)
+
+    def _room_for(self, nbytes: int) -> mmap.mmap:
+        if self._mapping is None or self._mapped_bytes < nbytes:
             self._mapping = _reserve(nbytes)
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes).untyped_storage()
+            self._mapped_bytes = len(self._mapping)
+        return self._mapping
 
     @staticmethod
     def tensor(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from memscale.simulation.ledger import Ledger, StorageRecord
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
 _LARGEST_KNOWN_FLOATS = 1 << 14
+_AWAY = attrgetter("away")
 
 
 class LiveStorages:
@@ -23,15 +27,21 @@ class LiveStorages:
         ledger: where births and deaths are recorded.
         residents: the category and the name of storages of before the step, by address of their storage object.
         beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
+        cached: whether it is followed what the caches of the device have.
+
+    Attributes:
+        live: the number of the record of each storage that lives, by the address of the storage object.
     """
 
-    def __init__(self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False) -> None:
+    def __init__(
+        self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False, cached: bool = False
+    ) -> None:
         self.ledger = ledger
         self.beside_cpu = beside_cpu
-        self.caches = CacheContents()
+        self._caches = CacheContents() if cached else None
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
-        self._live: dict[int, int] = {}  # storage -> its record
+        self.live: dict[int, int] = {}  # storage -> its record
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
@@ -41,18 +51,19 @@ class LiveStorages:
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
-        records = [self.record(tensor) for tensor in tensors]
+        records = [self.ledger.records[self.number(tensor)] for tensor in tensors]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = self.beside_cpu and bool(records) and all(record.away for record in records)
+        self.away = self.beside_cpu and bool(records) and all(map(_AWAY, records))
         return records
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._live
+    def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
+        """The share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
+        return 1.0 if self._caches is None else self._caches.missing_share(used, made)
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of that record in the ledger."""
         storage = tensor.untyped_storage()
-        number = self._live.get(storage._cdata)
+        number = self.live.get(storage._cdata)
         if number is None:
             category, path = self._residents.get(storage._cdata, ("other", ""))
             known = category != "parameter" and not tensor.requires_grad
@@ -65,13 +76,14 @@ class LiveStorages:
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
     ) -> int:
         """Record that operator `op` made `storage`, with `tensor` over it."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = 0 if self.away else storage.nbytes()
+        dtype = _name_of(tensor.dtype)
         record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
-        self.caches.born(record)
+        if self._caches is not None:
+            self._caches.born(record)
         number = self.ledger.birth(record)
         key = storage._cdata
-        self._live[key] = number
+        self.live[key] = number
         self._deaths[key] = weakref.ref(storage, partial(self._died, key))
         return number
 
@@ -92,25 +104,27 @@ class LiveStorages:
 
     def _died(self, key: int, _: Any) -> None:
         self._deaths.pop(key, None)
-        number = self._live.pop(key, None)
+        number = self.live.pop(key, None)
         if number is not None:
-            self.caches.died(self.ledger.records[number])
+            record = self.ledger.records[number]
+            if self._caches is not None:
+                self._caches.died(record)
             self.ledger.death(number)
-            self.ledger.records[number].later = None
+            record.later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Record that `storage` now has `nbytes` bytes: a new record at another address."""
-        number = self._live.get(storage._cdata)
+        number = self.live.get(storage._cdata)
         if number is None:
             return
         old = self.ledger.records[number]
         fresh = StorageRecord(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
-        self._live[storage._cdata] = self.ledger.birth(fresh)
+        self.live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""
-        old = self.ledger.records[self._live[storage._cdata]]
+        old = self.ledger.records[self.live[storage._cdata]]
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, old.category, old.path, False)
         self.gone(storage)
 
@@ -127,7 +141,7 @@ class LiveStorages:
 
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` lies on another memory tier."""
-        number = self._live.get(tensor.untyped_storage()._cdata)
+        number = self.live.get(tensor.untyped_storage()._cdata)
         return number is not None and self.ledger.records[number].away
 
     def end(self) -> None:
@@ -144,3 +158,8 @@ def is_small(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is computed for real where its values are known."""
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return tensor.numel() <= (_LARGEST_KNOWN_FLOATS if is_number else LARGEST_KNOWN)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -15,7 +15,6 @@ from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
 from memscale.hardware import Hardware
 from memscale.simulation.attribution import SimulatedStep
-from memscale.simulation.hollow_mode import NeedsValues
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
@@ -23,6 +22,7 @@ from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import training_step
+from memscale.simulation.values import NeedsValues
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
 # Of a probe, so that the step's own Python is timed more than once.
@@ -241,7 +241,7 @@ class MemoryProfiler:
             notes = (*notes, *simulation.answers.notes)
         simulation.mode.ledger.add_in_place()
         runtimes = simulation.runtimes
-        found = (*simulation.mode.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
+        found = (*simulation.mode.values.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
         moved = runtimes.high_water_bytes()
         return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), moved)
 

@@ -21,7 +21,7 @@ from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
 from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.hollow_mode import HollowMode, NeedsValues, is_distributed
+from memscale.simulation.hollow_mode import HollowMode, is_distributed
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
@@ -29,6 +29,7 @@ from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
+from memscale.simulation.values import NeedsValues
 
 # Where the classes of modules are whose forward and backward other processes take part in.
 _OF_PROCESSES = ("torch.nn.parallel.distributed", "torch.distributed.")
@@ -360,9 +361,9 @@ def _reads_checked(mode: HollowMode) -> Iterator[None]:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 return original(tensor, *args, **kwargs)
             with _disable_current_modes():  # values computed for this, by no operator of the step
-                values = mode.value_of(tensor)
+                values = mode.values.of(tensor)
                 if values is None:
-                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode._path())
+                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode.path())
                 return original(values, *args, **kwargs)
 
         return read

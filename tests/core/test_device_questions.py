@@ -31,6 +31,7 @@ MAY_ASK = {
     "runtime/parameters/movable.py": "shared memory is a matter of this process",
     "runtime/storage/disk.py": "checks a buffer in host memory",
     "simulation/answers.py": "whether PyTorch itself has CUDA here, or has to be told of a device",
+    "simulation/call_effects.py": "of the kernels, which are those of the device that is simulated",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
-from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_by
+from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_arguments, written_by
 
 aten = torch.ops.aten
 
@@ -227,7 +227,7 @@ def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     """
     hollow = HollowStorages()
     own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
-    own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(op, args, kwargs)}
+    own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(written_arguments(op), args, kwargs)}
     args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
     # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.

@@ -25,15 +25,20 @@ _ORDER: Mapping[str, tuple[int, ...]] = {
 _SEEDS_ON_HOST = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
 
 
-def in_order(op: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The results that the kernel of `op` takes from the device, in that order.
+def order_of(op: str) -> tuple[int, ...]:
+    """The results of `op` in the order in which its kernel takes them, by number; ``()`` is as it returns them."""
+    return _ORDER.get(op, ())
+
+
+def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results that a kernel takes from the device in this order; those that it does not name come last.
 
     >>> x = torch.empty(8, device="meta")
     >>> dropped, mask = torch.ops.aten.native_dropout.default(x, 0.5, True)
-    >>> [y.dtype for y in in_order("aten.native_dropout.default", [dropped, mask])]
+    >>> [y.dtype for y in in_order(order_of("aten.native_dropout.default"), [dropped, mask])]
     [torch.bool, torch.float32]
     """
-    first = [results[at] for at in _ORDER.get(op, ()) if at < len(results)]
+    first = [results[at] for at in order if at < len(results)]
     return first + [result for result in results if all(result is not one for one in first)]
 
 

@@ -43,10 +43,12 @@ class KernelCache(Generic[T]):
 
     def get(self, op: OpOverload, args: Any, kwargs: Any, measure: Callable[[], T]) -> T:
         """The measurement of a call with these arguments; `measure` makes it the first time."""
+        called = signature(args, kwargs, [], loose=True)
         try:
-            key = repr(signature(op, args, kwargs, loose=True))
+            hash(called)  # what cannot be hashed has a repr that says where it is
         except TypeError:
             return measure()
+        key = repr((op, *called))
         known = self._read()
         if key not in known:
             known[key] = measure()

@@ -20,7 +20,7 @@ from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention, patched
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
-from memscale.simulation.kernels.cuda_programs import cuda_program, in_order, on_host
+from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -54,9 +54,9 @@ class Kernels:
         """Whether times are those of this machine, measured."""
         return self._times is not None
 
-    def in_order(self, op: OpOverload, results: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results of `op` in the order in which its kernel takes them."""
-        return in_order(str(op), results) if self.is_cuda and len(results) > 1 else results
+    def order(self, op: OpOverload) -> tuple[int, ...]:
+        """In which order its kernel takes the results of `op`; ``()`` is that in which it returns them."""
+        return order_of(str(op)) if self.is_cuda else ()
 
     def on_host(self, op: OpOverload) -> tuple[int, ...]:
         """Which results of `op` lie on the CPU beside the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,6 +213,8 @@ class FakeKernels:
     def __init__(self, *, on_cuda: bool = False) -> None:
         self._on_cuda = on_cuda
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Its cache, which is the process's, forgets that two results are one tensor (the biases' gradients of an LSTM).
+        self._mode.cache_enabled = False
         self._log = logging.getLogger(fake_tensor.__name__)
 
     def layout(self, op: OpOverload, args: Any, kwargs: Any, arguments: Sequence[torch.Tensor]) -> ResultLayout:
@@ -251,13 +253,18 @@ def exchanged(tree: Any, by_id: dict[int, Any]) -> Any:
     return tree
 
 
-def written_by(op: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors among its arguments that `op` writes to, by its schema."""
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors([args[position] if position < len(args) else kwargs.get(argument.name)])
-    return found
+def written_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """The position and the name of each argument that `op` writes to, by its schema."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_by(written: Sequence[tuple[int, str]], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that it writes to, as `written_arguments` names them."""
+    return list(_tensors(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
 
 
 def tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -273,31 +280,50 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def signature(op: OpOverload, args: Any, kwargs: Any, loose: bool) -> Any:
-    """A key under which equal calls have equal layouts; `loose` leaves out the values of floats.
+def results_of(result: Any) -> list[torch.Tensor]:
+    """The tensors in what an operator returned."""
+    return [result] if isinstance(result, torch.Tensor) else list(_tensors((result,)))
 
-    Raises:
-        TypeError: an argument cannot be part of a key.
+
+def signature(args: Any, kwargs: Any, tensors: list[torch.Tensor], *, loose: bool) -> tuple[Any, ...]:
+    """A key under which equal calls of one operator have equal layouts, if it can be hashed.
+
+    >>> found = []
+    >>> signature((torch.ones(2, 3), [1, 2], 0.5), {}, found, loose=True)
+    ((torch.Size([2, 3]), (3, 1), torch.float32), (1, 2), <class 'float'>)
+    >>> len(found)
+    1
+
+    Args:
+        args, kwargs: of the call.
+        tensors: receives those among them, as `tensors_in` finds them.
+        loose: leaves out the values of floats.
     """
-    part: Callable[[Any], Any] = _loose_part if loose else _part
-    key = (op, *map(part, args))
-    if kwargs:
-        key = (*key, *((name, part(value)) for name, value in kwargs.items()))
-    hash(key)
-    return key
+    if not kwargs:
+        return _parts(args, tensors, loose)
+    return (*_parts(args, tensors, loose), *kwargs, _parts(kwargs.values(), tensors, loose))
 
 
-def _part(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_part, value))
-    return (value.__class__, value)  # 1, 1.0 and True are equal, and promote differently
+def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind is torch.Tensor or kind is torch.nn.Parameter or isinstance(value, torch.Tensor):
+            tensors.append(value)
+            layout: tuple[Any, ...] = (value.shape, value.stride(), value.dtype)
+            parts.append(layout if (device := _DEVICE(value)) == _CPU else (*layout, device))
+        elif kind is int or value is None:
+            parts.append(value)
+        elif isinstance(value, (list, tuple)):
+            parts.append(tuple(value) if _INTS.issuperset(map(type, value)) else _parts(value, tensors, loose))
+        elif kind is float and loose:
+            parts.append(float)
+        else:
+            parts.append((kind, value))  # 1, 1.0 and True are equal, and promote differently
+    return tuple(parts)
 
 
-def _loose_part(value: Any) -> Any:
-    if value.__class__ is float:
-        return float
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_loose_part, value))
-    return _part(value)
+_CPU = torch.device("cpu")
+_INTS = {int}
+# The attribute of a tensor may be patched, to tell a step that it is on the device that is simulated.
+_DEVICE = torch._C.TensorBase.device.__get__

@@ -1,0 +1,160 @@
+"""What one call of an operator does, without running it: the layout of its results, its scratch memory, its time.
+
+All of that follows from the signature of the call, so it is found once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from memscale.hardware import Seconds, Work, work_of
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.programs import PLAIN, Program, is_deterministic
+from memscale.simulation.kernels.shapes import (
+    FakeKernels,
+    NewTensor,
+    ResultLayout,
+    exchanged,
+    result_layout,
+    results_of,
+)
+from memscale.simulation.operators import Operator
+from memscale.simulation.values import NeedsValues, stands_in
+
+aten = torch.ops.aten
+
+LARGEST_RUN_BYTES = 1 << 30
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
+# Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
+_KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
+_MOST_LAYOUTS = 1 << 15
+# Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
+_layouts: dict[Any, ResultLayout] = {}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallEffect:
+    """What is known of every call with one signature.
+
+    Attributes:
+        layout: of its results.
+        alone: the only result, if that is a new tensor at the beginning of a storage of its own.
+        program: what its kernel takes.
+        work: its arithmetic and traffic.
+        seconds: how long it takes; None where that is not known.
+        workspaces: of libraries, that stay.
+        draws: whether it moves the generator that the step has.
+        has_numbers: whether a result is one number, for which a value can stand in.
+    """
+
+    layout: ResultLayout
+    alone: NewTensor | None
+    program: Program
+    work: Work
+    seconds: Seconds | None
+    workspaces: Mapping[str, int]
+    draws: bool = False
+    has_numbers: bool = False
+
+    def results(self, hollow: HollowStorages, tensors: list[torch.Tensor]) -> Any:
+        """The results of a call with these tensors, hollow."""
+        new = self.alone
+        if new is not None:
+            return hollow.alone(self.layout.storage_bytes[0], new.dtype, new.shape, new.stride)
+        return self.layout.build(hollow, tensors)
+
+
+#: Of an operator that touches no data.
+NOTHING = CallEffect(ResultLayout(None, ()), None, PLAIN, Work(0, 0, ""), Seconds(0.0, 0.0), {})
+
+
+class CallEffects:
+    """Finds what calls do on a device.
+
+    Args:
+        kernels: its.
+        hollow: makes what stands for tensors.
+    """
+
+    def __init__(self, kernels: Kernels, hollow: HollowStorages) -> None:
+        self._kernels = kernels
+        self._hollow = hollow
+        self._fake = FakeKernels(on_cuda=kernels.is_cuda)
+        self._switches = (
+            kernels.is_cuda,
+            is_deterministic(),
+            torch.get_default_dtype(),
+            torch.backends.mkldnn.enabled,
+            torch.backends.cudnn.enabled,
+            torch.get_num_threads(),
+        )
+
+    def find(
+        self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str
+    ) -> CallEffect:
+        """What a call in the module at `path` does, whose signature was not seen before; None is one that is no key.
+
+        Raises:
+            DynamicOutputShapeException, DataDependentOutputException: the layout depends on values.
+            NeedsValues: nobody knows the layout.
+            Exception: what the real kernel would raise.
+        """
+        op = operator.op
+        layout = self._layout(op, args, kwargs, tensors, key, path)
+        shown = layout.build(self._hollow, tensors) if not layout.is_view else tensors[0]
+        work = work_of(op, args, kwargs, shown)
+        new = layout.outputs
+        is_alone = isinstance(new, NewTensor) and not new.offset and len(layout.storage_bytes) == 1
+        effect = CallEffect(
+            layout=layout,
+            alone=new if is_alone else None,
+            program=PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops),
+            work=work,
+            seconds=self._kernels.seconds(op, args, kwargs, work),
+            workspaces=self._kernels.workspaces(op, args),
+            # The generator of a card has its state on the host.
+            draws=self._kernels.device_type == "cpu" and operator.draws,
+            has_numbers=any(map(stands_in, results_of(shown))),
+        )
+        if key is not None:
+            operator.effects[key] = effect
+        return effect
+
+    def _layout(
+        self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str
+    ) -> ResultLayout:
+        if not op._schema.returns:
+            # All in place: an optimizer's loop over lists, a custom operator's update.
+            return ResultLayout(None, ())
+        if op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
+            return self._on_zeros(op, args, kwargs, tensors, path)
+        known = None if key is None else _layouts.get((op, key, self._switches))
+        if known is not None:
+            return known
+        try:
+            layout = self._fake.layout(op, args, kwargs, tensors)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise
+        except Exception:
+            # No fake kernel, or one that refuses what the real one takes. The real one, on zeros, also gives the
+            # error that the user would have seen.
+            return self._on_zeros(op, args, kwargs, tensors, path)
+        if key is not None and op.namespace == "aten":  # another may ask for what changes
+            if len(_layouts) >= _MOST_LAYOUTS:
+                _layouts.clear()
+            _layouts[op, key, self._switches] = layout
+        return layout
+
+    def _on_zeros(self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], path: str) -> ResultLayout:
+        if op._schema.is_mutable or sum(tensor.nbytes for tensor in tensors) > LARGEST_RUN_BYTES:
+            raise NeedsValues(f"{op} has no usable fake kernel and is too large to try on zeros", path)
+        hollow = {id(tensor): self._hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
+        result = op(*exchanged(args, hollow), **exchanged(kwargs, hollow))  # the caller's tensors stay out of it
+        return result_layout(result, [hollow.get(id(tensor), tensor) for tensor in tensors])

@@ -1,0 +1,94 @@
+"""What the simulation knows of an operator, whatever it is called with; each is looked at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
+
+aten = torch.ops.aten
+
+_READS = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+# Shapes, and integer results, follow from the lengths among the arguments.
+_BY_LENGTHS = frozenset({aten._pack_padded_sequence.default})
+# What they return depends on the shape of their argument only.
+_CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+# Their integer results decide what a model does next: which expert, which beam, which token.
+_CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
+# Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
+_IN_PLACE_WITHOUT_MODE = {
+    aten.add.Tensor,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.put.default,
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operator:
+    """An operator on the device that is simulated.
+
+    Attributes:
+        op: the operator.
+        name: ``"aten::mm"``.
+        kind: how it is treated.
+        loose: whether the layout of its results does not depend on the values of floats.
+        reads: whether it gives a value to Python.
+        goes_by_lengths: whether its shapes follow from lengths.
+        is_constant: whether the values of its results depend on the shape of its argument only.
+        chooses: whether its integer results decide what a model does next.
+        draws: whether it moves a random generator.
+        leaves: whether the memory of its results is left as it was.
+        sums: whether PyTorch adds in place with it where no mode is active.
+        written: the arguments that it writes to.
+        order: that in which its kernel takes its results, where it is not that in which it returns them.
+        on_host: which of its results lie on the CPU beside the device.
+        effects: what is known of its calls, by their signature.
+    """
+
+    op: OpOverload
+    name: str
+    kind: Kind
+    loose: bool
+    reads: bool
+    goes_by_lengths: bool
+    is_constant: bool
+    chooses: bool
+    draws: bool
+    leaves: bool
+    sums: bool
+    written: tuple[tuple[int, str], ...]
+    order: tuple[int, ...]
+    on_host: tuple[int, ...]
+    effects: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, op: OpOverload, kernels: Kernels) -> Operator:
+        """What is known of `op` on the device of `kernels`."""
+        schema, name = op._schema, op._opname
+        kind = kind_of(op)
+        reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and op not in _READS
+        if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
+            kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
+        return cls(
+            op=op,
+            name=op.name(),
+            kind=kind,
+            loose=kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags,
+            reads=op in _READS,
+            goes_by_lengths=op in _BY_LENGTHS,
+            is_constant=name in _CONSTANTS,
+            chooses=name in _CHOICES and not schema.is_mutable,
+            draws=torch.Tag.nondeterministic_seeded in op.tags,
+            leaves=name.removeprefix("new_").startswith("empty"),
+            sums=op in _IN_PLACE_WITHOUT_MODE,
+            written=written_arguments(op),
+            order=kernels.order(op),
+            on_host=kernels.on_host(op),
+        )

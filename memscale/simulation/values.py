@@ -1,0 +1,184 @@
+"""What a simulated step knows of values: which are known, which follow from known ones, and which are stand-ins.
+
+Small integer and boolean tensors are computed for real. What a model's control flow reads (lengths, masks, expert
+numbers) is among them, so that `.item()`, `nonzero` and a mixture's routing take a real path.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from memscale.core import MemscaleError
+from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, StorageRecord
+from memscale.simulation.live_storages import LiveStorages, is_small
+from memscale.simulation.operators import Operator
+from memscale.simulation.postponed import TooLarge, overwritten, postponed, value_of
+
+_MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
+_TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(__file__)
+# What stands for values that are not computed, the one that says least about them first.
+_ASSUMED = {
+    SCALAR: "reads a number computed by the step: one without overflow was assumed",
+    CHOICE: "chooses by activations: random ones were assumed",
+    DRAW: "decides by a random number: one draw was taken",
+}
+
+
+class NeedsValues(MemscaleError):
+    """The step reads values that a simulation does not compute; `path` names the module that does."""
+
+    def __init__(self, reason: str, path: str) -> None:
+        super().__init__(f"{reason}{f' (in {path})' if path else ''}")
+        self.reason = reason
+        self.path = path
+
+
+class Values:
+    """The values of one step, as far as they are known.
+
+    Args:
+        storages: whose contents they are.
+
+    Attributes:
+        assumptions: what was assumed of stand-ins, each once.
+    """
+
+    def __init__(self, storages: LiveStorages) -> None:
+        self.assumptions: dict[str, None] = {}
+        self._storages = storages
+        self._sites: dict[Any, int] = {}  # how often a line of the step has read stand-ins
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values that `tensor` has, None where they are not known."""
+        record = self._storages.record(tensor)
+        if record.later is None:
+            return tensor if record.known else None
+        try:
+            return value_of(tensor, record.later)
+        except TooLarge:
+            return None
+
+    def trust(self, result: Any, guess: str) -> None:
+        """Note that the values of what an operator returned are there: computed, or stand-ins by `guess`."""
+        for tensor in results_of(result):
+            if not tensor.is_meta:
+                record = self._storages.record(tensor)
+                record.known, record.guess = True, guess
+
+    def follow(
+        self,
+        operator: Operator,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        records: list[StorageRecord],
+        result: Any,
+    ) -> bool:
+        """Note how to compute `result`, if its values follow from known ones."""
+        if not _follows(operator, tensors, records, result):
+            return False
+        record = self._storages.record(result)
+        contents = None if operator.is_constant else [each.later for each in records]
+        record.later = postponed(operator.op, args, kwargs, tensors, contents, result)
+        record.guess = "" if operator.is_constant else guess_of(records)
+        return True
+
+    def overwrite(
+        self,
+        operator: Operator,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        records: list[StorageRecord],
+        written: list[torch.Tensor],
+    ) -> None:
+        """Note that `written` were written to by values that are not computed now."""
+        later = None
+        if len(written) == 1 and written[0] is args[0] and _follows(operator, tensors, records, args[0]):
+            later = overwritten(operator.op, args, kwargs, tensors, [record.later for record in records])
+        for tensor in written:
+            record = self._storages.record(tensor)
+            # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
+            record.guess = SCALAR if later is None else guess_of(records)
+            record.known, record.later = record.known and later is None and stands_in(tensor), later
+
+    def assume(self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool) -> None:
+        """Note that a value is read which is a stand-in.
+
+        Args:
+            operator: that reads it.
+            records: of what it reads.
+            path: of the module that runs.
+            decides: whether this is a place where a stand-in must not decide what a model does.
+
+        Raises:
+            NeedsValues: it would.
+        """
+        guess = guess_of(records)
+        if not guess:
+            return
+        if guess == SCALAR and (decides or self._reads_often()):
+            raise NeedsValues(f"{operator.op} reads a value that only a real run computes", path)
+        self.assumptions[f"{operator.name} in {path or 'the step'} {_ASSUMED[guess]}"] = None
+
+    def _reads_often(self) -> bool:
+        """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
+        frame: FrameType = sys._getframe(1)
+        for inside in (_HERE, _TORCH):
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+                frame = frame.f_back
+        site = (frame.f_code, frame.f_lineno)
+        self._sites[site] = self._sites.get(site, 0) + 1
+        return bool(self._sites[site] > _MOST_READS)
+
+
+def _follows(operator: Operator, tensors: Sequence[torch.Tensor], records: list[StorageRecord], result: Any) -> bool:
+    """Whether the values of `result` follow from known ones, so that computing them can be postponed."""
+    if operator.is_constant or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
+        return operator.is_constant and isinstance(result, torch.Tensor)
+    for tensor, record in zip(tensors, records, strict=True):
+        # Large floats of before the step are a batch's, of which one on meta says nothing.
+        if record.later is None and not (
+            record.known and (record.op >= 0 or is_small(tensor) or not tensor.is_floating_point())
+        ):
+            return False
+    return True
+
+
+def guess_of(records: list[StorageRecord]) -> str:
+    """What stands for the values of these, the one that says least about them; ``""`` where they are computed."""
+    guesses = {record.guess for record in records}
+    return next((guess for guess in _ASSUMED if guess in guesses), "")
+
+
+def stands_in(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one number, for which a value can stand in."""
+    return tensor.numel() == 1 and (tensor.dtype == torch.bool or tensor.is_floating_point())
+
+
+def with_numbers(operator: Operator, result: Any) -> Any:
+    """`result` with real tensors for single numbers: 1.0, and for flags what finite numbers would give."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([with_numbers(operator, part) for part in result])
+    if not isinstance(result, torch.Tensor) or not stands_in(result):
+        return result
+    storage = torch.empty(result.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    number = HollowStorages.tensor(storage, result.dtype, result.shape, result.stride(), int(result.storage_offset()))
+    # `isnan(x).any()` and `isfinite(x).all()` are what flags are made of.
+    return number.fill_(operator.op._opname != "any")
+
+
+def integers_of(real: Any, hollow: Any) -> Any:
+    """`hollow`, with the real tensors in place of its integer ones."""
+    if isinstance(hollow, torch.Tensor):
+        return hollow if hollow.is_floating_point() else real
+    return type(hollow)([integers_of(*pair) for pair in zip(real, hollow, strict=True)])
