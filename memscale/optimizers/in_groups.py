@@ -39,7 +39,8 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
     >>> optimizer.step()
     >>> ms.measure(optimizer.step).growth_bytes // 2**10
     256
-    >>> ms.measure(ms.step_in_groups(group_bytes="16KiB")(optimizer).step).growth_bytes // 2**10
+    >>> optimizer = ms.step_in_groups(group_bytes="16KiB")(optimizer)
+    >>> ms.measure(optimizer.step).growth_bytes // 2**10
     16
 
     Args:
