@@ -32,6 +32,7 @@ HOWS: dict[str, Any] = {
     "plain": ms.identity,
     "step_in_backward": ms.step_in_backward(),
     "step_in_groups": ms.step_in_groups(group_bytes="4MiB"),
+    "offload_states": ms.offload_states(),
 }
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
-    from memscale.optimizers import LossScale, step_in_backward, step_in_groups
+    from memscale.optimizers import LossScale, offload_states, step_in_backward, step_in_groups
     from memscale.planning import DecisionEngine, Frontier, OOMPrediction, OOMPredictor, OOMRisk, frontier, plan
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
@@ -82,6 +82,7 @@ __all__ = [
     "measure",
     "name",
     "offload",
+    "offload_states",
     "optimize",
     "plan",
     "policies",
@@ -115,6 +116,7 @@ _LOADED_WHEN_ASKED = {
     "detach": "memscale.legacy",
     "frontier": "memscale.planning",
     "measure": "memscale.simulation.measured",
+    "offload_states": "memscale.optimizers",
     "optimize": "memscale.legacy",
     "plan": "memscale.planning",
     "profile": "memscale.simulation",
@@ -142,5 +144,6 @@ def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)(*args, **kwargs)
 
 
-for _name in ("step_in_backward", "step_in_groups"):  # a plan that is read may have some that nobody has asked for yet
+# A plan that is read may have some that nobody has asked for yet.
+for _name in ("offload_states", "step_in_backward", "step_in_groups"):
     factory(_name, functools.partial(_made_when_asked, _name))

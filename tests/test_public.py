@@ -46,6 +46,7 @@ NAMES = [
     "measure",
     "name",
     "offload",
+    "offload_states",
     "optimize",
     "plan",
     "policies",
@@ -89,7 +90,8 @@ memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds cop
     issue_seconds knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.legacy: Executor detach optimize wrap
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward step_in_groups
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
+    step_in_groups
     transformed
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
     OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes

@@ -3,12 +3,14 @@
 from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
 from memscale.optimizers.loss_scale import LossScale
+from memscale.optimizers.offloaded import offload_states
 from memscale.optimizers.transformed import OptimizerTransform, TransformedOptimizer, transformed
 
 __all__ = [
     "LossScale",
     "OptimizerTransform",
     "TransformedOptimizer",
+    "offload_states",
     "step_in_backward",
     "step_in_groups",
     "transformed",

@@ -66,13 +66,14 @@ class _InGroups(Part):
         """See `Part.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            for few in _at_most(self.how.group_bytes, group["params"]):
+            for few in at_most(self.how.group_bytes, group["params"]):
                 now = {**options, "params": few}
                 self.inner.advance([now])
                 group.update({**now, "params": group["params"]})
 
 
-def _at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """`parameters` in their order, so many bytes of them at a time, or one that is larger."""
     few: list[torch.Tensor] = []
     total = 0
     for parameter in parameters:

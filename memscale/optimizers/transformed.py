@@ -136,7 +136,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
             if id(parameter) in self._shared:
                 self._shared.discard(id(parameter))
                 if others:
-                    self.state[parameter] = _copied(self.state[parameter])
+                    self.state[parameter] = copied(self.state[parameter])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revived, (self._own_class, self._how, self._evidence, self.__getstate__())
@@ -214,7 +214,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
         """Step these parameters of a group, with the options that the group has in this step."""
         group = self.param_groups[number]
         if number not in self._options:
-            self._options[number] = {key: _copied(value) for key, value in _options(group).items()}
+            self._options[number] = {key: copied(value) for key, value in _options(group).items()}
         options = self._options[number]
         now = {**options, "params": parameters}
         self._parts[-1].advance([now])
@@ -259,7 +259,7 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform) -> Transformed
     hooks = {key: OrderedDict(value) for key, value in _hooks_in(taken).items()}
     made.__dict__.update(taken, **hooks, defaults=dict(optimizer.defaults))
     made.param_groups = [
-        {**{key: _copied(value) for key, value in _options(group).items()}, "params": list(group["params"])}
+        {**{key: copied(value) for key, value in _options(group).items()}, "params": list(group["params"])}
         for group in optimizer.param_groups
     ]
     made.state = defaultdict(dict, {key: dict(value) for key, value in optimizer.state.items()})
@@ -331,11 +331,11 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _copied(tree: Any) -> Any:
-    """`tree` with tensors of its own."""
+def copied(tree: Any, device: str | None = None) -> Any:
+    """`tree` with tensors of its own, on `device` if one is given."""
     if not pytrees.tensors(tree):
         return tree
     leaves, spec = pytrees.flatten(tree)
     return pytrees.unflatten(
-        spec, [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        spec, [leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     )

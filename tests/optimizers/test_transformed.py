@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.optimizers import offloaded
 from tests.support.checks import bits
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
@@ -15,9 +16,17 @@ ADAMW = OPTIMIZERS["AdamW"]
 TRANSFORMS = {
     "in backward": ms.step_in_backward(),
     "in groups": ms.step_in_groups(group_bytes=256),
+    "offloaded": ms.offload_states(),
+    "all": ms.compose(ms.step_in_backward(), ms.step_in_groups(group_bytes=256), ms.offload_states()),
 }
+IN_PLACE = {title: how for title, how in TRANSFORMS.items() if "offload_states" not in repr(how)}
 every_transform = pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+@pytest.fixture(autouse=True)
+def _small_states_move_too(monkeypatch):
+    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 1)
 
 
 @every_transform
@@ -46,7 +55,7 @@ def test_the_original_keeps_its_states_its_options_and_its_hooks(make, how):
     assert not original._optimizer_step_pre_hooks
 
 
-@every_transform
+@pytest.mark.parametrize("how", IN_PLACE.values(), ids=IN_PLACE)
 def test_states_are_not_there_twice_once_the_original_is_dropped(how):
     model, original = trained(ADAMW, 1)
     there = {id(tensor) for states in original.state.values() for tensor in states.values()}

@@ -1,0 +1,174 @@
+"""`offload_states`: where states live, and that the step there is the optimizer's own."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.optimizers import offloaded
+from memscale.runtime import Runtime
+from memscale.simulation.measured import training_roles
+from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
+
+ADAMW = OPTIMIZERS["AdamW"]
+HOW = ms.offload_states()
+SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_states_move_too(monkeypatch):
+    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)
+
+
+def on_disk(runtime):
+    return runtime.stats()["cpu"].live_bytes.get("disk", 0)
+
+
+def moments(optimizer):
+    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def test_states_are_on_the_tier_and_go_with_the_optimizer():
+    runtime = Runtime()
+    model, original = trained(ADAMW, 1)
+    held = sum(tensor.nbytes for tensor in moments(original) if tensor.nbytes >= 16)
+    optimizer = HOW.on(runtime)(original)
+    assert on_disk(runtime) == held
+    train(model, optimizer, [1, 2])
+    assert on_disk(runtime) == held
+    optimizer.load_state_dict(original.state_dict())
+    assert on_disk(runtime) == held
+    optimizer.state.clear()
+    del optimizer
+    gc.collect()
+    assert on_disk(runtime) == 0
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["there", "new"])
+def test_no_state_is_left_in_memory_after_a_step(new):
+    def grown(how):
+        model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(8)])
+        optimizer = how(torch.optim.AdamW(model.parameters(), fused=True))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if not new:
+            optimizer.step()
+        return ms.measure(optimizer.step, roles=training_roles(model)).end_bytes, model, optimizer
+
+    states = 2 * 8 * SIZE * SIZE * 4
+    plain, *_ = grown(ms.identity)
+    ours, _, optimizer = grown(HOW)
+    assert plain - ours == (states if new else 0)
+    assert sum(tensor.nbytes for tensor in moments(optimizer)) == states
+
+
+def test_new_states_leave_before_the_next_are_made(monkeypatch):
+    monkeypatch.setattr(offloaded, "_GROUP_BYTES", 1)
+    parameters = [nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = HOW(torch.optim.AdamW(parameters, fused=True))
+    assert ms.measure(optimizer.step).growth_bytes < 3 * SIZE * SIZE * 4
+
+
+def test_a_state_that_the_optimizer_replaces_is_moved_again():
+    class Replaces(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        state = self.state[p]
+                        state["sum"] = state.get("sum", 0) + p.grad
+                        p.data.add_(state["sum"], alpha=-group["lr"])
+
+    runtime = Runtime()
+    (plain, expected), (model, optimizer) = twins(lambda p: Replaces(p, lr=0.1), HOW.on(runtime))
+    held = on_disk(runtime)
+    assert held > 0
+    for each in ((plain, expected), (model, optimizer)):
+        train(*each, range(2, 5))
+    assert numbers(model, optimizer) == numbers(plain, expected)
+    assert on_disk(runtime) == held
+
+
+FUSED = {
+    "AdamW": (lambda p, **how: torch.optim.AdamW(p, lr=0.05, **how), {"fused": True}),
+    "Adam, foreach": (lambda p, **how: torch.optim.Adam(p, lr=0.05, **how or {"foreach": True}), {"fused": True}),
+    "SGD": (lambda p, **how: torch.optim.SGD(p, lr=0.05, momentum=0.9, **how), {"fused": True}),
+    "Adafactor": (lambda p, **how: torch.optim.Adafactor(p, lr=0.05), {}),
+    "Lion": (lambda p, **how: OPTIMIZERS["Lion"](p), {}),
+    "a count in the group": (lambda p, **how: OPTIMIZERS["a count in the group"](p), {}),
+}
+
+
+@pytest.mark.parametrize(("make", "on_cpu"), FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("outer", [ms.identity, ms.step_in_backward()], ids=["step", "in backward"])
+def test_parameters_of_an_accelerator_step_on_the_cpu_with_its_fused_kernel(monkeypatch, make, on_cpu, outer):
+    """There is none here: parameters on the CPU are taken for some that are elsewhere."""
+    model, plain = network(), network()
+    expected = make(plain.parameters(), **on_cpu)
+    monkeypatch.setattr(offloaded, "device_type", lambda _: "cuda")
+    optimizer = ms.compose(outer, HOW)(make(model.parameters()))
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    for each in ((plain, expected), (model, optimizer)):
+        train(*each, range(3))
+    assert numbers(model, optimizer)[0] == numbers(plain, expected)[0]
+    assert set(optimizer.state) <= set(model.parameters())
+    after = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "count")}
+    assert after == options
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_clipping_accumulation_and_loss_scales_work_as_ever(clip):
+    def run(how):
+        model = network()
+        optimizer = how(ADAMW(model.parameters()))
+        scale = ms.LossScale(factor=16.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(4):
+            scale.scale(model(batch(2 * number)).square().sum()).backward()
+            scale.scale(model(batch(2 * number + 1)).square().sum()).backward()
+            scale.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scaler.scale(model(batch(number)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)
+
+    assert run(HOW) == run(ms.identity)
+
+
+def test_no_room_is_an_error_before_anything_changes():
+    model, original = trained(ADAMW, 1)
+    before = numbers(model, original)
+    with pytest.raises(ms.RuntimeUnavailable, match=r"no tier has room for .* bytes; raise the caps"):
+        HOW.on(Runtime(disk_bytes=0))(original)
+    assert numbers(model, original) == before
+
+
+def test_profile_counts_what_is_left_on_the_device():
+    model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(8)])
+    x, loss, weights = torch.ones(2, SIZE), (lambda y, _: y.square().mean()), 8 * SIZE * SIZE * 4
+    for hardware in (None, "h100"):
+        plain = torch.optim.AdamW(model.parameters(), fused=True)
+        expected = ms.profile(model, x, optimizer=plain, loss=loss, hardware=hardware)
+        optimizer = ms.compose(ms.step_in_backward(), HOW)(plain)
+        found = ms.profile(model, x, optimizer=optimizer, loss=loss, hardware=hardware)
+        del optimizer
+        assert expected.by_category["optimizer state"] >= 2 * weights
+        assert found.by_category["optimizer state"] < 100
+        assert expected.peak_bytes - found.peak_bytes >= 2.6 * weights
+
+
+def test_a_runtime_is_no_part_of_the_value():
+    runtime = Runtime()
+    assert HOW.on(None) == HOW
+    assert repr(HOW.on(runtime)).startswith("offload_states().on(<memscale.runtime.runtime.Runtime")
+    with pytest.raises(ms.ConfigError, match=r"offload_states\(tier=\.\.\.\) must be the name of a memory tier"):
+        ms.offload_states(tier="nvme")
