@@ -111,6 +111,11 @@ class _Offloaded(Part):
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)
 
+    def below(self) -> list[torch.Tensor]:
+        """See `Part.below`."""
+        there = [tensor for states in self._placed.values() for tensor in states.values()]
+        return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
+
     def advance(self, groups: list[Group]) -> None:
         """See `Part.advance`."""
         for group in groups:

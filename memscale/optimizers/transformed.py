@@ -72,6 +72,10 @@ class Part:
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """The optimizer's parameters are these from here on."""
 
+    def below(self) -> list[torch.Tensor]:
+        """The tensors that live on a tier below the device."""
+        return []
+
     def before_step(self, closure: Any) -> None:
         """`step` is called. Raises `TransformError` where it cannot be, before anything happens."""
 
@@ -207,6 +211,10 @@ class TransformedOptimizer(torch.optim.Optimizer):
                 f"this state_dict is of an optimizer over parameters of other shapes: {'; '.join(wrong)}; load that of "
                 "the same model, with the same groups in the same order"
             )
+
+    def below(self) -> list[torch.Tensor]:
+        """The states that live on a tier below the device."""
+        return [tensor for part in self._parts for tensor in part.below()]
 
     # ------------------------------------------------------------------------------------------------------- inside
 

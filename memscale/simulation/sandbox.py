@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from memscale.algebra import placing_in
 from memscale.core import ConfigError, batches, simulation
 from memscale.core import tensors as tensors_of
+from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
@@ -158,6 +159,9 @@ class Simulation:
             for region in placing_in(module):
                 region.place(list(module.parameters()), torch.device("cpu"))
         self._forget_former_contents()
+        for optimizer in self.scope.optimizers:
+            for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
+                self.mode.storages.send_away(tensor)
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for parameter, state in optimizer.state.items():
