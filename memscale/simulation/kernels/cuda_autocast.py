@@ -93,13 +93,13 @@ class CudaAutocast:
                     library.impl(op, policy(op), "AutocastCUDA")
 
     def _lower(self, op: OpOverload) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _below(op, tree_map(self.cast, args), tree_map(self.cast, kwargs))
+        return lambda *args, **kwargs: _below(op, *_from_the_last(self.cast, args, kwargs))
 
     def _wide(self, op: OpOverload) -> Callable[..., Any]:
         def widen(value: Any) -> Any:
             return self._to(torch.float32, value)
 
-        return lambda *args, **kwargs: _below(op, tree_map(widen, args), tree_map(widen, kwargs))
+        return lambda *args, **kwargs: _below(op, *_from_the_last(widen, args, kwargs))
 
     def _wide_result(self, op: OpOverload) -> Callable[..., Any]:
         at = next(index for index, each in enumerate(op._schema.arguments) if each.name == "dtype")
@@ -125,7 +125,7 @@ class CudaAutocast:
         def run(*args: Any, **kwargs: Any) -> Any:
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if self._casts(leaf)}
             to = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
-            return _below(op, *tree_map(lambda value: self._to(to, value), (args, kwargs)))
+            return _below(op, *_from_the_last(lambda value: self._to(to, value), args, kwargs))
 
         return run
 
@@ -150,6 +150,12 @@ class CudaAutocast:
         if id(value) not in self._narrow:
             self._narrow[id(value)] = value, value.to(dtype)
         return self._narrow[id(value)][1]
+
+
+def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments, cast in the order in which the compiler of PyTorch's builds has a C++ call evaluate them."""
+    named = {name: tree_map(cast, value) for name, value in reversed(kwargs.items())}
+    return [tree_map(cast, value) for value in reversed(args)][::-1], {name: named[name] for name in kwargs}
 
 
 def _below(op: OpOverload, args: Any, kwargs: Any) -> Any:

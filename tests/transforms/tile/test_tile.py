@@ -482,6 +482,16 @@ def test_a_parameter_changed_before_backward_raises():
         loss.backward()
 
 
+def test_asking_what_a_region_is_leaves_nothing_in_autocasts_cache():
+    """The question runs it on fake tensors, and the casts of its weights are fake, too."""
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ms.transform(nn.Sequential(mlp), {"0": tile(chunks=2)})(x)
+        assert type(out) is torch.Tensor
+        assert bits(out) == bits(mlp(x))
+
+
 def test_autocast_is_that_of_the_forward():
     model, x = mlp(16), numbers(6, 16)
     with torch.autocast("cpu", torch.bfloat16):

@@ -72,7 +72,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     for rows in (6, 7):  # two, so that a size which only happens to be that of the rows is told from theirs
         try:
             # Without the caller's modes: nobody is to see this run, nor count its operators.
-            with _quiet(), _disable_current_modes(), _fake_mode([hidden, *known]), torch.no_grad():
+            with _quiet(), _no_casts_kept(), _disable_current_modes(), _fake_mode([hidden, *known]), torch.no_grad():
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
                 with _OnlyLinear(sample), _NothingTouched():
                     out = fn(sample)
@@ -96,6 +96,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.removeFilter(_nothing)
+
+
+@contextmanager
+def _no_casts_kept() -> Iterator[None]:
+    """Without autocast's cache, in which the cast of a weight made here, a fake one, would wait for the real run."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _nothing(record: logging.LogRecord) -> bool:
