@@ -57,6 +57,18 @@ def _under(context):
         return torch.ones(3)
 
 
+def test_what_attention_does_itself_is_not_cast_by_autocast():
+    """Where no fused kernel takes 16 bits it computes in float32, and autocast has had its say by then."""
+
+    def forward(m, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            heads = m.first(x).view(1, 4, 256, 16)
+            return F.scaled_dot_product_attention(heads, heads, heads)
+
+    holdings = simulated(forward, hardware="t4").holdings
+    assert {h.dtype for h in holdings if h.shape[-2:] == (256, 256)} == {"float32"}
+
+
 def _narrowed(m, x, kind):
     with torch.autocast(kind, dtype=torch.bfloat16):
         return m.first(x).dtype

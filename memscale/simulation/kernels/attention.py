@@ -304,7 +304,21 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if torch.is_autocast_enabled("cuda"):  # it is on autocast's list, which the kernels themselves are not
-            query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
+            attn_mask, value, key, query = map(_autocast, (attn_mask, value, key, query))
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # what it does itself is not cast again
+                return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attended(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def attended(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
         if not (query.numel() and key.numel() and value.numel()):
             # No kernel runs for nothing.
             return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -329,6 +343,9 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
 
     with patched(F, "scaled_dot_product_attention", attend):
         yield
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 def _autocast(tensor: Any) -> Any:
@@ -368,15 +385,24 @@ def _run_cudnn(call: _AttentionCall, mask: torch.Tensor | None, scale: float | N
 
 
 def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-    out = torch.ops.aten._scaled_dot_product_attention_math.default(
-        call.query,
-        call.key,
-        call.value,
-        mask,
-        call.dropout_p,
-        call.is_causal,
-        None,
-        scale=scale,
-        enable_gqa=call.enable_gqa,
-    )[0]
-    return cast(torch.Tensor, out)
+    """``_scaled_dot_product_attention_math``, written out: on CPU tensors its own code takes the CPU's dropout."""
+    query, key, value = call.query, call.key, call.value
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16) and not torch._C._get_math_sdp_allow_fp16_bf16_reduction():
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(1 / math.sqrt(query.size(-1)) if scale is None else abs(scale))
+    scaled = query * (-factor if scale is not None and scale < 0 else factor)  # beside which the widened one stays
+    if call.is_causal:
+        seen = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        nothing = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
+        mask = torch.where(seen, 0.0, nothing)
+        del seen, nothing
+    if call.enable_gqa:
+        key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+    weights = scaled @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights = weights.add_(mask)
+    weights = torch.ops.aten._safe_softmax.default(weights, -1)
+    dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
+    _unused = weights.to(dtype)  # the second result, which is made first
+    return (dropped @ value).to(dtype)

@@ -481,6 +481,38 @@ def test_math_on_half_computes_in_float(fakes):
     assert B * H * L * L * 4 in kept
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "scale": 0.3},
+        {"attn_mask": torch.arange(48).view(6, 8) % 5 > 0, "scale": -0.5},
+        {"attn_mask": torch.linspace(-1, 1, 48).view(6, 8)},
+        {"enable_gqa": True},
+        {"dtype": BF16},
+    ],
+    ids=str,
+)
+def test_math_written_out_is_pytorchs(options):
+    options = dict(options)
+    torch.manual_seed(0)
+    heads = 2 if options.get("enable_gqa") else 4
+    query, key, value = (
+        torch.randn(2, h, n, 16, dtype=options.get("dtype", F32)) for h, n in ((4, 6), (heads, 8), (heads, 8))
+    )
+    options.pop("dtype", None)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(query, key, value, **options)
+        with cuda_attention(A100):
+            assert torch.equal(F.scaled_dot_product_attention(query, key, value, **options), expected)
+
+
+def test_math_drops_by_a_byte_an_element(fakes):
+    with cuda_dropout():
+        _, _, kept = run(T4, (B, H, L, D), dropout_p=0.1)
+    assert B * H * L * L in kept
+
+
 def test_math_repeats_shared_keys(fakes):
     _, out, kept = run(A100, (B, H, L, D), F32, key=(B, 2, L, D), enable_gqa=True)
     assert out.shape == (B, H, L, D)
