@@ -27,6 +27,7 @@ FLOORS = (
     ("simulation",),
     ("planning", "inspection", "reports"),
     ("legacy",),
+    ("integrations",),
     ("cli",),
     ("",),  # memscale/__init__: the public names
 )

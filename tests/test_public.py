@@ -92,6 +92,8 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
     step_in_groups
+memscale.legacy: Executor attached detach optimize wrap wrapped
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward step_in_groups
     transformed
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
     OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes

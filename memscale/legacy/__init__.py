@@ -1,11 +1,13 @@
 """The older one-line style: `wrap`, `optimize`, `detach`."""
 
 from memscale.legacy.executor import Executor
-from memscale.legacy.verbs import detach, optimize, wrap
+from memscale.legacy.verbs import attached, detach, optimize, wrap, wrapped
 
 __all__ = [
     "Executor",
+    "attached",
     "detach",
     "optimize",
     "wrap",
+    "wrapped",
 ]

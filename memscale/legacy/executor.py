@@ -21,6 +21,7 @@ from memscale.legacy.offloading import runtime_of_plan
 from memscale.legacy.reality import Reality
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, bucket, covers, shapes_of, with_shapes
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
+from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
@@ -103,6 +104,19 @@ class Executor:
             raise TransformError("the model of this executor is gone; keep the model as long as you need its executor")
         return model
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model is there, and wrapped by this."""
+        model = self._model()
+        return model is not None and model.__dict__.get(ATTRIBUTE) is self
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak of a step as it is now, None if that was not predicted."""
+        if isinstance(self.plan, ProvenPlan):
+            return self.plan.evidence.planned.peak_bytes
+        return None if self.profile is None or self.plan else self.step_bytes
+
     def detach(self) -> None:
         """Undo everything; does nothing the second time.
 
@@ -118,7 +132,7 @@ class Executor:
             self._detach()
 
     def _detach(self) -> None:
-        if self.model.__dict__.get(ATTRIBUTE) is not self:
+        if not self.is_attached:
             return
         self.uninstall()
         if self._steps is not None:
@@ -280,6 +294,10 @@ class Executor:
         self._reality = Reality.of(verdict.plan, verdict.profile, self.config)
         if self._reality is not None:
             self._reality.begin(self.model)
+
+    def say(self, message: str) -> None:
+        """Log `message` where the config wants it."""
+        say(self.config, message)
 
     def report(self) -> None:
         """Log what holds."""

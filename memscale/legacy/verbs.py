@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import ConfigError, RuntimeUnavailable, TransformError, batches
 from memscale.inspection import check_same_numbers
-from memscale.legacy.decision import decide, hardware_of
+from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
@@ -33,6 +35,13 @@ _NOT_USED = {
 # What a caller can ask for by name and this version cannot do: (field of Config, what to do instead).
 _NOT_BUILT = {
     "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
+}
+
+# The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands
+# above this file.
+_TRAINERS = {
+    "transformers.trainer.Trainer": "memscale.integrations.hf",
+    "lightning.pytorch.trainer.trainer.Trainer": "memscale.integrations.lightning",
 }
 
 # Modules of others that wrap does not work inside or around: (class, why, and what to do instead).
@@ -105,7 +114,8 @@ def wrap(
     that is already wrapped is detached first.
 
     Args:
-        target: an ``nn.Module``, or a trainer: an object whose ``.model`` is one.
+        target: an ``nn.Module``; or a Trainer of transformers (TRL's too) or of Lightning, whose model is wrapped
+            whenever it trains; or another object whose ``.model`` is a module.
         config: what is allowed; None is ``Config()``. A field that nothing uses yet gives a warning when it is set.
         sample_input: what the model is called with (a tensor, a tuple of arguments or a mapping of keywords).
         async_offload: overrides ``config.async_offload``. None leaves it; where the config does not set it
@@ -135,7 +145,13 @@ def wrap(
     Executor(Sequential, Plan({'*': checkpoint()}))
     >>> detach(model)
     """
-    _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config)
+    integration = _integration(target)
+    if integration is not None:
+        if sample_input is not None:
+            batches.check_batch(sample_input)
+        integration.wrap_trainer(target, _config_in_force(config, async_offload, async_config), sample_input)
+    else:
+        _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config)
     return target
 
 
@@ -185,13 +201,27 @@ def detach(model: Any) -> None:
     >>> import torch
     >>> detach(wrap(torch.nn.Linear(2, 2)))
     """
+    if (integration := _integration(model)) is not None:
+        integration.unwrap_trainer(model)
+        return
     module = _module_of(model, "detach")
-    executor = module.__dict__.get(ATTRIBUTE)
-    # A tree that `transform` made from a wrapped model lists the executor, which is the other tree's.
-    if executor is None or executor.model is not module:
+    executor = attached(module)
+    if executor is None:
         LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
     else:
         executor.detach()
+
+
+def wrapped(model: nn.Module, config: Config | None, *, sample_input: Any, plan: Plan | None) -> Executor:
+    """What `wrap` does with a module, under `plan` if there is one."""
+    return _wrapped(model, config, sample_input, None, None, None, plan)
+
+
+def attached(model: nn.Module) -> Executor | None:
+    """The executor of a model that is wrapped, None of any other."""
+    executor = model.__dict__.get(ATTRIBUTE)
+    # A tree that `transform` made from a wrapped model lists the executor, which is the other tree's.
+    return executor if isinstance(executor, Executor) and executor.model is model else None
 
 
 def _wrapped(
@@ -201,6 +231,7 @@ def _wrapped(
     optimizer: torch.optim.Optimizer | None,
     async_offload: bool | None,
     async_config: AsyncOffloadConfig | None,
+    plan: Plan | None = None,
 ) -> Executor:
     config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:
@@ -217,13 +248,15 @@ def _wrapped(
             # By name: whose class it is may not be imported, or be a copy of PyTorch's.
             if type(module).__name__ == kind and len(getattr(module, "device_ids", (0, 1))) > 1:
                 raise RuntimeUnavailable(f"wrap(): the module {path!r} is a {kind}, {reason}")
-    previous = model.__dict__.get(ATTRIBUTE)
-    if previous is not None and previous.model is model:
+    if (previous := attached(model)) is not None:
         say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
         previous.detach()
     hardware = hardware_of(model)
     say(config, f"hardware: {hardware}")
-    verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
+    if plan is None:
+        verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
+    else:
+        verdict = Verdict(plan, None, resident_bytes(model, optimizer), None, for_all=True)
     executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input)
     try:
         executor.attach()
@@ -236,6 +269,13 @@ def _wrapped(
         raise
     executor.report()
     return executor
+
+
+def _integration(target: object) -> Any:
+    """What knows how to wrap a trainer; None of anything else."""
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(target).__mro__]
+    found = next((_TRAINERS[name] for name in names if name in _TRAINERS), None)
+    return None if found is None else importlib.import_module(found)
 
 
 def _module_of(target: object, verb: str) -> nn.Module:

@@ -1,0 +1,140 @@
+"""The Trainer of transformers, and those made of it (TRL's): the model is wrapped while it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan, PlanLike
+from memscale.config import Config
+from memscale.core import RuntimeUnavailable
+from memscale.integrations.wrapping import Wrapping
+from memscale.legacy import Executor
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise RuntimeUnavailable(
+        f"memscale.integrations.hf needs transformers ({error}); pip install 'memscale-transforms[hf]'"
+    ) from error
+
+_GIB = 1 << 30
+
+
+class MemScaleCallback(TrainerCallback, ExportableState):
+    """Wraps the model of a Trainer: when the Trainer is made, and again when it trains another one (``model_init``).
+
+    The model is detached at the end of training. After an exception it stays wrapped, and can be wrapped again. The
+    plan is in ``trainer_state.json``; the logs have ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib`` and
+    ``memory/predicted_gib``, as far as they are known: peaks since the process began, which are read and never reset.
+
+    Args:
+        config: as in `wrap`.
+        plan: to train under, instead of one that is planned.
+        sample_input: what the model is called with, as in `wrap`. None plans at the first call.
+        log_memory: whether the logs get the keys above.
+
+    Raises:
+        ConfigError: `config` is no `Config`.
+        PlanError: `plan` is none.
+        RuntimeUnavailable: when a Trainer is made that would use ``nn.DataParallel``.
+
+    >>> from memscale.integrations.hf import MemScaleCallback
+    >>> import memscale as ms
+    >>> MemScaleCallback(plan={"transformer.h.*": ms.checkpoint()})  # for Trainer(..., callbacks=[...])
+    MemScaleCallback(plan={'transformer.h.*': checkpoint()})
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        plan: PlanLike | None = None,
+        sample_input: Any = None,
+        log_memory: bool = True,
+    ) -> None:
+        self.wrapping = Wrapping(config, plan, sample_input)
+        self.log_memory = log_memory
+
+    def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+        """Before the model is prepared for mixed precision or for several processes."""
+        _check(args)
+        if model is not None:
+            self.wrapping.wrap(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+        """`model` is another one if ``model_init`` made it, and `state` a checkpoint's if the run is resumed."""
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(kept, dict):
+            self.wrapping.former_plan = kept["attributes"]["plan"]
+        if model is not None:
+            self.wrapping.wrap(model)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
+        """Add the memory's keys."""
+        if self.log_memory and logs is not None and self.wrapping.executor is not None:
+            logs.update(_memory(self.wrapping.executor))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Undo what this callback did."""
+        self.wrapping.end()
+
+    def state(self) -> dict[str, Any]:
+        """What ``trainer_state.json`` keeps: the plan."""
+        return {"args": {"log_memory": self.log_memory}, "attributes": {"plan": self.plan}}
+
+    @property
+    def plan(self) -> str | None:
+        """The plan that holds, as JSON; set by a Trainer that restores its callbacks, which then trains under it."""
+        return self.wrapping.plan
+
+    @plan.setter
+    def plan(self, text: str | None) -> None:
+        if text is not None:
+            self.wrapping = Wrapping(None, Plan.from_json(text), None)
+
+    def __repr__(self) -> str:
+        return repr(self.wrapping)
+
+
+def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any) -> None:
+    """What `wrap` does with a Trainer: its model is wrapped now, and whichever it trains later.
+
+    Raises:
+        RuntimeUnavailable: it would use ``nn.DataParallel``.
+    """
+    _check(trainer.args)
+    unwrap_trainer(trainer)
+    callback = MemScaleCallback(config, sample_input=sample_input)
+    if isinstance(trainer.model, nn.Module):
+        callback.wrapping.wrap(trainer.model)
+    # Before those that report, which read the logs in this order.
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+def unwrap_trainer(trainer: Trainer) -> None:
+    """Undo `wrap_trainer`."""
+    for callback in [each for each in trainer.callback_handler.callbacks if isinstance(each, MemScaleCallback)]:
+        callback.wrapping.end()
+        trainer.callback_handler.callbacks.remove(callback)
+
+
+def _check(args: Any) -> None:
+    if args.n_gpu > 1:
+        raise RuntimeUnavailable(
+            f"this Trainer has {args.n_gpu} GPUs in one process and would use nn.DataParallel, whose replicas run the "
+            "original's weights; start it with torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES to one GPU"
+        )
+
+
+def _memory(executor: Executor) -> dict[str, float]:
+    found: dict[str, int] = {}
+    if torch.cuda.is_initialized():
+        found["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated()
+        found["memory/peak_reserved_gib"] = torch.cuda.max_memory_reserved()
+    if executor.predicted_bytes is not None:
+        found["memory/predicted_gib"] = executor.predicted_bytes
+    return {name: round(nbytes / _GIB, 6) for name, nbytes in found.items()}

@@ -1,0 +1,112 @@
+"""Lightning's Trainer: the module is wrapped while it is fitted."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from memscale.algebra import PlanLike
+from memscale.config import Config
+from memscale.core import RuntimeUnavailable
+from memscale.integrations.wrapping import Wrapping
+
+try:
+    import lightning
+except ImportError as error:
+    raise RuntimeUnavailable(
+        f"memscale.integrations.lightning needs Lightning ({error}); pip install 'memscale-transforms[lightning]'"
+    ) from error
+
+
+class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types are skipped
+    """Wraps a LightningModule for the length of a fit, also around the trials of a batch size finder.
+
+    What is wrapped is the module itself where it has a ``forward`` of its own; else the child that holds nearly all of
+    its parameters, whose forward is what a ``training_step`` calls. Layers made in ``configure_model`` are wrapped once
+    they are there. It is detached when the fit ends or raises. The plan is in the checkpoints.
+
+    Args:
+        config: as in `wrap`.
+        plan: to train under, instead of one that is planned; its paths are those of what is wrapped.
+        sample_input: what that is called with, as in `wrap`. None plans at the first call.
+
+    Raises:
+        ConfigError: `config` is no `Config`.
+        PlanError: `plan` is none.
+
+    >>> from memscale.integrations.lightning import MemScaleCallback
+    >>> import memscale as ms
+    >>> MemScaleCallback(plan={"layers.*": ms.checkpoint()})  # for lightning.Trainer(callbacks=[...])
+    MemScaleCallback(plan={'layers.*': checkpoint()})
+    """
+
+    def __init__(self, config: Config | None = None, *, plan: PlanLike | None = None, sample_input: Any = None) -> None:
+        super().__init__()
+        self.wrapping = Wrapping(config, plan, sample_input)
+        self._late: weakref.ref[nn.Module] | None = None  # the module whose configure_model is waited for
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Before the module is on its device, as `offload` of parameters needs it."""
+        if stage != "fit":
+            return
+        if type(pl_module).configure_model is lightning.LightningModule.configure_model:
+            self.wrapping.wrap(_trained(pl_module))
+        elif "configure_model" not in pl_module.__dict__:
+            configure = pl_module.configure_model
+
+            def configured() -> None:
+                configure()
+                self.wrapping.wrap(_trained(pl_module))
+
+            pl_module.configure_model = configured
+            self._late = weakref.ref(pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Detach."""
+        self.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Detach: Lightning tears nothing down then."""
+        self.end()
+
+    def end(self) -> None:
+        """Undo what this callback did."""
+        if self._late is not None and (module := self._late()) is not None:
+            module.__dict__.pop("configure_model", None)
+        self._late = None
+        self.wrapping.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the plan."""
+        return {"plan": self.wrapping.plan}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Note the plan of the run that is resumed."""
+        self.wrapping.former_plan = state_dict["plan"]
+
+    def __repr__(self) -> str:
+        return repr(self.wrapping)
+
+
+def wrap_trainer(trainer: lightning.Trainer, config: Config | None, sample_input: Any) -> None:
+    """What `wrap` does with a Trainer of Lightning: it gets the callback."""
+    unwrap_trainer(trainer)
+    trainer.callbacks.append(MemScaleCallback(config, sample_input=sample_input))
+
+
+def unwrap_trainer(trainer: lightning.Trainer) -> None:
+    """Undo `wrap_trainer`."""
+    for callback in [each for each in trainer.callbacks if isinstance(each, MemScaleCallback)]:
+        callback.end()
+        trainer.callbacks.remove(callback)
+
+
+def _trained(module: nn.Module) -> nn.Module:
+    """The part of a LightningModule whose forward a training step calls."""
+    if type(module).forward is not lightning.LightningModule.forward:
+        return module
+    sizes = {child: sum(parameter.numel() for parameter in child.parameters()) for child in module.children()}
+    largest = max(sizes, key=sizes.__getitem__, default=module)
+    return largest if sizes.get(largest, 0) > 0.9 * sum(sizes.values()) else module

@@ -1,0 +1,183 @@
+"""The Trainer of transformers with memscale: the same numbers, and the model wrapped whenever it trains."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+
+transformers = pytest.importorskip("transformers", reason="the Trainer is of transformers")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+from memscale.integrations.hf import MemScaleCallback  # noqa: E402
+
+FORCE = ms.Config(force_optimize=True)
+
+
+class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 61, (16,), generator=torch.Generator().manual_seed(at))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 61, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    settings = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **{**settings, **given})
+
+
+def trainer(folder: Path, *, model: Any = None, **given: Any) -> Any:
+    callbacks = given.pop("callbacks", None)
+    model_init = given.pop("model_init", None)
+    return transformers.Trainer(
+        model=None if model_init else model or gpt2(),
+        model_init=model_init,
+        args=arguments(folder, **given),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=callbacks,
+    )
+
+
+def numbers(trained: Any) -> list[Any]:
+    losses = [each["loss"] for each in trained.state.log_history if "loss" in each]
+    return [losses, [parameter.detach().clone() for parameter in trained.model.parameters()], torch.get_rng_state()]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    return a[0] == b[0] and torch.equal(a[2], b[2]) and all(map(torch.equal, a[1], b[1]))
+
+
+def blocks_that_are_regions(model: nn.Module) -> int:
+    return sum("forward" in block.__dict__ for block in model.transformer.h)  # type: ignore[union-attr, attr-defined]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("how", ["callback", "wrap"])
+def test_a_run_gives_the_same_numbers(how: str, accumulate: int, tmp_path: Path) -> None:
+    plain = trainer(tmp_path, gradient_accumulation_steps=accumulate)
+    plain.train()
+    plain.evaluate()
+    expected = numbers(plain)
+    wrapped = trainer(tmp_path, gradient_accumulation_steps=accumulate, callbacks=[MemScaleCallback(FORCE)])
+    if how == "wrap":
+        wrapped = ms.wrap(trainer(tmp_path, gradient_accumulation_steps=accumulate), FORCE)
+    assert blocks_that_are_regions(wrapped.model) == 2
+    wrapped.train()
+    wrapped.evaluate()
+    assert same(numbers(wrapped), expected)
+    assert blocks_that_are_regions(wrapped.model) == 0
+    if how == "callback":  # else the Trainer has set it before
+        assert wrapped.model.config.use_cache is True
+
+
+def test_the_model_that_model_init_makes_is_wrapped(tmp_path: Path) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+    regions: list[int] = []
+
+    def fresh() -> nn.Module:
+        model = gpt2()
+        made.append(weakref.ref(model))
+        return model
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            regions.append(blocks_that_are_regions(model))
+
+    run = trainer(tmp_path, model_init=fresh, max_steps=1, callbacks=[Look()])
+    ms.wrap(run, FORCE)
+    run.train()
+    run.train()
+    assert regions == [2, 2]
+    gc.collect()
+    assert [model() is None for model in made[:-1]] == [True] * (len(made) - 1)
+
+
+def test_its_own_checkpointing_stays_off_and_comes_back(tmp_path: Path) -> None:
+    flags: list[bool] = []
+
+    class Look(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            flags.append(model.is_activation_checkpointing)
+
+    plain = trainer(tmp_path, activation_checkpointing=True)
+    plain.train()
+    run = ms.wrap(trainer(tmp_path, activation_checkpointing=True, callbacks=[Look()]), FORCE)
+    run.train()
+    assert flags == [False] * 4
+    assert run.model.is_activation_checkpointing
+    assert same(numbers(run), numbers(plain))
+
+
+def test_the_plan_is_in_the_state_and_a_resumed_run_tells_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    unbroken = trainer(tmp_path / "plain")
+    unbroken.train()
+    first = trainer(tmp_path, callbacks=[MemScaleCallback(plan={"transformer.h.*": ms.checkpoint()})], **saves)
+    first.train()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    kept = state["stateful_callbacks"]["MemScaleCallback"]["attributes"]["plan"]
+    assert ms.Plan.from_json(kept) == ms.Plan({"transformer.h.*": ms.checkpoint()})
+    assert json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())["use_cache"] is True
+    for restores in (False, True):
+        settings = {**saves, "restore_callback_states_from_checkpoint": restores}
+        again = trainer(tmp_path, callbacks=[MemScaleCallback(plan={"transformer.h.0": ms.checkpoint()})], **settings)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="memscale"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert all(map(torch.equal, again.model.parameters(), unbroken.model.parameters()))
+        assert ("the run that is resumed had another plan" in caplog.text) is not restores
+        assert ("plan for GPT2LMHeadModel:\npath             transform\ntransformer.h.*" in caplog.text) is restores
+
+
+def test_the_logs_have_the_memory_before_those_that_report(tmp_path: Path) -> None:
+    reported: list[dict[str, float]] = []
+
+    class Report(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, args: Any, state: Any, control: Any, *, logs: Any, **_: Any) -> None:
+            reported.append(dict(logs))
+
+    batch = {key: torch.stack([each[key] for each in map(Tokens().__getitem__, (0, 1))]) for key in Tokens()[0]}
+    run = ms.wrap(trainer(tmp_path, max_steps=1, callbacks=[Report()]), ms.Config(), sample_input=batch)
+    run.train()
+    assert reported[0]["memory/predicted_gib"] > 0
+
+
+def test_data_parallel_is_refused_and_detach_undoes_wrap(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.args._n_gpu = 2
+    with pytest.raises(ms.RuntimeUnavailable, match=r"2 GPUs in one process.*torchrun"):
+        ms.wrap(run, FORCE)
+    run.args._n_gpu = 0
+    before = [dict(module.__dict__) for module in run.model.modules()]
+    ms.detach(ms.wrap(run, FORCE))
+    assert [dict(module.__dict__) for module in run.model.modules()] == before
+    assert not any(isinstance(each, MemScaleCallback) for each in run.callback_handler.callbacks)
