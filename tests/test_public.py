@@ -92,6 +92,7 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.legacy: Executor detach optimize wrap
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
     step_in_groups
+memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward step_in_groups
     transformed
