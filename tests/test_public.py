@@ -89,13 +89,10 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
 memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate host_seconds
     issue_seconds knows_copies seconds work_of
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
-memscale.legacy: Executor detach optimize wrap
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
-    step_in_groups
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer step_in_backward step_in_groups
-    transformed
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
+    step_in_groups transformed
 memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
     OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
