@@ -20,7 +20,7 @@ from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, 
 from memscale.core.misuse import by_name, shown
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
-from memscale.core.simulating import device_type, simulated_device_type, simulating, simulation
+from memscale.core.simulating import compute_capability, device_type, simulated_device_type, simulating, simulation
 from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
 from memscale.core.validation import Check, Misfit, boolean, integer, optional, validate
@@ -55,6 +55,7 @@ __all__ = [
     "changed_error",
     "check_loss",
     "check_tier",
+    "compute_capability",
     "described",
     "device_type",
     "factory",

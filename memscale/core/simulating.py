@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-_running: list[tuple[str, Callable[[torch.Tensor], str]]] = []
+_running: list[tuple[str, Callable[[torch.Tensor], str], tuple[int, int] | None]] = []
 
 
 def simulating() -> bool:
@@ -47,10 +47,27 @@ def device_type(tensor: torch.Tensor) -> str:
     return _running[-1][1](tensor) if _running else tensor.device.type
 
 
+def compute_capability(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """That of the CUDA device that `tensor` is on; None on any other.
+
+    >>> with simulation("cuda", lambda tensor: "cuda", (7, 5)):
+    ...     compute_capability(torch.ones(1))
+    (7, 5)
+    """
+    if device_type(tensor) != "cuda":
+        return None
+    return _running[-1][2] if _running else torch.cuda.get_device_capability(tensor.device)
+
+
 @contextmanager
-def simulation(device_type: str, type_of: Callable[[torch.Tensor], str]) -> Iterator[None]:
-    """Simulate a device of this type in the body, where `type_of` says it of a tensor: some lie beside the device."""
-    _running.append((device_type, type_of))
+def simulation(
+    device_type: str, type_of: Callable[[torch.Tensor], str], capability: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Simulate a device of this type in the body, where `type_of` says it of a tensor: some lie beside the device.
+
+    `capability` is the compute capability of a CUDA device.
+    """
+    _running.append((device_type, type_of, capability))
     try:
         yield
     finally:

@@ -118,7 +118,7 @@ class Simulation:
                     self.mode.storages.record(tensor)
             stack.enter_context(_reads_checked(self.mode))
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
-            stack.enter_context(simulation(self._kernels.device_type, device_type))
+            stack.enter_context(simulation(self._kernels.device_type, device_type, self._kernels.capability))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             if self._answering:
                 on_device = partial(_is_on_device, self.mode.storages)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import memscale
-from memscale.core import device_type, simulated_device_type, simulation
+from memscale.core import compute_capability, device_type, simulated_device_type, simulation
 
 ROOT = Path(memscale.__file__).parent
 _FLAGS = {"is_cuda", "is_cpu", "is_mps", "is_xpu"}
@@ -24,8 +24,10 @@ MAY_ASK = {
     "inspection/verification.py": "runs both models for real, and compares the generators there are",
     "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
     "legacy/offloading.py": "the caller's model, outside of any step",
+    "optimizers/separability.py": "the generators that there are",
     "regions/environment.py": "the generators that there are: a simulated device has none",
     "regions/randomness.py": "the generators that there are: a simulated device has none",
+    "regions/streams.py": "the streams of this process: a simulation has none",
     "runtime/backends/cuda.py": "the backend of the devices of this process",
     "runtime/runtime.py": "picks that backend; a simulation passes in a runtime of its own",
     "runtime/parameters/movable.py": "shared memory is a matter of this process",
@@ -75,6 +77,9 @@ def test_mutant_a_direct_question_is_found(tmp_path, text):
 
 def test_simulations_nest_and_end():
     tensor = torch.ones(1)
-    with simulation("cuda", lambda tensor: "cuda"), simulation("mps", lambda tensor: "cpu"):
-        assert (simulated_device_type(), device_type(tensor)) == ("mps", "cpu")
+    with simulation("cuda", lambda tensor: "cuda", (7, 5)):
+        assert compute_capability(tensor) == (7, 5)
+        with simulation("mps", lambda tensor: "cpu"):
+            assert (simulated_device_type(), device_type(tensor)) == ("mps", "cpu")
+            assert compute_capability(tensor) is None
     assert (simulated_device_type(), device_type(tensor)) == (None, "cpu")

@@ -33,8 +33,17 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(accelerated, "_gradients", spy)
     monkeypatch.setattr(accelerated, "device_type", lambda tensor: "cuda")
+    monkeypatch.setattr(accelerated, "compute_capability", lambda tensor: (9, 0))
     monkeypatch.setattr(torch, "mm", wide)
     return found
+
+
+@pytest.mark.parametrize(("dtype", "goes"), [(torch.bfloat16, False), (torch.float16, True)], ids=["bf16", "fp16"])
+def test_a_card_without_products_into_32_bits_goes_by_rows(dtype, goes, taken, monkeypatch):
+    """PyTorch refuses those of bfloat16 before sm_80."""
+    monkeypatch.setattr(accelerated, "compute_capability", lambda tensor: (7, 5))
+    by_classes.test_every_loss(PLAIN["plain"], "mean", dtype, taken if goes else [None])
+    assert bool(taken) is goes
 
 
 PLAIN = {name: by_classes.SETTINGS[name] for name in ("plain", "ignore_index", "all ignored", "weights", "sliced")}

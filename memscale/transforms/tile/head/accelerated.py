@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from memscale.core import device_type
+from memscale.core import compute_capability, device_type
 from memscale.transforms.tile.head.class_blocks import Rows
 from memscale.transforms.tile.head.loss import Loss, accumulator, without_hooks
 
 
 def takes(loss: Loss, hidden: torch.Tensor) -> bool:
     """Whether this way is open: on an accelerator, for the logits as they are, with one class as each target."""
-    return device_type(hidden) not in ("cpu", "meta") and loss.only_widens and not loss.label_smoothing
+    if device_type(hidden) in ("cpu", "meta") or not loss.only_widens or loss.label_smoothing:
+        return False
+    # Before sm_80 PyTorch refuses a product of bfloat16 whose result has 32 bits.
+    return hidden.dtype != torch.bfloat16 or (compute_capability(hidden) or (8, 0)) >= (8, 0)
 
 
 def cross_entropy(loss: Loss, reduction: str, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
