@@ -40,7 +40,17 @@ if TYPE_CHECKING:
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
     from memscale.optimizers import LossScale, offload_states, step_in_backward, step_in_groups
-    from memscale.planning import DecisionEngine, Frontier, OOMPrediction, OOMPredictor, OOMRisk, frontier, plan
+    from memscale.planning import (
+        AutoTuner,
+        DecisionEngine,
+        Frontier,
+        OOMPrediction,
+        OOMPredictor,
+        OOMRisk,
+        Tuning,
+        frontier,
+        plan,
+    )
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
 
@@ -48,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncOffloadConfig",
+    "AutoTuner",
     "BudgetError",
     "Config",
     "ConfigError",
@@ -71,6 +82,7 @@ __all__ = [
     "RuntimeUnavailable",
     "Transform",
     "TransformError",
+    "Tuning",
     "Verification",
     "cast",
     "checkpoint",
@@ -99,6 +111,7 @@ __all__ = [
 # A training run needs few of these, and they would double what importing memscale costs: each is loaded when it is
 # first asked for. The branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
+    "AutoTuner": "memscale.planning",
     "Config": "memscale.config",
     "DecisionEngine": "memscale.planning",
     "Executor": "memscale.legacy",
@@ -112,6 +125,7 @@ _LOADED_WHEN_ASKED = {
     "OptimizationMode": "memscale.config",
     "Profile": "memscale.simulation",
     "Residual": "memscale.inspection",
+    "Tuning": "memscale.planning",
     "Verification": "memscale.inspection",
     "detach": "memscale.legacy",
     "frontier": "memscale.planning",

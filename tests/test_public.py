@@ -12,6 +12,7 @@ from memscale import policies
 
 NAMES = [
     "AsyncOffloadConfig",
+    "AutoTuner",
     "BudgetError",
     "Config",
     "ConfigError",
@@ -35,6 +36,7 @@ NAMES = [
     "RuntimeUnavailable",
     "Transform",
     "TransformError",
+    "Tuning",
     "Verification",
     "cast",
     "checkpoint",
@@ -93,14 +95,15 @@ memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
     step_in_groups transformed
-memscale.planning: Budget Decision DecisionEngine Evidence Figures Frontier LargestBatch OOMPrediction OOMPredictor
-    OOMRisk Point ProvenPlan SizeGrid frontier parts_of plan planned repeated_blocks shorthands taken_bytes
+memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
+    OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
+    repeated_blocks shorthands taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
     Scope Snapshot Streams accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: DrawnPoint PartOfPlan diff_text plot_frontier plot_profile plot_timelines profile_text write_frontier
-    write_html write_trace
+memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text plot_frontier plot_profile plot_sizes plot_timelines
+    profile_text write_frontier write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks Runtime Saved Stats Visit
     default_runtime home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend

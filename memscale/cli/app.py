@@ -12,6 +12,7 @@ from memscale.cli.demo import demo
 from memscale.cli.plan import AllowOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
 from memscale.cli.step import StepOptions
+from memscale.cli.tune import TuneOptions, tune
 from memscale.core import MemscaleError
 
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
@@ -217,6 +218,57 @@ def frontier_command(
     step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return frontier(PlanOptions(step, allowed, budget, json, plot, html, python), points)
+
+
+@app.command("tune")
+def tune_command(
+    hf: _Hf,
+    objective: Annotated[
+        str,
+        typer.Option(
+            metavar="throughput|batch|sequence",
+            help="The batch size that gets through most in a second, the largest one, or the longest sequence.",
+        ),
+    ] = "throughput",
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help=f"What a step may take: {_SIZES}; by default all of the device.")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(parser=_whole_number, metavar="N", help="Rows of a batch, for --objective sequence.")
+    ] = 1,
+    seq: _Seq = None,
+    at_least: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="The smallest size to look at.")] = 1,
+    at_most: Annotated[
+        int | None, typer.Option(parser=_whole_number, metavar="N", help="The largest size to look at.")
+    ] = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
+    accumulate: _Accumulate = 1,
+    mode: _Mode = None,
+    allow: _Allow = None,
+    forbid: _Forbid = None,
+    host: _Host = None,
+    confirm: Annotated[
+        bool,
+        typer.Option("--confirm/--no-confirm", help="Run a real step at the end, if model and device are there."),
+    ] = True,
+    json: _Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where a picture of the sizes goes, a .png or .svg.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where a page about the plan goes, a .html.")
+    ] = None,
+    python: _Python = None,
+) -> int:
+    """Find the best batch size or sequence length and the plan that it needs, without running out of memory.
+
+    Exits with 0, with 3 if nothing fits, with 2 if an option is wrong.
+    """
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    allowed = AllowOptions(mode, allow or [], forbid or [], host)
+    return tune(TuneOptions(step, allowed, objective, budget, at_least, at_most, confirm, json, plot, html, python))
 
 
 def run(arguments: list[str]) -> int:

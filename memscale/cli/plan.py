@@ -91,7 +91,7 @@ def plan(options: PlanOptions) -> int:
         try:
             found = engine.plan(typed_budget(options.budget))
         except BudgetError as error:
-            return _nothing_fits(error)
+            return nothing_fits(error)
         as_it_is = engine.plan(taken_bytes(engine.plain))
 
         def plot(path: Path) -> None:
@@ -107,13 +107,13 @@ def plan(options: PlanOptions) -> int:
             step.plot(path)
 
         writers: dict[str, Callable[[Path], object]] = {
-            "json": lambda path: _write(path, found.to_json()),
+            "json": lambda path: write_text(path, found.to_json()),
             "plot": plot,
             "html": Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": lambda path: _write(path, _script(subject, found)),
+            "python": lambda path: write_text(path, as_script(subject, found)),
         }
         write(options.files, writers)
-    _show(f"{found.explain()}\n\n{found}")
+    show(f"{found.explain()}\n\n{found}")
     return 0
 
 
@@ -138,19 +138,19 @@ def frontier(options: PlanOptions, points: int) -> int:
             else:
                 curve = Frontier.of([*curve, Point.of(found)])
         writers: dict[str, Callable[[Path], object]] = {
-            "json": lambda path: _write(path, curve.to_json()),
+            "json": lambda path: write_text(path, curve.to_json()),
             "plot": curve.plot,
             "html": curve.html,
         }
         if found is not None:
-            script = _script(subject, found)
-            writers["python"] = lambda path: _write(path, script)
+            script = as_script(subject, found)
+            writers["python"] = lambda path: write_text(path, script)
         write({name: path for name, path in options.files.items() if name in writers}, writers)
-    _show(str(curve))
+    show(str(curve))
     if fault is not None:
-        return _nothing_fits(fault)
+        return nothing_fits(fault)
     if found is not None:
-        _show(f"\n{found.explain()}\n\n{found}")
+        show(f"\n{found.explain()}\n\n{found}")
     return 0
 
 
@@ -185,18 +185,22 @@ def _engine(options: PlanOptions) -> Iterator[tuple[DecisionEngine, Subject]]:
         yield engine, step.subject
 
 
-def _nothing_fits(error: BudgetError) -> int:
+def nothing_fits(error: BudgetError) -> int:
+    """Say so, and return the exit status."""
     print(f"memscale: {error}", file=sys.stderr)
     return DOES_NOT_FIT
 
 
-def _script(subject: Subject, found: ProvenPlan) -> str:
+def as_script(subject: Subject, found: ProvenPlan) -> str:
+    """Python that builds the model and applies the plan."""
     return f"{subject.code}\n\n{found.to_python()}\n"
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file."""
     path.write_text(text, encoding="utf-8")
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Print what was found."""
     Console(soft_wrap=True, highlight=False, markup=False).print(text)

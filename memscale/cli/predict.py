@@ -57,7 +57,8 @@ def predict(options: Options) -> int:
     step = read_step(options.step)
     subject, seq = step.subject, step.seq
     if options.largest is not None:
-        _check_axis(options.largest, subject, options.step.batch, seq)
+        wanted = ["batch", "seq"] if options.largest == "grid" else [options.largest]
+        check_axis("--largest", options.largest, wanted, subject, options.step.batch, seq)
     budget = None if options.budget is None else typed_budget(options.budget)
     with simulations() as progress:
         predictor = OOMPredictor(
@@ -125,16 +126,16 @@ def _computing_in(dtype: torch.dtype, transform: Transform) -> Transform:
     return compose(*(_computing_in(dtype, part) for part in parts)) if parts else transform
 
 
-def _check_axis(asked: str, subject: Subject, batch: int, seq: int) -> None:
+def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:
     """Refuse to look for the largest of what the batches do not grow with, and say what they do."""
     sizes = {"batch": [(1, seq), (2, seq)], "seq": [(batch, 1), (batch, 2)]}
-    wanted = list(sizes) if asked == "grid" else [asked]
     parts = {axis: [parts_of(batch_of(subject, *size)) for size in both] for axis, both in sizes.items()}
     axes = [axis for axis, (small, large) in parts.items() if small != large]
     if missing := [axis for axis in wanted if axis not in axes]:
-        use = f"use --largest {axes[0]}" if axes else "let its batch_fn use its arguments"
+        other = {"--objective": "sequence" if axes == ["seq"] else "batch"}.get(option, axes[0] if axes else "")
+        remedy = f"use {option} {other}" if axes else "let its batch_fn use its arguments"
         raise ConfigError(
-            f"--largest {asked}: the batches of this model are the same for any {' and '.join(missing)}; {use}"
+            f"{option} {asked}: the batches of this model are the same for any {' and '.join(missing)}; {remedy}"
         )
 
 

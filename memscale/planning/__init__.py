@@ -11,6 +11,10 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;
    `curve`: several of them, as a frontier.
 
+Plans of before are kept by `known`, under what `fingerprint` says they depend on.
+
+`tuner` (with `sizes`, `rates`, `confirmation`) looks for the best size of a batch, and returns a `tuning`.
+
 `predictor` (with `prediction`, `largest`, `grid`, `remedies`) answers whether a step fits as it is.
 """
 
@@ -21,12 +25,17 @@ from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.grid import SizeGrid
 from memscale.planning.largest import LargestBatch
 from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
-from memscale.planning.predictor import OOMPredictor, parts_of
+from memscale.planning.predictor import OOMPredictor
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.remedies import planned, shorthands
+from memscale.planning.sizes import parts_of
+from memscale.planning.tuner import AutoTuner
+from memscale.planning.tuning import Confirmation, SizeTrial, Tuning
 
 __all__ = [
+    "AutoTuner",
     "Budget",
+    "Confirmation",
     "Decision",
     "DecisionEngine",
     "Evidence",
@@ -39,6 +48,8 @@ __all__ = [
     "Point",
     "ProvenPlan",
     "SizeGrid",
+    "SizeTrial",
+    "Tuning",
     "frontier",
     "parts_of",
     "plan",

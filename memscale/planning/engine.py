@@ -175,13 +175,7 @@ class DecisionEngine:
         progress: Progress | None = None,
         streams: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"plan(model=...) takes a torch.nn.Module, got {type(model).__name__}; pass the model")
-        if is_transformed(model):
-            raise ConfigError(
-                f"this {type(model).__name__} is transformed already; plan the model that it was made of (detach a "
-                "wrapped one), and give that plan to transform"
-            )
+        check_model(model, "plan")
         self.model = model
         self.batch = batch
         self.optimizer = optimizer
@@ -243,6 +237,15 @@ class DecisionEngine:
             return Answer((engine._proven_plan(found, limit),))
 
         return self._known.answer(self, f"nearest {limit}", find).plan()
+
+    def smallest(self) -> ProvenPlan:
+        """The plan whose step takes the least."""
+
+        def find(engine: DecisionEngine) -> Answer:
+            smallest = engine._smallest()
+            return Answer((engine._proven_plan(Found(smallest, smallest.seconds), smallest.taken_bytes),))
+
+        return self._known.answer(self, "smallest", find).plan()
 
     def frontier(self, points: int = _POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
@@ -447,6 +450,17 @@ class DecisionEngine:
             if nbytes < least:
                 found.append((f"Config({field}=True)", nbytes))
         return sorted(found, key=lambda each: each[1])
+
+
+def check_model(model: Any, caller: str) -> None:
+    """Raise ConfigError for what cannot be planned, whatever the batch is."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{caller}(model=...) takes a torch.nn.Module, got {type(model).__name__}; pass the model")
+    if is_transformed(model):
+        raise ConfigError(
+            f"this {type(model).__name__} is transformed already; plan the model that it was made of (detach a "
+            "wrapped one), and give that plan to transform"
+        )
 
 
 def _timed(hardware: Hardware, model: nn.Module) -> Hardware:

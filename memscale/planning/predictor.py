@@ -12,13 +12,14 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
-from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, batches, budget_bytes, format_bytes
+from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, DecisionEngine, Progress
 from memscale.planning.grid import SizeGrid, fitting_grid
 from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
+from memscale.planning.sizes import Sizes, check_range
 from memscale.simulation import MemoryProfiler
 
 
@@ -140,21 +141,17 @@ class OOMPredictor:
             ConfigError: ``batch_fn`` does not scale (it raises, its batch does not depend on n, the model does not take
                 its batch), or another argument is wrong.
         """
-        for name, value in (("at_least", at_least), ("at_most", at_most)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"largest({name}={value!r}) must be an int of at least 1")
-        if at_most < at_least:
-            raise ConfigError(f"largest(at_least={at_least}, at_most={at_most}) leaves no size; swap the two")
+        check_range("largest", at_least, at_most)
         capacity_bytes = self._capacity_bytes(budget)
-        sizes = _Sizes(self, batch_fn, at_least, capacity_bytes)
+        found = _Peaks(self, batch_fn, at_least, capacity_bytes)
         n: int | None
         try:
             n, peaks = largest_fitting(
-                sizes.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most, most=MOST_SIMULATIONS
+                found.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most, most=MOST_SIMULATIONS
             )
             interrupted = False
         except KeyboardInterrupt:
-            peaks, interrupted = sizes.peaks, True
+            peaks, interrupted = found.peaks, True
             n = max((size for size, nbytes in peaks.items() if nbytes <= capacity_bytes), default=None)
             if n is None:
                 raise
@@ -163,7 +160,7 @@ class OOMPredictor:
                 f"not even batch_fn({at_least}) fits: its step takes {format_bytes(peaks[at_least])} "
                 f"({peaks[at_least]} bytes) of {format_bytes(capacity_bytes)}; predict() says what would free memory"
             )
-        if n == at_most > at_least and peaks[n] == peaks[at_least] and sizes.only_values_differ(n):
+        if n == at_most > at_least and peaks[n] == peaks[at_least] and found.sizes.only_values_differ(n):
             raise ConfigError(
                 f"batch_fn does not scale: the peak is {peaks[n]} bytes at n={at_least} as at n={n}, with tensors of "
                 "the same shapes; return a batch that grows with n"
@@ -363,18 +360,16 @@ def _loop(options: Mapping[str, bool]) -> str:
     return f"build the optimizer with {name}={value}"
 
 
-class _Sizes:
+class _Peaks:
     """The peaks of a batch factory's batches."""
 
     def __init__(
         self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int, capacity_bytes: int
     ) -> None:
         self.predictor = predictor
-        self.batch_fn = batch_fn
-        self.at_least = at_least
+        self.sizes = Sizes(batch_fn, at_least, "largest")
         self.capacity_bytes = capacity_bytes
         self.peaks: dict[int, int] = {}
-        self.parts: dict[int, list[Any]] = {}  # by size, what the batch holds: shapes of tensors, other values
 
     def peak_bytes(self, n: int) -> int:
         """The peak of the step with the batch of size `n`.
@@ -382,39 +377,15 @@ class _Sizes:
         Raises:
             ConfigError: there is no such batch, the model does not take it, or it is that of another size.
         """
-        self.predictor._say(f"size {n}", len(self.parts), None)
-        remedy = f"give largest(at_most=...) below {n} if that is beyond what the data or the model has"
-        try:
-            batch = self.batch_fn(n)
-        except Exception as error:
-            raise ConfigError(f"batch_fn({n}) raises {type(error).__name__}: {error}; {remedy}") from error
-        self.parts[n] = parts_of(batch)
-        if n != self.at_least and self.parts[n] == self.parts[self.at_least]:
-            raise ConfigError(
-                f"batch_fn does not scale: batch_fn({self.at_least}) and batch_fn({n}) return batches of the same "
-                f"shapes {_shapes(self.parts[n])}; return a batch that grows with n"
-            )
+        self.predictor._say(f"size {n}", len(self.sizes.parts), None)
+        batch = self.sizes.batch(n)
         try:
             profile = self.predictor._profiler.profile(
                 batch, accumulate=self.predictor.accumulate, capacity_bytes=self.capacity_bytes
             )
         except MemscaleError as error:
-            if n == self.at_least:
+            if n == self.sizes.at_least:
                 raise
-            raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {remedy}") from error
+            raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {self.sizes.remedy(n)}") from error
         self.peaks[n] = taken_bytes(profile)
         return self.peaks[n]
-
-    def only_values_differ(self, n: int) -> bool:
-        """Whether the batch of size `n` has the smallest one's tensors, and other values beside them."""
-        return _shapes(self.parts[n]) == _shapes(self.parts[self.at_least])
-
-
-def parts_of(batch: Any) -> list[Any]:
-    """What a batch holds, to tell one size from another: the shapes of its tensors, and other values."""
-    leaves, _ = batches.flatten(batch)
-    return [list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def _shapes(parts: list[Any]) -> list[Any]:
-    return [part for part in parts if isinstance(part, list)]

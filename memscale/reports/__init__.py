@@ -1,21 +1,24 @@
-"""Profiles and frontiers for people: text for a terminal, pictures, pages.
+"""Profiles, frontiers and tunings for people: text for a terminal, pictures, pages.
 
-Loaded by the first `Profile` or `Frontier` that is asked to print or to draw itself, so what it offers is what they ask
-for.
+Loaded by the first `Profile`, `Frontier` or `Tuning` that is asked to print or to draw itself, so what it offers is
+what they ask for.
 """
 
 from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
+from memscale.reports.sizes import TriedSize, plot_sizes
 from memscale.reports.text import diff_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
     "DrawnPoint",
     "PartOfPlan",
+    "TriedSize",
     "diff_text",
     "plot_frontier",
     "plot_profile",
+    "plot_sizes",
     "plot_timelines",
     "profile_text",
     "write_frontier",

@@ -92,7 +92,7 @@ def plot_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathLi
         ConfigError: the suffix is neither, or the folder does not exist.
         RuntimeUnavailable: matplotlib is not installed.
     """
-    target = _checked(path, "plot", (".png", ".svg"), "use html() for a page")
+    target = checked_target(path, "Frontier.plot", (".png", ".svg"), "use html() for a page")
     frame = _Frame.of(choices)
     figure = figure_of(9.0, "Frontier.plot")
     axes = figure.subplots()
@@ -125,19 +125,22 @@ def write_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathL
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
     """
-    target = _checked(path, "html", (".html", ".htm"), "use plot() for a picture")
+    target = checked_target(path, "Frontier.html", (".html", ".htm"), "use plot() for a picture")
     target.write_text("\n".join(_page(choices, device)) + "\n", encoding="utf-8")
 
 
-def _checked(path: str | PathLike[str], verb: str, suffixes: tuple[str, str], remedy: str) -> Path:
+def checked_target(path: str | PathLike[str], caller: str, suffixes: tuple[str, str], remedy: str) -> Path:
+    """The file to write.
+
+    Raises:
+        ConfigError: it has another suffix, or its folder does not exist.
+    """
     target = Path(path)
     if target.suffix.lower() not in suffixes:
-        named = " or ".join(suffixes) if verb == "plot" else suffixes[0]
-        raise ConfigError(f"Frontier.{verb}(path) must end in {named}, got {str(path)!r}; {remedy}")
+        named = suffixes[0] if ".html" in suffixes else " or ".join(suffixes)
+        raise ConfigError(f"{caller}(path) must end in {named}, got {str(path)!r}; {remedy}")
     if not target.parent.is_dir():
-        raise ConfigError(
-            f"Frontier.{verb}(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
-        )
+        raise ConfigError(f"{caller}(path) must be in a folder that exists, got {str(path)!r}; make the folder first")
     return target
 
 

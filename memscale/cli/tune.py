@@ -1,0 +1,112 @@
+"""``memscale tune``: the best batch size or sequence length, and the plan that it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memscale.cli.plan import AllowOptions, as_script, nothing_fits, show, write_text
+from memscale.cli.predict import INTERRUPTED, check_axis
+from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.terminal import check_files, simulations, write
+from memscale.core import BudgetError, ConfigError, budget_bytes
+from memscale.planning import AutoTuner, Frontier, Point
+
+_AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
+_MOST = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneOptions:
+    """The command line of ``memscale tune``, as typed."""
+
+    step: StepOptions
+    allow: AllowOptions
+    objective: str
+    budget: str | None
+    at_least: int
+    at_most: int | None
+    confirm: bool
+    json: Path | None
+    plot: Path | None
+    html: Path | None
+    python: Path | None
+
+    @property
+    def files(self) -> dict[str, Path | None]:
+        """By the option that asks for them."""
+        return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
+
+
+def tune(options: TuneOptions) -> int:
+    """Tune, print the sizes, write the files; return 0, 3 if nothing fits, or 130 if it was stopped with a result.
+
+    Raises:
+        ConfigError: an option is wrong, or a step cannot be simulated.
+        RuntimeUnavailable: a package is not there.
+    """
+    options.step.check()
+    _check(options)
+    check_files(options.files)
+    config = options.allow.config()
+    # A real step is recorded by Kineto, which logs to stderr, through the bar; see `demo`.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    step = read_step(options.step)
+    subject = step.subject
+    budget = None if options.budget is None else typed_budget(options.budget)
+    if budget is not None:
+        budget_bytes(budget, step.hardware.usable_bytes)
+    axis = _AXES[options.objective]
+    check_axis("--objective", options.objective, [axis], subject, options.step.batch, step.seq)
+    longest = subject.longest or _MOST if axis == "seq" else _MOST
+
+    def batch_fn(size: int) -> Any:
+        return batch_of(subject, *((size, step.seq) if axis == "batch" else (options.step.batch, size)))
+
+    with simulations() as progress:
+        tuner = AutoTuner(
+            subject.model,
+            step.optimizer,
+            loss=subject.loss,
+            config=config,
+            hardware=step.hardware,
+            accumulate=options.step.accumulate,
+            progress=progress,
+        )
+        try:
+            found = tuner.tune(
+                batch_fn,
+                objective=options.objective,
+                budget=budget,
+                at_least=options.at_least,
+                at_most=min(options.at_most or _MOST, longest),
+                confirm=options.confirm,
+            )
+        except BudgetError as error:
+            return nothing_fits(error)
+        except ConfigError as error:
+            # What the tuner says of it is about arguments; options have other names.
+            text = str(error).replace("tune(at_most=...)", "--at-most").replace("tune(at_least=...)", "--at-least")
+            raise ConfigError(text) from error
+        writers: dict[str, Callable[[Path], object]] = {
+            "json": lambda path: write_text(path, found.to_json()),
+            "plot": found.plot,
+            "html": Frontier.of([Point.of(found.plan)]).html,
+            "python": lambda path: write_text(path, as_script(subject, found.plan)),
+        }
+        write(options.files, writers)
+    show(str(found))
+    return INTERRUPTED if found.interrupted else 0
+
+
+def _check(options: TuneOptions) -> None:
+    if options.objective not in _AXES:
+        raise ConfigError(f"--objective must be one of {', '.join(_AXES)}, got {options.objective!r}")
+    for name, value in (("at-least", options.at_least), ("at-most", options.at_most)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    if options.at_most is not None and options.at_most < options.at_least:
+        raise ConfigError(f"--at-least {options.at_least} and --at-most {options.at_most} leave no size; swap the two")

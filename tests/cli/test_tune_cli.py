@@ -1,0 +1,106 @@
+"""``memscale tune``: what the library finds, as text and files; exit codes for scripts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.algebra import is_transformed
+from memscale.cli import main
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def mlps():
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
+    return nn.Sequential(*blocks), lambda batch, seq: torch.ones(batch, seq, 32), lambda y, _: y.square().mean()
+
+def pictures():
+    return nn.Linear(8, 8), lambda batch, seq: torch.ones(batch, 8), lambda y, _: y.sum()
+"""
+STEP = ("--hf", "tuned_factories:mlps", "--gpu", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    (tmp_path / "tuned_factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def command(*arguments):
+    return main([str(each) for each in arguments])
+
+
+def expected(batch_fn, **fields):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = ms.Config(mode="aggressive")
+    tuner = ms.AutoTuner(model, optimizer, loss=lambda y, _: y.square().mean(), config=config, hardware="cpu")
+    return tuner.tune(batch_fn, confirm=False, **fields)
+
+
+def test_the_result_is_that_of_the_library(capsys):
+    files = ("--json", "best.json", "--html", "best.html", "--plot", "best.svg", "--python", "script.py")
+    options = ("--seq", 64, "--objective", "batch", "--budget", "1MiB", "--at-most", 12, *files)
+    assert command("tune", *STEP, *options) == 0
+    shown = capsys.readouterr().out
+    found = ms.Tuning.from_json(Path("best.json").read_text())
+    library = expected(lambda rows: torch.ones(rows, 64, 32), objective="batch", budget="1MiB", at_most=12)
+    assert (found.size, found.plan, found.per_second) == (library.size, library.plan, library.per_second)
+    assert 1 < found.size < 12
+    assert found.confirmation.peak_bytes <= 2**20
+    assert shown == f"{found}\n"
+    assert Path("best.svg").read_text().startswith("<?xml")
+    assert Path("best.html").read_text().count('<section class="plan">') == 1
+    scope = {}
+    exec(Path("script.py").read_text(), scope)
+    assert is_transformed(scope["fit"])
+
+
+def test_sequences_and_the_fastest(capsys):
+    step = (*STEP, "--batch", 3, "--budget", "1GiB", "--at-most", 5, "--no-confirm", "--json", "best.json")
+    assert command("tune", *step, "--objective", "sequence") == 0
+    assert ms.Tuning.from_json(Path("best.json").read_text()).size == 5
+    assert capsys.readouterr().out.startswith("longest within 1.00 GiB: length 5, ")
+    assert command("tune", *step, "--seq", 4) == 0
+    assert ms.Tuning.from_json(Path("best.json").read_text()).confirmation is None
+    assert capsys.readouterr().out.startswith("fastest within 1.00 GiB: batch size 5, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (("--budget", "9KiB"), 3, r"not even batch_fn\(1\) fits"),
+        (("--objective", "speed"), 2, "--objective must be one of throughput, batch, sequence, got 'speed'"),
+        (("--budget", "lots"), 2, "budget='lots' must be"),
+        (("--at-most", "0"), 2, "--at-most must be at least 1, got 0"),
+        (("--at-least", "5", "--at-most", "4"), 2, "--at-least 5 and --at-most 4 leave no size; swap the two"),
+        (("--plot", "best.gif"), 2, "--plot must end in .png or .svg"),
+        (("--mode", "fast"), 2, "--mode must be one of"),
+    ],
+)
+def test_wrong_options(options, status, message, capsys):
+    assert command("tune", *STEP, *options) == status
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("memscale: ")
+    assert message.replace("\\", "") in line
+
+
+def test_a_model_whose_batches_have_no_sequence(capsys):
+    assert command("tune", "--hf", "tuned_factories:pictures", "--gpu", "cpu", "--objective", "sequence") == 2
+    assert "the batches of this model are the same for any seq; use --objective batch" in capsys.readouterr().err
+
+
+def test_an_interrupt_prints_the_best_so_far(capsys, monkeypatch):
+    from memscale.planning import size_search
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(size_search.SizeSearch, "_under_bytes", stop)
+    assert command("tune", *STEP, "--objective", "batch", "--budget", "1MiB", "--seq", 64) == 130
+    assert "(stopped: the best so far)" in capsys.readouterr().out
