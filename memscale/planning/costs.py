@@ -126,7 +126,7 @@ def measured_costs(
         for candidate in menu[1:]:
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
-                known[candidate] = _effect(base, trial.found, row, trial.row)
+                known[candidate] = _effect(base, trial.found, row, trial.row, trial.tried)
         known = {
             candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
             for candidate, effect in known.items()
@@ -146,10 +146,11 @@ def measured_costs(
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """Where a candidate was tried: by the part in this row of this attribution."""
+    """Where a candidate was tried: by the part in this row of this attribution, while those in `tried` tried theirs."""
 
     row: int
     found: Attribution
+    tried: frozenset[int]
 
 
 class _Trials:
@@ -206,7 +207,7 @@ class _Trials:
                 self._try({row: chosen[row] for row in half}, done, rejected)
             return
         for row, key in chosen.items():
-            done[key] = _Trial(row, found)
+            done[key] = _Trial(row, found, frozenset(chosen))
 
 
 def _spread(rows: list[int], wanted: int) -> list[int]:
@@ -216,20 +217,24 @@ def _spread(rows: list[int], wanted: int) -> list[int]:
     return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]
 
 
-def _effect(base: Attribution, found: Attribution, row: int, donor: int) -> Effect:
+def _effect(base: Attribution, found: Attribution, row: int, donor: int, tried: frozenset[int] = frozenset()) -> Effect:
     """What the part in `row` does if it is given what `donor` was given in `found`."""
     held = np.zeros(len(base.stations), dtype=np.int64)
     slack = np.zeros(len(base.stations), dtype=np.int64)
     number, donated = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, donor))
-    sources = _sources(base.stations, found.stations, number, donated)
+    mine = found.held_bytes[donor] + _owed(base, found, donor, tried)
+    sources = _sources(base.stations, found.stations, number, donated, mine)
     share, before = base.parameters_bytes[row] / max(1, base.parameters_bytes.sum()), base.held_bytes[-1, 0]
     on_device = bool(found.parameters_bytes[donor]) or not base.parameters_bytes[row]
     for at, (station, source) in enumerate(zip(base.stations, sources, strict=True)):
-        if station.phase is Phase.OPTIMIZER or source is None:
+        if source is None and on_device and station.phase is not Phase.OPTIMIZER:
+            # Before its forward and after its backward a part holds the same, whatever is done to it.
+            held[at] = base.held_bytes[row, at]
+        elif station.phase is Phase.OPTIMIZER or source is None:
             # Trials do not update; what lives on another tier is updated there, and so are its temporaries.
             held[at] = base.held_bytes[row, at] if on_device else -int(share * max(0, base.held_bytes[-1, at] - before))
         else:
-            held[at] = found.held_bytes[donor, source]
+            held[at] = mine[source]
             if found is not base and on_device:
                 held[at] += base.states_bytes[row] - found.states_bytes[donor]
         # What is outside answers for the stations outside, each part for its own.
@@ -239,10 +244,35 @@ def _effect(base: Attribution, found: Attribution, row: int, donor: int) -> Effe
     return Effect(held, slack, float(found.seconds[donor, 0]), float(found.seconds[donor, 1]))
 
 
-def _sources(wanted: tuple[Station, ...], found: tuple[Station, ...], part: int, donor: int) -> list[int | None]:
+def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[int]) -> Bytes:
+    """[station of `found`] what the donor's candidate makes others hold, less what it holds because of theirs.
+
+    What two parts keep (a result that its activation and the convolution behind it both need) counts to the one that
+    lets go of it last. If that one no longer keeps it, the other still does, and did not decide that.
+    """
+    owed = np.zeros(len(found.stations), dtype=np.int64)
+    columns = {station: at for at, station in enumerate(base.stations)}
+    known = [(at, columns[station]) for at, station in enumerate(found.stations) if station in columns]
+    there, here = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
+    for pair in sorted({*found.handed_bytes, *base.handed_bytes}):
+        holder, maker = pair
+        if donor not in pair or maker not in tried:
+            continue
+        now, before = found.handed_bytes.get(pair), base.handed_bytes.get(pair)
+        more = (0 if now is None else now[there]) - (0 if before is None else before[here])
+        if holder in tried:
+            more = np.maximum(0, more)  # that it holds less is its own doing
+        owed[there] += more if maker == donor else -more
+    return owed
+
+
+def _sources(
+    wanted: tuple[Station, ...], found: tuple[Station, ...], part: int, donor: int, held: Bytes
+) -> list[int | None]:
     """For each wanted station the number of the found one that is to `donor` what it is to `part`.
 
-    As far before or after the part's own turn in the same phase, or as near to that as there is.
+    As far before or after the part's own turn in the same phase, or as near to that as there is. `held` is what the
+    donor holds at the found ones.
     """
     sources: list[int | None] = []
     for phase in Phase:
@@ -253,20 +283,24 @@ def _sources(wanted: tuple[Station, ...], found: tuple[Station, ...], part: int,
             continue
         if part == donor:
             by_key = {found[at]: at for at in others}
-            last = others[0]
-            for at in rows:
-                last = by_key.get(wanted[at], last)
-                sources.append(last)
+            there = [by_key.get(wanted[at]) for at in rows]
+            for place, source in enumerate(there):
+                if source is None:  # it was not there: what is held at the one before and at the one after
+                    ways = there[:place][::-1], there[place:]
+                    around = [at for way in ways for at in [each for each in way if each is not None][:1]]
+                    source = min(around, key=held.__getitem__, default=others[0])
+                sources.append(source)
             continue
         own = next((place for place, at in enumerate(rows) if _is_turn(wanted[at], part)), 0)
         turn = next((place for place, at in enumerate(others) if _is_turn(found[at], donor)), 0)
         for place in range(len(rows)):
             away = place - own
+            # Beyond the donor's first or last station there is nothing to see, unless that is its turn.
             if away < 0:
-                away = max(away, -turn) if turn else 0
+                away = max(away, -turn)
             elif away > 0:
                 away = min(away, len(others) - 1 - turn)
-            sources.append(others[turn + away])
+            sources.append(others[turn + away] if away or place == own else None)
     order = [at for phase in Phase for at, station in enumerate(wanted) if station.phase is phase]
     placed: list[int | None] = [None] * len(wanted)
     for at, source in zip(order, sources, strict=True):

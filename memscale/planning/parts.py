@@ -9,6 +9,7 @@ from torch import nn
 
 from memscale.core import matches
 from memscale.planning.blocks import could_be_block, repeated_blocks
+from memscale.planning.explanation import template
 from memscale.simulation import SimulatedStep
 
 # A part of more than this share of what the step keeps is looked into, for its own parts decide better than it can.
@@ -75,13 +76,15 @@ def parts_of(model: nn.Module, step: SimulatedStep) -> tuple[Part, ...]:
     families: dict[object, list[tuple[int, float]]] = {}
     found_parts = []
     for path in chosen:
-        known = families.setdefault(_shape(modules[path]), [])
+        # Stages on the way down and up may have the same shapes, but not the same neighbours.
+        shape = (template(path), _shape(modules[path]))
+        known = families.setdefault(shape, [])
         use = (kept[path], seconds[path])
         family = next((at for at, other in enumerate(known) if _close(use, other)), len(known))
         if family == len(known):
             known.append(use)
         children = tuple(child.removeprefix(f"{path}.") for child in _large(path, modules, kept))
-        found_parts.append(Part(path, modules[path], children, (_shape(modules[path]), family)))
+        found_parts.append(Part(path, modules[path], children, (shape, family)))
     return tuple(found_parts)
 
 

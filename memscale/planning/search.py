@@ -10,10 +10,10 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
-from memscale.planning.costs import Assignment, measured_costs
+from memscale.planning.costs import Assignment, Bytes, measured_costs
 from memscale.planning.parts import parts_of
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.solver import Chooser, LinkRates
+from memscale.planning.solver import Chooser, Floats, LinkRates
 from memscale.simulation import Profile, SimulatedStep
 
 # A plan that uses this share of the budget is not worth another round.
@@ -21,8 +21,12 @@ _USED = 0.97
 # Nor is one that is as fast as was thought.
 _AS_THOUGHT = 1.005
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 3
+# After as many choices that turn out not to fit, the next are to leave as much room as the last one lacked.
+_MISSES = 2
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
+
+_LOOKS = 3
 
 #: Simulates the step with these rules, with its update or without.
 Simulate = Callable[[Rules, bool], SimulatedStep]
@@ -37,12 +41,16 @@ class Proven:
         assignment: the candidate of each part.
         plan: its rules.
         profile: of the simulated step.
+        held_bytes: [station of the costs] the most that is held there, what was thought where the step never came.
+        part_seconds: [part] of the operators of each part's forward and backward; last of what is outside.
     """
 
     search: Search
     assignment: Assignment
     plan: Plan
     profile: Profile
+    held_bytes: Bytes
+    part_seconds: Floats
 
     @property
     def taken_bytes(self) -> int:
@@ -54,6 +62,12 @@ class Proven:
         """Of the simulated step."""
         assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
         return self.profile.step_seconds
+
+    def correct(self, chooser: Chooser) -> None:
+        """Let the chooser know what this step held and took."""
+        waits = self.profile.exposed_seconds
+        late = waits.get("room", 0.0), waits.get("input", 0.0) + waits.get("disk", 0.0)
+        chooser.correct(self.assignment, self.held_bytes, self.part_seconds, late)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,86 +118,106 @@ class Search:
             menus.append(by_family[part.alike])
         menus.append(menu.for_outside(model, parts))
         self.costs = measured_costs(self.plain, parts, menus, lambda rules: simulate(self._with(rules), False))
-        self._chooser = Chooser(self.costs, link)
-        self._moves = link is not None
+        self._link = link
         self._proofs: dict[Assignment, Proven] = {}
+        self._least: Proven | None = None
 
     def fastest(self, budget_bytes: int) -> Found | None:
         """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # When copies hold a step up depends on more than the costs say: what does without them is looked for apart.
-        bound = np.inf
-        for moves in (False, True) if self._moves else (False,):
-            bound = min(bound, self._choose(safe_bytes, moves))
+        # Steps for other budgets correct nothing here: a budget has the same plan, whatever was asked before.
+        chooser = Chooser(self.costs, self._link)
+        bound = min(self._choose(chooser, safe_bytes, moves) for moves in ((False, True) if self._link else (False,)))
+        if not any(each.taken_bytes <= budget_bytes for each in self._proofs.values()):
+            self.smallest()
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
             if fitting := [each for each in self._proofs.values() if each.taken_bytes <= most]:
                 best = min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
                 # A step that is faster than its costs add up to shows what they are worth as a bound.
-                return Found(best, min(float(bound), best.seconds))
+                return Found(best, min(bound, best.seconds))
         return None
 
-    def _choose(self, safe_bytes: int, moves: bool) -> float:
+    def _choose(self, chooser: Chooser, safe_bytes: int, moves: bool) -> float:
         """Choose and simulate until a step is what was thought of it; returns the bound of the last choice."""
         bound = np.inf
         found = self.prove(self.costs.as_it_is)
+        found.correct(chooser)
+        seen: set[Assignment] = set()
         overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
-        for _ in range(_ROUNDS_WITH_MOVES if moves else _ROUNDS):
-            choice = self._chooser.fastest(safe_bytes - overhead, moves=moves)
+        rounds, misses = _ROUNDS_WITH_MOVES if moves else _ROUNDS, 0
+        while rounds:
+            rounds -= 1
+            choice = chooser.fastest(safe_bytes - overhead, moves=moves)
+            if choice is None and misses:
+                # What some choices were seen to hold is not held by all: back to what was thought, with room to spare.
+                chooser.forget()
+                self.prove(self.costs.as_it_is).correct(chooser)
+                lacked, misses = found.taken_bytes - safe_bytes, 0
+                for overhead in (lacked, lacked // 2, lacked // 4):
+                    choice = choice or chooser.fastest(safe_bytes - overhead, moves=moves)
+                choice = None if choice is not None and choice.assignment in seen else choice
             if choice is None:
                 break
             bound = choice.bound
-            known = choice.assignment in self._proofs
-            thought = self.costs.seconds(choice.assignment) + sum(self._chooser.late(choice.assignment))
+            known = choice.assignment in seen
+            thought = chooser.seconds(choice.assignment)
             found = self.prove(choice.assignment)
+            found.correct(chooser)
+            seen.add(choice.assignment)
             fits = found.taken_bytes <= safe_bytes
             as_thought = found.seconds <= _AS_THOUGHT * thought
             if fits and (known or (as_thought and found.taken_bytes >= _USED * safe_bytes)):
                 break
             overhead = found.taken_bytes - found.profile.peak_bytes
-            if known:  # it was thought to fit twice
-                overhead += found.taken_bytes - safe_bytes
+            if not fits:
+                misses += 1
+                # What it holds is known now; of what is chosen next it was not foreseen twice.
+                overhead += (found.taken_bytes - safe_bytes) if known or misses > _MISSES else 0
         return bound
 
     def smallest(self) -> Proven:
         """The plan with the least peak."""
-        best = self.prove(self.costs.as_it_is)
-        for _ in range(_ROUNDS):
-            choice = self._chooser.smallest()
-            if choice.assignment in self._proofs:
-                break
-            found = self.prove(choice.assignment)
-            if found.taken_bytes >= best.taken_bytes:
-                break
-            best = found
-        return min(self._proofs.values(), key=lambda each: (each.taken_bytes, each.seconds))
+        if self._least is None:
+            chooser = Chooser(self.costs, self._link)
+            self.prove(self.costs.as_it_is).correct(chooser)
+            seen: set[Assignment] = set()
+            for _ in range(_ROUNDS):
+                choice = chooser.smallest()
+                if choice.assignment in seen:
+                    break
+                seen.add(choice.assignment)
+                self.prove(choice.assignment).correct(chooser)
+            # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
+            for _ in range(_LOOKS):
+                least = min(self._proofs.values(), key=lambda each: each.taken_bytes)
+                faster = chooser.fastest(least.profile.peak_bytes)
+                if faster is None or faster.assignment in self._proofs:
+                    break
+                self.prove(faster.assignment).correct(chooser)
+        self._least = min(self._proofs.values(), key=lambda each: (each.taken_bytes, each.seconds))
+        return self._least
 
     def prove(self, assignment: Assignment) -> Proven:
-        """The step under an assignment, simulated. What it holds above what was thought counts from then on."""
+        """The step under an assignment, simulated."""
         if assignment not in self._proofs:
             rules = self._with(self.costs.rules(assignment))
             step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True)
-            profile = step.profile()
-            self._proofs[assignment] = Proven(self, assignment, Plan(rules), profile)
-            self._correct(assignment, step, profile)
+            found = step.attribution([part.path for part in self.costs.parts])
+            held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
+            thought = self.costs.held_bytes(assignment).tolist()
+            known = [held.get(station, each) for station, each in zip(self.costs.stations, thought, strict=True)]
+            self._proofs[assignment] = Proven(
+                self,
+                assignment,
+                Plan(rules),
+                step.profile(),
+                np.array(known, dtype=np.int64),
+                found.seconds[:, :2].sum(axis=1),
+            )
         return self._proofs[assignment]
 
     def _with(self, rules: Rules) -> Rules:
         # A later rule composes outside an earlier one.
         return (*rules, *self.always)
-
-    def _correct(self, assignment: Assignment, step: SimulatedStep, profile: Profile) -> None:
-        found = step.attribution([part.path for part in self.costs.parts])
-        held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
-        thought = self.costs.held_bytes(assignment)
-        for at, station in enumerate(self.costs.stations):
-            if station in held:
-                self._chooser.beside_bytes[assignment[-1], at] = held[station] - thought[at]
-        waits = profile.exposed_seconds
-        shown = (waits.get("room", 0.0), waits.get("input", 0.0) + waits.get("disk", 0.0))
-        self._chooser.late_seconds = tuple(
-            known + max(0.0, real - thought)
-            for known, real, thought in zip(
-                self._chooser.late_seconds, shown, self._chooser.late(assignment), strict=True
-            )
-        )

@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.core import RuntimeUnavailable
-from memscale.planning.costs import Assignment, Costs, Effect
+from memscale.planning.costs import Assignment, Bytes, Costs, Effect
 
 # How far from the best a choice may be, as a share of the step's time, and the nodes of the search tree after which
 # the best one found so far is taken: a limit in seconds would make the plan depend on the machine. What is found is
 # then polished; the last tenths of a percent cost the search ten times as long.
-_GAP = 3e-3
-_NODES = 300
+_GAP = 1e-3
+_NODES = 1000
+# With HiGHS' own 1e-6 its presolve (1.15.1) took a program of 9 parts for infeasible that has choices.
+_TOLERANCE = 1e-7
 _MIB = 2.0**20
 
 Floats = npt.NDArray[np.float64]
@@ -66,12 +68,21 @@ class Chooser:
         self._offsets = np.cumsum([0, *(len(menu) for menu in costs.effects)]).tolist()
         flat = [effect for menu in costs.effects for effect in menu]
         self._held = np.array([effect.held_bytes - effect.slack_bytes for effect in flat], dtype=np.float64) / _MIB
-        self._seconds = np.array([effect.seconds for effect in flat])
+        self._families: dict[object, list[int]] = {}
+        for row in range(len(costs.effects)):
+            alike = costs.parts[row].alike if row < len(costs.parts) else row
+            self._families.setdefault(alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moves = self._out + np.array([effect.in_bytes for effect in flat])
-        self.late_seconds: tuple[float, ...] = (0.0, 0.0)
-        self.beside_bytes = np.zeros((len(costs.effects[-1]), len(costs.stations)))
+        self.forget()
         self._ways = () if link is None else self._copies(flat, link)
+
+    def forget(self) -> None:
+        """Drop what steps have shown."""
+        self.late_seconds: tuple[float, ...] = (0.0, 0.0)
+        self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.stations)))
+        self._shown: set[int] = set()
+        self._seconds = np.array([effect.seconds for menu in self.costs.effects for effect in menu])
 
     def _copies(self, flat: list[Effect], link: LinkRates) -> tuple[tuple[Floats, Floats, Floats], ...]:
         """For each way: the seconds of each candidate's copies, those of its operators, and what comes between."""
@@ -85,6 +96,31 @@ class Chooser:
             (copies, np.array([getattr(effect, name) for effect in flat]), np.array(getattr(outside, name)))
             for copies, name in moves
         )
+
+    def seconds(self, assignment: Assignment) -> float:
+        """The time of the step under an assignment, as far as is thought."""
+        chosen = [offset + number for offset, number in zip(self._offsets, assignment, strict=False)]
+        return self.costs.fixed_seconds + float(self._seconds[chosen].sum()) + sum(self.late(assignment))
+
+    def correct(
+        self, assignment: Assignment, held_bytes: Bytes, part_seconds: Floats, late_seconds: tuple[float, float]
+    ) -> None:
+        """Learn from a simulated step: what it held and waited for beside what was thought, what candidates took."""
+        self._shown.add(assignment[-1])
+        # Of those that no step has shown this one tells most.
+        for number in {*range(len(self.beside_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
+            self.beside_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
+        thought = self.late(assignment)
+        self.late_seconds = tuple(
+            known + max(0.0, shown - each)
+            for known, shown, each in zip(self.late_seconds, late_seconds, thought, strict=True)
+        )
+        # Parts that are alike are to have the same, or which of them has which candidate would be decided by traces.
+        for rows in self._families.values():
+            for number in {assignment[row] for row in rows}:
+                shown = np.mean([part_seconds[row] for row in rows if assignment[row] == number])
+                for row in rows:
+                    self._seconds[self._offsets[row] + number] = shown + self.costs.effects[row][number].update_seconds
 
     def late(self, assignment: Assignment) -> tuple[float, float]:
         """The seconds that the step waits for copies out and back, as far as is thought."""
@@ -138,6 +174,7 @@ class Chooser:
             ("mip_rel_gap", _GAP),
             ("mip_abs_gap", 0.0),
             ("mip_max_nodes", _NODES),
+            ("mip_feasibility_tolerance", _TOLERANCE),
         ):
             solver.setOptionValue(option, value)
         infinity = highspy.kHighsInf
@@ -164,9 +201,15 @@ class Chooser:
         if self.link is not None and not least:
             self._add_link(solver, unit, columns, infinity)
         solver.run()
-        status = solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return None
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            solver.setOptionValue("presolve", "off")
+            solver.run()
+            if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+                return None
+        if not np.isfinite(solver.getInfo().objective_function_value):  # the nodes were too few for any choice
+            solver.setOptionValue("mip_max_nodes", highspy.kHighsIInf)
+            solver.setOptionValue("mip_max_improving_sols", 1)
+            solver.run()
         values = np.array(solver.getSolution().col_value[:columns])
         if not len(values) or not np.isfinite(solver.getInfo().objective_function_value):
             return None

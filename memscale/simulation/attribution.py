@@ -104,6 +104,7 @@ class Attribution:
         parameters_bytes: [part] its parameters on the device.
         kept_bytes: [part] what waits for backward when backward begins, without parameters and the like.
         seconds: [part, phase] the time of its operators, in the order forward, backward, optimizer.
+        handed_bytes: by (holder, maker), two rows: [station] the most that the first holds of what the second made.
     """
 
     stations: tuple[Station, ...]
@@ -114,6 +115,7 @@ class Attribution:
     parameters_bytes: Bytes
     kept_bytes: Bytes
     seconds: npt.NDArray[np.float64]
+    handed_bytes: Mapping[tuple[int, int], Bytes]
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,16 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     runs = event_stations[starts]
     np.maximum.at(held.T, runs, np.maximum.reduceat(levels, starts, axis=1).T)
     np.maximum.at(most, runs, np.maximum.reduceat(levels.sum(axis=0), starts))
+    makers = np.array([owners.of(record.path) for record in ledger.records], dtype=np.int64)
+    makers[makers == OUTSIDE] = outside
+    handed: dict[tuple[int, int], Bytes] = {}
+    strangers = np.flatnonzero(event_rows != makers[numbers]) if len(numbers) else numbers
+    for holder, maker in sorted({(int(event_rows[at]), int(makers[numbers[at]])) for at in strangers}):
+        theirs = strangers[(event_rows[strangers] == holder) & (makers[numbers[strangers]] == maker)]
+        level = np.zeros(levels.shape[1], dtype=np.int64)
+        np.add.at(level, np.maximum(0, theirs - begin + 1), deltas[theirs])
+        handed[holder, maker] = np.zeros(len(stations), dtype=np.int64)
+        np.maximum.at(handed[holder, maker], runs, np.maximum.reduceat(level.cumsum(), starts))
 
     resident = {name: np.zeros(parts, dtype=np.int64) for name in _RESIDENT}
     alive: set[int] = set()
@@ -233,6 +245,7 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
         parameters_bytes=resident["parameter"],
         kept_bytes=kept,
         seconds=seconds,
+        handed_bytes=handed,
     )
 
 

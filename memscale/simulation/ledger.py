@@ -98,7 +98,8 @@ class Course:
 
     Between a backward and the optimizer, and after the optimizer, that is the update: clipping, unscaling, an average
     of the weights. Where autograd records, it may also be what an accumulating loop does to its next batch, or a
-    forward without modules; then what follows decides.
+    forward without modules; and before another backward, a loss that computes its gradients piece by piece in forward.
+    Then what follows decides.
 
     >>> course, ops = Course(), []
     >>> for in_backward in (True, False, True, False):
@@ -110,7 +111,7 @@ class Course:
 
     optimizing: bool = False
     _after: bool = False  # a backward or an optimizer, and no module since
-    _undecided: list[int] = field(default_factory=list)
+    _undecided: list[tuple[int, bool]] = field(default_factory=list)  # with whether autograd records
 
     def phase(self, ops: list[OpCall], *, in_backward: bool, in_module: bool, records: bool) -> Phase:
         """The phase of the operator that is about to be added to `ops`; it is that of those that waited, too."""
@@ -120,14 +121,14 @@ class Course:
             return Phase.OPTIMIZER
         if in_backward or in_module:
             self._after = in_backward
-            for at in self._undecided:
-                ops[at] = replace(ops[at], phase=Phase.FORWARD)
+            for at, recorded in self._undecided:
+                if recorded or in_backward:
+                    ops[at] = replace(ops[at], phase=Phase.FORWARD)
             self._undecided.clear()
             return Phase.BACKWARD if in_backward else Phase.FORWARD
         if not self._after:
             return Phase.FORWARD
-        if records:
-            self._undecided.append(len(ops))
+        self._undecided.append((len(ops), records))
         return Phase.OPTIMIZER
 
 

@@ -189,7 +189,8 @@ class MemoryProfiler:
         if updates:
             return self._simulated(self._step(batch, accumulate), batch, _STEPS)
         assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
-        return self._simulated(training_step(self.model, batch, None, self.loss, accumulate), batch, 1)
+        # Gradients that are still there after the step are known for what they are.
+        return self._simulated(training_step(self.model, batch, None, self.loss, accumulate, drops=False), batch, 1)
 
     def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""

@@ -17,10 +17,13 @@ def training_step(
     optimizer: torch.optim.Optimizer | None,
     loss: Loss | None,
     accumulate: int,
+    *,
+    drops: bool = True,
 ) -> Callable[[], None]:
     """The step: `accumulate` times forward and backward, then the optimizer, then the gradients are dropped.
 
-    The output is let go before backward begins, as in a trainer that asks the model for its loss.
+    The output is let go before backward begins, as in a trainer that asks the model for its loss. Without `drops` the
+    gradients stay.
     """
 
     def step() -> None:
@@ -29,6 +32,7 @@ def training_step(
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.zero_grad(set_to_none=True)
+        if drops:
+            model.zero_grad(set_to_none=True)
 
     return step

@@ -1,0 +1,59 @@
+"""What candidates are thought to hold and to take, against steps in which they are put together."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.planning.engine import DecisionEngine
+from tests.planning.test_plan import CPU, MODELS, Stages
+
+
+def _activated():
+    """Each result is kept by its in-place activation and by the convolution behind it."""
+    stages = [
+        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+        for a, b in ((3, 8), (8, 12), (12, 16), (16, 24), (24, 32))
+    ]
+    return nn.Sequential(*stages), torch.ones(4, 3, 24, 24)
+
+
+def _searched(model, batch, loss=lambda output, _: output.square().mean()):
+    optimizer = torch.optim.AdamW(model.parameters())
+    return DecisionEngine(model, batch, optimizer=optimizer, loss=loss, hardware=CPU).searches[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "of_the_peak"),
+    [
+        (lambda: (Stages(), torch.ones(4, 3, 32, 32)), 0.002),
+        (_activated, 0.002),
+        (lambda: (MODELS["blocks"][0](), MODELS["blocks"][1]()), 0.02),
+    ],
+    ids=["stages", "activated", "blocks"],
+)
+def test_a_choice_holds_what_was_thought(make, of_the_peak):
+    """Also where two parts keep the same tensor, and in parts whose candidates others tried for them."""
+    search = _searched(*make())
+    costs = search.costs
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        choice = (*(int(random.integers(0, len(menu))) for menu in costs.candidates[:-1]), 0)
+        peak = search.prove(choice).profile.peak_bytes
+        assert costs.held_bytes(choice).max() == pytest.approx(peak, rel=of_the_peak)
+
+
+def test_a_tiled_head_takes_the_time_of_its_pieces():
+    """They compute gradients in forward, which is no part of the update."""
+    body = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+    labels = torch.zeros(256, dtype=torch.long)
+    search = _searched(
+        nn.Sequential(*body, nn.Linear(32, 512)),
+        torch.ones(256, 32),
+        lambda y, _: nn.functional.cross_entropy(y, labels),
+    )
+    costs = search.costs
+    tiled = next(at for at, each in enumerate(costs.candidates[-1]) if each.rules == (("2", ms.tile(chunks=64)),))
+    choice = (*costs.as_it_is[:-1], tiled)
+    assert costs.seconds(choice) == pytest.approx(search.prove(choice).seconds, rel=0.01)
