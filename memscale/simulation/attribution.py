@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
+from memscale.simulation.garbage import only_new_garbage
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.results import Profile
 from memscale.simulation.schedule.clock import Clock
@@ -48,7 +49,8 @@ class SimulatedStep:
 
     def profile(self, capacity_bytes: int | None = None) -> Profile:
         """What `memscale.profile` says of it."""
-        return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
+        with only_new_garbage():
+            return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
 
     def digest(self) -> str:
         """A hash of all that was simulated: two steps that share it hold the same, at the same moments, as long."""

@@ -173,7 +173,10 @@ class HollowMode(TorchDispatchMode):
         if self.host is not None:
             self._used = []
             self.host.views()
-        result = self._note(operator, op(*args, **kwargs), NOTHING, known=True)
+        result = op(*args, **kwargs)
+        if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:
+            return result  # a view, as most of them are
+        self._note(operator, result, NOTHING, known=True)
         if op is _FROM_PYTHON and self.course.optimizing and self.storages.beside_cpu:
             # An optimizer counts its steps on the CPU, unless it is fused or capturable, with zeros of the device.
             self.storages.record(result).nbytes = 0
@@ -387,11 +390,11 @@ class HollowMode(TorchDispatchMode):
         self._sum = None
         if len(operands) < 2:
             return
-        first, second, number = map(self.storages.number, (*operands[:2], total))
+        first, number = map(self.storages.number, (operands[0], total))
         born = len(self.ledger.events) - 1
         while self.ledger.events[born] != number + 1:  # scratch memory dies after the result is born
             born -= 1
-        self._sum = Sum(born, first, second, number)
+        self._sum = Sum(born, first, number)
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
         caller = sys._getframe(3).f_code
         if caller is linear.__code__:

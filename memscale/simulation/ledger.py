@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from memscale.simulation.postponed import Postponed
 
@@ -70,8 +71,7 @@ class StorageRecord:
     used_at: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class OpCall:
+class OpCall(NamedTuple):
     """One operator of the step.
 
     Attributes:
@@ -123,7 +123,7 @@ class Course:
             self._after = in_backward
             for at, recorded in self._undecided:
                 if recorded or in_backward:
-                    ops[at] = replace(ops[at], phase=Phase.FORWARD)
+                    ops[at] = ops[at]._replace(phase=Phase.FORWARD)
             self._undecided.clear()
             return Phase.BACKWARD if in_backward else Phase.FORWARD
         if not self._after:
@@ -138,7 +138,6 @@ class Sum:
 
     event: int
     first: int
-    second: int
     total: int
 
 
@@ -183,14 +182,17 @@ class Ledger:
         A dispatch mode makes PyTorch add gradients out of place (`isTensorSubclassLike` is true under any mode).
         Without one it adds into the first operand if nobody else holds it, which shows here by its dying right after.
         """
+        deaths = {-event - 1: at for at, event in enumerate(self.events) if event < 0}
+        names: dict[int, int] = {}  # of storages that a sum was made in
         for total in sorted(self.sums, key=lambda total: total.event):
+            first = names.get(total.first, total.first)
             after = total.event + 1
-            deaths = {}
             while after < len(self.events) and self.events[after] < 0:
-                deaths[-self.events[after] - 1] = after
+                if self.events[after] == -first - 1:
+                    names[total.total] = first
+                    self._merge(total, first, after, deaths)
+                    break
                 after += 1
-            if total.first in deaths:
-                self._merge(total, total.first, deaths[total.first])
         kept = [at for at, event in enumerate(self.events) if event]
         before = 0
         shifted = {}
@@ -205,19 +207,13 @@ class Ledger:
         self.events = [self.events[at] for at in kept]
         self.sums = []
 
-    def _merge(self, total: Sum, operand: int, death: int) -> None:
+    def _merge(self, total: Sum, operand: int, death: int, deaths: dict[int, int]) -> None:
         self.events[total.event] = 0
         self.events[death] = 0
         # The sum lives on in the operand's storage, so what dies later under its number is that storage.
         merged = self.records[total.total]
         if merged.category and not self.records[operand].category:
             self.records[operand].category, self.records[operand].path = merged.category, merged.path
-        for at in range(death + 1, len(self.events)):
-            if self.events[at] == -total.total - 1:
-                self.events[at] = -operand - 1
-                break
-        for later in self.sums:
-            if later.first == total.total:
-                later.first = operand
-            if later.second == total.total:
-                later.second = operand
+        at = deaths.get(total.total, -1)
+        if at > death:
+            self.events[at] = -operand - 1

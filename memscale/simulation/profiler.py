@@ -15,6 +15,7 @@ from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
 from memscale.hardware import Hardware
 from memscale.simulation.attribution import SimulatedStep
+from memscale.simulation.garbage import only_new_garbage
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
@@ -196,7 +197,8 @@ class MemoryProfiler:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
         asked: list[str] = []
         try:
-            return self._simulated_once(step, batch, steps, (), asked)
+            with only_new_garbage():
+                return self._simulated_once(step, batch, steps, (), asked)
         except ConfigError:
             raise
         except Exception as error:
@@ -208,7 +210,8 @@ class MemoryProfiler:
                 "that it goes on a CPU"
             )
             try:
-                return self._simulated_once(step, batch, steps, (note,), None)
+                with only_new_garbage():
+                    return self._simulated_once(step, batch, steps, (note,), None)
             except Exception:
                 raise error from None  # it fails on a CPU, too
 
