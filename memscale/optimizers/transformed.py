@@ -105,7 +105,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
     _evidence: Evidence
     _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
     _shared: set[int]  # parameters whose states the optimizers have too that this one was made of
-    _parts: list[Part]  # innermost first
+    parts: list[Part]  # innermost first
     _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
     _changes: dict[int, Group]  # and what the class's step made of them
 
@@ -115,17 +115,17 @@ class TransformedOptimizer(torch.optim.Optimizer):
         self._how, self._evidence = how, evidence
         self._options, self._changes = {}, {}
         part: Part = _OwnStep(self, None)
-        self._parts = [part]
+        self.parts = [part]
         for each in reversed(chain(how)):
             assert isinstance(each, OptimizerTransform)
             part = each.part(self, part)
-            self._parts.append(part)
+            self.parts.append(part)
         self._patch_step_function()  # PyTorch's hooks around the step of this class
         self._attend()
 
     def _attend(self) -> None:
         parameters = _parameters(self.param_groups)
-        for part in self._parts:
+        for part in self.parts:
             part.attend(parameters)
 
     def _part_states(self, groups: list[Group]) -> None:
@@ -156,7 +156,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """One optimization step, to the numbers of the step that the class has."""
-        for part in self._parts:
+        for part in self.parts:
             part.before_step(closure)
         loss = None
         if closure is not None:
@@ -170,7 +170,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
                 self.param_groups[number].update(changed)
         finally:
             self._options, self._changes = {}, {}
-        for part in self._parts:
+        for part in self.parts:
             part.after_step()
         return loss
 
@@ -214,7 +214,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
 
     def below(self) -> list[torch.Tensor]:
         """The states that live on a tier below the device."""
-        return [tensor for part in self._parts for tensor in part.below()]
+        return [tensor for part in self.parts for tensor in part.below()]
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -225,7 +225,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
             self._options[number] = {key: copied(value) for key, value in _options(group).items()}
         options = self._options[number]
         now = {**options, "params": parameters}
-        self._parts[-1].advance([now])
+        self.parts[-1].advance([now])
         changed = [key for key, value in now.items() if value is not options.get(key, parameters)]
         if changed:
             self._changes.setdefault(number, {}).update({key: now[key] for key in changed})
@@ -288,7 +288,7 @@ def _one_of_each(outer: Transform, inner: Transform) -> Transform:
 
 def _revived(own_class: type[torch.optim.Optimizer], how: Transform, evidence: Evidence, state: Any) -> Any:
     made = object.__new__(_class_for(own_class))
-    made._origins, made._shared, made._parts = (), set(), []
+    made._origins, made._shared, made.parts = (), set(), []
     made.__setstate__(state)
     made._begin(how, evidence)
     return made

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.optimizers import TransformedOptimizer
 from memscale.regions import NOWHERE, Attributes, Scope
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -87,6 +88,8 @@ class StepScope(Scope):
         for group in optimizer.param_groups:
             self._add(group)
             self._add(group["params"])
+        if isinstance(optimizer, TransformedOptimizer):
+            self._visit(optimizer.parts, NOWHERE)  # which remember what has stepped, and where states are
         self._add(optimizer.state)
         for state in optimizer.state.values():
             if isinstance(state, dict):
