@@ -18,6 +18,8 @@ from bench_checkpoint import interleaved_seconds
 from torch import nn
 
 import memscale as ms
+from memscale.runtime.storage import page_aligned_memory
+from memscale.runtime.storage.disk import DiskSlab
 from memscale.simulation.measured import training_roles
 
 WIDTH, HEADS, DEPTH, LENGTH, BATCH = 512, 8, 6, 64, 2
@@ -62,6 +64,39 @@ def main() -> None:
                 f"  {title:20} step {1e3 * seconds:7.1f} ms, {seconds / took['plain']:.3f} of plain   "
                 f"peak above weights and states {peaks[title]:12,} bytes   bitwise equal: {same}"
             )
+    _large_states(1 if options.quick else 8, 2**16 if options.quick else 2**22, 1 if options.quick else 7)
+
+
+def _large_states(count: int, numel: int, rounds: int) -> None:
+    """Steps alone, over states that are most of the memory; and what the disk can do at best."""
+    parameters = [nn.Parameter(torch.randn(numel)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    plain = torch.optim.AdamW(parameters, fused=True)
+    plain.step()
+    hows = {"fused=True": ms.identity, "auto": ms.offload_states(), "disk": ms.offload_states(tier="disk")}
+    optimizers = {title: how(plain) for title, how in hows.items()}
+    nbytes = 2 * sum(parameter.nbytes for parameter in parameters)
+    slab, memory = DiskSlab(cap_bytes=2**33), [page_aligned_memory(2 * numel * 4) for _ in range(count)]
+    extents = [slab.write(each).result() for each in memory]
+
+    def raw() -> None:
+        # The traffic of a step: every state is read and written, both directions at once.
+        running = [slab.read(extents[0], memory[0])]
+        for before in range(count):
+            running.append(slab.write(memory[before], extents[before]))
+            if before + 1 < count:
+                running.append(slab.read(extents[before + 1], memory[before + 1]))
+        for each in running:
+            each.result()
+
+    took = interleaved_seconds({**{key: each.step for key, each in optimizers.items()}, "raw": raw}, rounds, "wall")
+    print(f"AdamW(fused=True) over {count} parameters, {nbytes:,} bytes of states; the disk alone, with O_DIRECT:")
+    for title, seconds in took.items():
+        print(
+            f"  {title:20} {1e9 * seconds / (count * numel):6.2f} ns a parameter, {seconds / took['fused=True']:.2f} "
+            f"of fused=True   {2e-9 * nbytes / seconds:6.2f} GB/s of states, {took['raw'] / seconds:.2f} of the disk alone"
+        )
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Callable[[], None]:

@@ -110,7 +110,7 @@ memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBacken
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: MappedTensors is_movable
-memscale.runtime.storage:
+memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phase Profile ProfileDiff Schedule
     SimulatedStep Station as_hardware differences profile queues_of
 memscale.simulation.allocator:

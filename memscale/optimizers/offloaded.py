@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Transform
-from memscale.core import RuntimeUnavailable, check_tier, device_type
+from memscale.core import check_tier
 from memscale.optimizers.in_groups import at_most
+from memscale.optimizers.on_disk import OnDisk
+from memscale.optimizers.on_host import Below, StepOnHost
 from memscale.optimizers.transformed import Group, OptimizerTransform, Part, TransformedOptimizer, copied
-from memscale.runtime import Runtime, runtime_for
-from memscale.runtime.parameters import MappedTensors
+from memscale.runtime import Runtime
 
 _LEAST_BYTES = 4096  # a page: what is smaller stays where it is, counts of steps above all
 _GROUP_BYTES = 2**24  # of parameters, so that states that are new leave before the next ones are made
-_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is an Adam
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,7 +38,12 @@ class OffloadStates(OptimizerTransform):
 
     def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
         """See `OptimizerTransform.part`."""
-        return _Offloaded(self, optimizer, inner)
+        runtime = self.own_runtime()
+        below = Below(runtime, repr(OffloadStates(self.tier)))
+        on_host = StepOnHost(optimizer, inner, below)
+        if self.tier != "disk":
+            return _Offloaded(optimizer, on_host, below, self.tier)
+        return OnDisk(optimizer, on_host, runtime=runtime, least_bytes=_LEAST_BYTES, below=below)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,8 +77,9 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     >>> trace.growth_bytes < 1024
     True
 
-    On a CPU the tier below RAM is the disk; the step is the optimizer's own, bit for bit, over memory that the system
-    reads ahead and writes back while it runs. On an accelerator gradients and weights come to the host, the step runs
+    On a CPU the tier below RAM is the disk; the step is the optimizer's own, bit for bit, over a file in memory: RAM has
+    as much of it as there is room for. With ``tier="disk"`` it has none: states are read before the step of their
+    parameter and written after it, three stages at a time, and `state_dict` brings them. On an accelerator gradients and weights come to the host, the step runs
     there, with the fused kernel for the CPU where PyTorch has one, and weights go back: bit for bit the step of that
     optimizer over parameters on the CPU. With `step_in_backward` each does so when its gradient is complete, and no
     gradient stays on the device: ``compose(step_in_backward(), offload_states())``.
@@ -99,10 +105,11 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
 
 
 class _Offloaded(Part):
-    def __init__(self, how: OffloadStates, optimizer: TransformedOptimizer, inner: Part) -> None:
+    """Keeps states in memory of a tier, where they also step."""
+
+    def __init__(self, optimizer: TransformedOptimizer, inner: Part, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
-        self.how = how
-        self._memories: dict[torch.device, MappedTensors] = {}
+        self._below, self._tier = below, tier
         self._placed: dict[int, dict[str, torch.Tensor]] = {}  # by the id of the parameter
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
@@ -119,42 +126,12 @@ class _Offloaded(Part):
     def advance(self, groups: list[Group]) -> None:
         """See `Part.advance`."""
         for group in groups:
+            options = {key: value for key, value in group.items() if key != "params"}
             for few in at_most(_GROUP_BYTES, group["params"]):
-                on_host = [parameter for parameter in few if device_type(parameter) == "cpu"]
-                options = {key: value for key, value in group.items() if key != "params"}
-                now = {**options, "params": on_host}
-                if on_host:
-                    self.inner.advance([now])
-                if len(on_host) < len(few):
-                    ids = set(map(id, on_host))
-                    now = {**options, "params": [parameter for parameter in few if id(parameter) not in ids]}
-                    self._advance_on_host(now)
+                now = {**options, "params": few}
+                self.inner.advance([now])
                 self._place(few)
-            group.update({**now, "params": group["params"]})
-
-    def _advance_on_host(self, group: Group) -> None:
-        """Step parameters of an accelerator on the CPU."""
-        optimizer, parameters = self.optimizer, group["params"]
-        state: Any = optimizer.state
-        there = {"capturable": False} if "capturable" in group else {}
-        if issubclass(optimizer._own_class, _FUSED_ON_CPU):
-            there |= {"foreach": False, "fused": True}
-        twins = [self._moved(parameter, parameter, "auto") for parameter in parameters]
-        for parameter, twin in zip(parameters, twins, strict=True):
-            twin.grad = self._moved(parameter.grad, parameter, "auto")
-            if parameter in state:
-                state[twin] = state[parameter]
-        now = {**group, **there, "params": twins}
-        try:
-            self.inner.advance([now])
-        finally:
-            states = [state.pop(twin, None) for twin in twins]
-        with torch.no_grad():
-            for parameter, twin, states_of_it in zip(parameters, twins, states, strict=True):
-                parameter.copy_(twin)
-                if states_of_it is not None:
-                    state[parameter] = states_of_it
-        group.update({key: value for key, value in now.items() if key not in (*there, "params")})
+                group.update({**now, "params": group["params"]})
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Move states of these parameters that are not where they belong yet."""
@@ -167,32 +144,14 @@ class _Offloaded(Part):
             new = {key: value for key, value in states.items() if placed.get(key) is not value}
             if id(parameter) in optimizer._shared or any(isinstance(value, torch.Tensor) for value in new.values()):
                 optimizer._shared.discard(id(parameter))
-                moved = {key: self._placed_state(value, parameter, placed.get(key)) for key, value in new.items()}
+                moved = {key: self._moved(value, parameter, placed.get(key)) for key, value in new.items()}
                 optimizer.state[parameter] = {**states, **moved}
                 placed.update({key: value for key, value in moved.items() if isinstance(value, torch.Tensor)})
 
-    def _placed_state(self, value: Any, parameter: torch.Tensor, room: torch.Tensor | None) -> Any:
+    def _moved(self, value: Any, parameter: torch.Tensor, room: torch.Tensor | None) -> Any:
         """A state on its tier: in `room`, where that has its shape, or in new room."""
         if not isinstance(value, torch.Tensor) or value.nbytes < _LEAST_BYTES or value.layout is not torch.strided:
             return copied(value, device="cpu")
         if room is not None and (room.shape, room.dtype) == (value.shape, value.dtype):
             return room.copy_(value.detach())
-        return self._moved(value, parameter, self.how.tier)
-
-    def _moved(self, value: torch.Tensor, parameter: torch.Tensor, tier: str) -> torch.Tensor:
-        """`value` as a CPU tensor over memory of `tier`, or of the next below that has room."""
-        found = self._memory(parameter).take(value.nbytes, tier)
-        if found is None:
-            raise RuntimeUnavailable(
-                f"{self.how!r}: no tier has room for {value.nbytes} bytes; raise the caps of the runtime (disk_bytes, "
-                "host_bytes), or leave this transform out"
-            )
-        strides = torch.empty_like(value, device="meta").stride()  # dense, in the order of the tensor's own
-        room = found[1].view(value.dtype).as_strided(value.shape, strides).detach()
-        return room.copy_(value.detach())
-
-    def _memory(self, parameter: torch.Tensor) -> MappedTensors:
-        device = parameter.device
-        if device not in self._memories:
-            self._memories[device] = runtime_for(self.how.own_runtime()).homes(parameter).new_memory()
-        return self._memories[device]
+        return self._below.moved(value, parameter, self._tier)

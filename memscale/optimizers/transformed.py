@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -50,6 +52,8 @@ class OptimizerTransform(Transform):
 class Part:
     """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
 
+    writes_away: ClassVar[bool] = False
+
     def __init__(self, optimizer: TransformedOptimizer, inner: Part | None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._inner = inner
@@ -75,6 +79,11 @@ class Part:
     def below(self) -> list[torch.Tensor]:
         """The tensors that live on a tier below the device."""
         return []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """For the body, let the optimizer's `state` have all of it."""
+        yield
 
     def before_step(self, closure: Any) -> None:
         """`step` is called. Raises `TransformError` where it cannot be, before anything happens."""
@@ -145,6 +154,18 @@ class TransformedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revived, (self._own_class, self._how, self._evidence, self.__getstate__())
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._gathered():
+            found: dict[str, Any] = super().__getstate__()
+            return {**found, "state": defaultdict(dict, self.state)}
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.gathered())
+            yield
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attend()
@@ -186,6 +207,11 @@ class TransformedOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         super().zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `torch.optim.Optimizer.state_dict`."""
+        with self._gathered():
+            return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer.load_state_dict`.
 
@@ -211,6 +237,11 @@ class TransformedOptimizer(torch.optim.Optimizer):
                 f"this state_dict is of an optimizer over parameters of other shapes: {'; '.join(wrong)}; load that of "
                 "the same model, with the same groups in the same order"
             )
+
+    @property
+    def writes_away(self) -> bool:
+        """Whether a step changes states that are not in `state`, where nobody could put them back."""
+        return any(part.writes_away for part in self.parts)
 
     def below(self) -> list[torch.Tensor]:
         """The states that live on a tier below the device."""
@@ -270,7 +301,8 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform) -> Transformed
         {**{key: copied(value) for key, value in _options(group).items()}, "params": list(group["params"])}
         for group in optimizer.param_groups
     ]
-    made.state = defaultdict(dict, {key: dict(value) for key, value in optimizer.state.items()})
+    state = optimizer.__getstate__()["state"]
+    made.state = defaultdict(dict, {key: dict(value) for key, value in state.items()})
     made._origins = origins
     made._shared = {id(parameter) for parameter in made.state}
     made._begin(how, evidence)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.optimizers import offloaded
+from memscale.optimizers import offloaded, on_host
 from memscale.runtime import Runtime
+from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured import training_roles
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
@@ -26,16 +27,18 @@ def on_disk(runtime):
     return runtime.stats()["cpu"].live_bytes.get("disk", 0)
 
 
-def moments(optimizer):
-    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+def moments(state_dict):
+    return [state[key] for state in state_dict["state"].values() for key in ("exp_avg", "exp_avg_sq")]
 
 
-def test_states_are_on_the_tier_and_go_with_the_optimizer():
+@pytest.mark.parametrize("how", [HOW, ms.offload_states(tier="disk")], ids=repr)
+def test_states_are_on_the_tier_and_go_with_the_optimizer(how):
     runtime = Runtime()
     model, original = trained(ADAMW, 1)
-    held = sum(tensor.nbytes for tensor in moments(original) if tensor.nbytes >= 16)
-    optimizer = HOW.on(runtime)(original)
-    assert on_disk(runtime) == held
+    held = sum(tensor.nbytes for tensor in moments(original.state_dict()) if tensor.nbytes >= 16)
+    optimizer = how.on(runtime)(original)
+    assert held <= on_disk(runtime) <= held + 4096 * len(list(model.parameters())) * 2  # in whole pages
+    held = on_disk(runtime)
     train(model, optimizer, [1, 2])
     assert on_disk(runtime) == held
     optimizer.load_state_dict(original.state_dict())
@@ -46,8 +49,9 @@ def test_states_are_on_the_tier_and_go_with_the_optimizer():
     assert on_disk(runtime) == 0
 
 
+@pytest.mark.parametrize("how", [HOW, ms.offload_states(tier="disk")], ids=repr)
 @pytest.mark.parametrize("new", [False, True], ids=["there", "new"])
-def test_no_state_is_left_in_memory_after_a_step(new):
+def test_no_state_is_left_in_memory_after_a_step(how, new):
     def grown(how):
         model = nn.Sequential(*[nn.Linear(SIZE, SIZE, bias=False) for _ in range(8)])
         optimizer = how(torch.optim.AdamW(model.parameters(), fused=True))
@@ -59,9 +63,9 @@ def test_no_state_is_left_in_memory_after_a_step(new):
 
     states = 2 * 8 * SIZE * SIZE * 4
     plain, *_ = grown(ms.identity)
-    ours, _, optimizer = grown(HOW)
+    ours, _, optimizer = grown(how)
     assert plain - ours == (states if new else 0)
-    assert sum(tensor.nbytes for tensor in moments(optimizer)) == states
+    assert sum(tensor.nbytes for tensor in moments(optimizer.state_dict())) == states
 
 
 def test_new_states_leave_before_the_next_are_made(monkeypatch):
@@ -109,7 +113,7 @@ def test_parameters_of_an_accelerator_step_on_the_cpu_with_its_fused_kernel(monk
     """There is none here: parameters on the CPU are taken for some that are elsewhere."""
     model, plain = network(), network()
     expected = make(plain.parameters(), **on_cpu)
-    monkeypatch.setattr(offloaded, "device_type", lambda _: "cuda")
+    monkeypatch.setattr(on_host, "device_type", lambda _: "cuda")
     optimizer = ms.compose(outer, HOW)(make(model.parameters()))
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     for each in ((plain, expected), (model, optimizer)):
@@ -178,3 +182,97 @@ def test_a_runtime_is_no_part_of_the_value():
     assert repr(HOW.on(runtime)).startswith("offload_states().on(<memscale.runtime.runtime.Runtime")
     with pytest.raises(ms.ConfigError, match=r"offload_states\(tier=\.\.\.\) must be the name of a memory tier"):
         ms.offload_states(tier="nvme")
+
+
+# ---------------------------------------------------------------------------------------------------------- on disk
+
+
+DISK = ms.offload_states(tier="disk")
+
+
+def test_states_are_read_before_their_step_and_written_after_it():
+    class Watched(HostBackend):
+        def copy(self, source, target, stream, *, after):
+            seen.append(stream)
+            return super().copy(source, target, stream, after=after)
+
+    seen = []
+    runtime = Runtime(backend=Watched())
+    parameters = [nn.Parameter(torch.randn(SIZE, SIZE)) for _ in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = DISK.on(runtime)(torch.optim.AdamW(parameters))
+    optimizer.step()
+    assert seen == ["out"] * 5  # new ones
+    seen.clear()
+    optimizer.step()
+    # Two are read before the first one steps and is written; then one in, one out.
+    assert seen == ["in", "in", "in", "out", "in", "out", "in", "out", "out", "out"]
+    assert not any(state.get("exp_avg") is not None for state in optimizer.state.values())
+
+
+def test_in_backward_it_reads_ahead_what_stepped_next_the_last_time():
+    class Watched(HostBackend):
+        def copy(self, source, target, stream, *, after):
+            seen.append(stream)
+            return super().copy(source, target, stream, after=after)
+
+    seen = []
+    (plain, expected), (model, optimizer) = twins(ADAMW, ms.step_in_backward())
+    optimizer = DISK.on(Runtime(backend=Watched()))(optimizer)
+    for each in ((plain, expected), (model, optimizer)):
+        train(*each, range(2, 4))
+    seen.clear()
+    train(model, optimizer, [4])
+    train(plain, expected, [4])
+    assert seen[:4] == ["in", "in", "in", "out"]
+    assert seen.count("in") == seen.count("out") == sum(parameter.nbytes >= 16 for parameter in model.parameters())
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+def test_a_parameter_that_was_read_ahead_and_has_no_gradient_keeps_its_states():
+    (plain, expected), (model, optimizer) = twins(ADAMW, ms.compose(ms.step_in_backward(), DISK))
+    for each in ((plain, expected), (model, optimizer)):
+        train(*each, [2])
+        train(each[0][:3], each[1], [3])
+        train(*each, [4])
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@pytest.mark.parametrize("stream", ["in", "out"])
+def test_a_disk_that_fails_is_an_error(stream):
+    class Failing(HostBackend):
+        fails = False
+
+        def copy(self, source, target, direction, *, after):
+            event = super().copy(source, target, direction, after=after)
+            if self.fails and direction == stream:
+                self.synchronize(event)
+                event.error = lambda: OSError("the disk is gone")
+            return event
+
+    backend = Failing()
+    model, original = trained(ADAMW, 1)
+    optimizer = DISK.on(Runtime(backend=backend))(original)
+    backend.fails = True
+    with pytest.raises(ms.RuntimeUnavailable, match="the disk failed with OSError: the disk is gone; load the last"):
+        train(model, optimizer, [1])
+
+
+def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x):
+            y = self.inner(x)
+            return y if y.sum().item() > 1e30 or y.mean().item() > 1e30 else y * y.abs().max().item()
+
+    model = Chooses()
+    optimizer = DISK(ADAMW(model.parameters()))
+    train(model, optimizer, [0])
+    before = numbers(model, optimizer)
+    with pytest.raises(ms.ConfigError, match="would change states that are on disk, which cannot be put back"):
+        ms.profile(model, batch(0), optimizer=optimizer, loss=lambda y, _: y[y > y.mean()].sum())
+    assert numbers(model, optimizer) == before

@@ -17,6 +17,8 @@ TRANSFORMS = {
     "in backward": ms.step_in_backward(),
     "in groups": ms.step_in_groups(group_bytes=256),
     "offloaded": ms.offload_states(),
+    "on disk": ms.offload_states(tier="disk"),
+    "on disk in backward": ms.compose(ms.step_in_backward(), ms.offload_states(tier="disk")),
     "all": ms.compose(ms.step_in_backward(), ms.step_in_groups(group_bytes=256), ms.offload_states()),
 }
 IN_PLACE = {title: how for title, how in TRANSFORMS.items() if "offload_states" not in repr(how)}
@@ -26,7 +28,7 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 
 @pytest.fixture(autouse=True)
 def _small_states_move_too(monkeypatch):
-    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(offloaded, "_LEAST_BYTES", 16)  # not the counts of steps
 
 
 @every_transform

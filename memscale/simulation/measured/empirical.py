@@ -14,6 +14,7 @@ from memscale.config import Config
 from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
+from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
@@ -40,6 +41,11 @@ def measured_profile(
     tensors = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
     device = _device(tensors, hardware, reason)
     optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
+    if any(each.writes_away for each in optimizers if isinstance(each, TransformedOptimizer)):
+        raise ConfigError(
+            f"this step cannot be simulated: {reason}; and run for real it would change states that are on disk, which "
+            "cannot be put back. Profile it with the optimizer before offload_states(tier='disk')"
+        )
     with untouched(scope, tensors, tensors, computes=True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:

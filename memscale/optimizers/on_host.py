@@ -1,0 +1,102 @@
+"""The step on the host: of parameters that are there, and of those of an accelerator, which come and go back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memscale.core import RuntimeUnavailable, device_type
+from memscale.optimizers.transformed import Group, Part, TransformedOptimizer
+from memscale.runtime import Runtime, runtime_for
+from memscale.runtime.parameters import MappedTensors
+
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is an Adam
+
+
+class Below:
+    """Memory of the tiers below the devices, as CPU tensors."""
+
+    def __init__(self, runtime: Runtime | None, title: str) -> None:
+        self._runtime = runtime
+        self.title = title
+        self._memories: dict[tuple[int, torch.device], MappedTensors] = {}
+
+    def room(self, nbytes: int, parameter: torch.Tensor, tier: str) -> torch.Tensor:
+        """Bytes on `tier` of the device of `parameter`, or on the next below that has room.
+
+        Raises:
+            RuntimeUnavailable: none has.
+        """
+        runtime = runtime_for(self._runtime)
+        key = id(runtime), parameter.device
+        if key not in self._memories:
+            self._memories[key] = runtime.homes(parameter).new_memory()
+        found = self._memories[key].take(nbytes, tier)
+        if found is None:
+            raise self.full(nbytes)
+        return found[1]
+
+    def full(self, nbytes: int) -> RuntimeUnavailable:
+        """The error that no tier has room."""
+        return RuntimeUnavailable(
+            f"{self.title}: no tier has room for {nbytes} bytes; raise the caps of the runtime (disk_bytes, "
+            "host_bytes), or leave this transform out"
+        )
+
+    def moved(self, value: torch.Tensor, parameter: torch.Tensor, tier: str) -> torch.Tensor:
+        """`value` in such room."""
+        return laid_out(self.room(value.nbytes, parameter, tier), value).copy_(value.detach())
+
+
+def laid_out(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The bytes as a tensor of the type, shape and order of `like`."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return contents.view(like.dtype).as_strided(like.shape, strides).detach()
+
+
+class StepOnHost(Part):
+    """Steps every parameter on the CPU, with its fused kernel where the parameter is of an accelerator.
+
+    Args:
+        below: memory for what comes over the link.
+    """
+
+    def __init__(self, optimizer: TransformedOptimizer, inner: Part, below: Below) -> None:
+        super().__init__(optimizer, inner)
+        self._below = below
+
+    def advance(self, groups: list[Group]) -> None:
+        """See `Part.advance`."""
+        for group in groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            is_there = {id(each): device_type(each) == "cpu" for each in group["params"]}
+            for where, advance in ((True, self.inner.advance), (False, self._advance_over_the_link)):
+                if some := [each for each in group["params"] if is_there[id(each)] is where]:
+                    now = {**options, "params": some}
+                    advance([now])
+                    group.update({**now, "params": group["params"]})
+
+    def _advance_over_the_link(self, groups: list[Group]) -> None:
+        [group] = groups
+        optimizer, parameters = self.optimizer, group["params"]
+        state: Any = optimizer.state
+        there = {"capturable": False} if "capturable" in group else {}
+        if issubclass(optimizer._own_class, _FUSED_ON_CPU):
+            there |= {"foreach": False, "fused": True}
+        twins = [self._below.moved(parameter, parameter, "auto") for parameter in parameters]
+        for parameter, twin in zip(parameters, twins, strict=True):
+            twin.grad = self._below.moved(parameter.grad, parameter, "auto")
+            if parameter in state:
+                state[twin] = state[parameter]
+        now = {**group, **there, "params": twins}
+        try:
+            self.inner.advance([now])
+        finally:
+            states = [state.pop(twin, None) for twin in twins]
+        with torch.no_grad():
+            for parameter, twin, states_of_it in zip(parameters, twins, states, strict=True):
+                parameter.copy_(twin)
+                if states_of_it is not None:
+                    state[parameter] = states_of_it
+        group.update({key: value for key, value in now.items() if key not in (*there, "params")})
