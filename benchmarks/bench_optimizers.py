@@ -95,7 +95,7 @@ def _large_states(count: int, numel: int, rounds: int) -> None:
     for title, seconds in took.items():
         print(
             f"  {title:20} {1e9 * seconds / (count * numel):6.2f} ns a parameter, {seconds / took['fused=True']:.2f} "
-            f"of fused=True   {2e-9 * nbytes / seconds:6.2f} GB/s of states, {took['raw'] / seconds:.2f} of the disk alone"
+            f"of fused=True   {2e-9 * nbytes / seconds:6.2f} GB/s of states, {took['raw'] / seconds:.2f} of the disk"
         )
 
 

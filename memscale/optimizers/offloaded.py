@@ -77,12 +77,14 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     >>> trace.growth_bytes < 1024
     True
 
-    On a CPU the tier below RAM is the disk; the step is the optimizer's own, bit for bit, over a file in memory: RAM has
-    as much of it as there is room for. With ``tier="disk"`` it has none: states are read before the step of their
-    parameter and written after it, three stages at a time, and `state_dict` brings them. On an accelerator gradients and weights come to the host, the step runs
-    there, with the fused kernel for the CPU where PyTorch has one, and weights go back: bit for bit the step of that
-    optimizer over parameters on the CPU. With `step_in_backward` each does so when its gradient is complete, and no
-    gradient stays on the device: ``compose(step_in_backward(), offload_states())``.
+    On a CPU the tier below RAM is the disk; the step is the optimizer's own, bit for bit, over a file in memory: RAM
+    has as much of it as there is room for. With ``tier="disk"`` it has none: states are read before the step of their
+    parameter and written after it, three stages at a time, and `state_dict` brings them.
+
+    On an accelerator gradients and weights come to the host, the step runs there, with the fused kernel for the CPU
+    where PyTorch has one, and weights go back: bit for bit the step of that optimizer over parameters on the CPU. With
+    `step_in_backward` each does so when its gradient is complete, and no gradient stays on the device:
+    ``compose(step_in_backward(), offload_states())``.
 
     Args:
         tier: the first tier to try, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the
