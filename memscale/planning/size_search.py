@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from memscale.planning.proven import ProvenPlan
 from memscale.planning.rates import Pace, fastest_size
 from memscale.planning.sizes import BatchFn, Sizes
 from memscale.planning.tuning import SizeTrial, Tuning
-from memscale.simulation import MemoryProfiler
+from memscale.simulation import MemoryProfiler, Profile
 
 # Plans for different sizes, beside those at the ends.
 _MOST_PLANS = 12
@@ -84,6 +85,7 @@ class SizeSearch:
         self.simulations = 0
         self._fastest_known: set[int] = set()
         self._under: dict[tuple[Plan, int], int] = {}
+        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size, another one's plan under which it fits
         self._hardware = step.hardware
         self._batch: tuple[int, Any] | None = None
 
@@ -113,11 +115,7 @@ class SizeSearch:
                         f"with batch_fn({size}), of tensors of the same shapes; return a batch that grows with its size"
                     )
         except KeyboardInterrupt:
-            if not self.plans:
-                raise
-            interrupted = True
-            key = self._rate if self.objective == "throughput" else lambda size: size
-            size = max(self.plans, key=key)
+            interrupted, size = True, self._best_so_far()
         return Tuning(
             objective=self.objective,
             size=size,
@@ -132,6 +130,18 @@ class SizeSearch:
             notes=(*self.notes, *(note for note in self.plans[size].evidence.notes if "relative" in note)),
             interrupted=interrupted,
         )
+
+    def _best_so_far(self) -> int:
+        """The best size that is known to fit.
+
+        Raises:
+            KeyboardInterrupt: there is none, or it is interrupted once more.
+        """
+        if self.objective != "throughput" and self._others and max(self._others) > max(self.plans, default=0):
+            self._adopted(max(self._others))
+        if not self.plans:
+            raise KeyboardInterrupt
+        return max(self.plans, key=self._rate if self.objective == "throughput" else lambda size: size)
 
     # -- the size that gets through most -------------------------------------------------------------------------------
 
@@ -247,6 +257,8 @@ class SizeSearch:
         try:
             plan = engine.plan(self.limit)
         except BudgetError as error:
+            if size in self._others:
+                return self._adopted(size)
             self._too_large(size, error.peak_bytes or 0)
             if size != self.at_least:
                 raise
@@ -255,6 +267,26 @@ class SizeSearch:
             raise fault from error
         finally:
             self.simulations += engine.simulations - before
+        self._fits(size, plan)
+        self._fastest_known.add(size)
+        return plan
+
+    def _adopted(self, size: int) -> ProvenPlan:
+        """The plan of another size under which this one fits, with its evidence: the planner does not find all."""
+        other, profile = self._others[size]
+        if size not in self.plain:
+            self._engine(size, quiet=True)
+        evidence = dataclasses.replace(
+            other.evidence,
+            budget_bytes=self.limit,
+            planned=Figures.of(profile),
+            plain=self.plain[size],
+            bound_seconds=self.plain[size].step_seconds,
+            by_tier=profile.by_tier,
+            trace=(f"adopted: a plan that was made for another size, under which size {size} fits",),
+            decisions=(),
+        )
+        plan = ProvenPlan(other, evidence)
         self._fits(size, plan)
         self._fastest_known.add(size)
         return plan
@@ -296,8 +328,10 @@ class SizeSearch:
             own, rules = self.step, plan if plan else None
             profiler = MemoryProfiler(own.model, own.optimizer, loss=own.loss, plan=rules, hardware=self._hardware)
             try:
-                step = profiler.simulated(self._made(size), accumulate=own.accumulate)
-                nbytes = taken_bytes(step.profile())
+                profile = profiler.simulated(self._made(size), accumulate=own.accumulate).profile()
+                nbytes = taken_bytes(profile)
+                if nbytes <= self.limit:
+                    self._others[size] = (plan, profile)
             except (PlanError, TransformError):
                 nbytes = 2 * self.limit + 1
             except Exception as error:
@@ -306,7 +340,7 @@ class SizeSearch:
             self._under[plan, size] = nbytes
         return self._under[plan, size]
 
-    def _engine(self, size: int) -> DecisionEngine:
+    def _engine(self, size: int, *, quiet: bool = False) -> DecisionEngine:
         """A new engine for a size, which has simulated its step as it is."""
         own = self.step
         batch = self._made(size)
@@ -319,7 +353,7 @@ class SizeSearch:
                 config=own.config,
                 hardware=own.hardware,
                 accumulate=own.accumulate,
-                progress=lambda what, *_: self._say(size, what),
+                progress=None if quiet else lambda what, *_: self._say(size, what),
             )
         except ConfigError as error:
             if size == self.at_least:
@@ -328,12 +362,12 @@ class SizeSearch:
         self._hardware = engine.hardware  # with the speeds that stand in where it has none
         self.simulations += engine.simulations
         self.plain[size] = Figures.of(engine.plain)
-        self.counts[size] = self._counted(batch, size)
         return engine
 
     def _made(self, size: int) -> Any:
         if self._batch is None or self._batch[0] != size:
             self._batch = (size, self.sizes.batch(size))
+            self.counts[size] = self._counted(self._batch[1], size)
         return self._batch[1]
 
     def _counted(self, batch: Any, size: int) -> int:

@@ -287,6 +287,26 @@ def test_no_batch_is_made_that_cannot_fit(monkeypatch):
         sizes.batch(9)
 
 
+def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
+    """The planner does not find the smallest plan of every size."""
+    find = ms.DecisionEngine.plan
+
+    def blind(engine, budget):
+        if len(engine.batch) == 6 * ROWS:
+            raise ms.BudgetError("nothing")
+        return find(engine, budget)
+
+    monkeypatch.setattr(ms.DecisionEngine, "plan", blind)
+    best = tuning(900_000, objective="batch", at_most=6)
+    assert best.size == 6
+    assert "adopted" in best.plan.explain()
+    evidence = best.plan.evidence
+    assert evidence.planned.taken_bytes <= 900_000 < evidence.plain.taken_bytes
+    found = ms.profile(batch=rows(6), plan=best.plan, **step())
+    assert found.peak_bytes == evidence.planned.peak_bytes
+    assert best.confirmation.peak_bytes <= 900_000
+
+
 class Jagged(nn.Sequential):
     """Holds much more for an odd number of rows."""
 
