@@ -48,6 +48,7 @@ QUESTIONS = {
     "dtype": lambda m, x: x.to(x.device, torch.float16).dtype == torch.float16,
     "context": lambda m, x: _under(torch.device("cuda")).is_cuda,
     "autocast": lambda m, x: _narrowed(m, x, x.device.type) == torch.bfloat16,
+    "autocast begun without a graph": lambda m, x: _narrowed_twice(m, x).requires_grad,
     "off": lambda m, x: not torch.is_autocast_enabled("cuda"),
 }
 
@@ -72,6 +73,14 @@ def test_what_attention_does_itself_is_not_cast_by_autocast():
 def _narrowed(m, x, kind):
     with torch.autocast(kind, dtype=torch.bfloat16):
         return m.first(x).dtype
+
+
+def _narrowed_twice(m, x):
+    """The cast of a weight is kept with its graph, whoever comes first."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.no_grad():
+            m.first(x)
+        return m.first(x)
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)

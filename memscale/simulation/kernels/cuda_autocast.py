@@ -148,7 +148,8 @@ class CudaAutocast:
         if not cached:
             return value.to(dtype)
         if id(value) not in self._narrow:
-            self._narrow[id(value)] = value, value.to(dtype)
+            with torch.enable_grad():  # whoever comes first may not need the graph, and others do
+                self._narrow[id(value)] = value, value.to(dtype)
         return self._narrow[id(value)][1]
 
 

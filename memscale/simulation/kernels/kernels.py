@@ -148,7 +148,7 @@ def _reserved(module: nn.RNNBase) -> str:
     if numbers is None:
         return f"{name}: no reserve space was published"
     units = module.hidden_size * (1 + module.bidirectional)
-    nbytes = (numbers * layers + layers - 1) * units * module.weight_hh_l0.element_size()
+    nbytes = (numbers * layers + layers - 1) * units * next(module.parameters()).element_size()
     return f"{name}: {format_bytes(nbytes)} of reserve space for each position of a sequence, as published for cuDNN 7"
 
 
