@@ -95,7 +95,8 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
         ConfigError: `tier` is no tier.
         RuntimeUnavailable: when states are moved: no tier has room for them, or nothing here moves tensors of their
             device.
-        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS).
+        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS), or for
+            parameters that are made of others, as sharded ones are.
 
     Cost: saves all states but those smaller than a page; pays the disk where RAM does not hold them too, and on an
     accelerator the link, twice the weights and once the gradients in each step.
@@ -116,6 +117,7 @@ class _Offloaded(Part):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `Part.attend`."""
+        self._below.check(parameters)
         present = {id(parameter) for parameter in parameters}
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)

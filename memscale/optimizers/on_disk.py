@@ -81,6 +81,7 @@ class OnDisk(Part):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `Part.attend`."""
+        self._below.check(parameters)
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._rooms if key not in self._parameters]:
             self._rooms.pop(key).free()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import RuntimeUnavailable, device_type
+from memscale.core import RuntimeUnavailable, TransformError, device_type
 from memscale.optimizers.transformed import Group, Part, TransformedOptimizer
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.parameters import MappedTensors
@@ -21,6 +21,16 @@ class Below:
         self._runtime = runtime
         self.title = title
         self._memories: dict[tuple[int, torch.device], MappedTensors] = {}
+
+    def check(self, parameters: list[torch.Tensor]) -> None:
+        """Raise `TransformError` for parameters whose states are made of several tensors, such as sharded ones."""
+        for parameter in parameters:
+            if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+                kind = type(parameter).__name__
+                raise TransformError(
+                    f"{self.title}: a parameter of shape {list(parameter.shape)} is a {kind}, whose states it cannot "
+                    "move; give it an optimizer of its own, or let FSDP2 do it (CPUOffloadPolicy)"
+                )
 
     def room(self, nbytes: int, parameter: torch.Tensor, tier: str) -> torch.Tensor:
         """Bytes on `tier` of the device of `parameter`, or on the next below that has room.

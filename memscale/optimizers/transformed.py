@@ -198,7 +198,12 @@ class TransformedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """See `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
-        self._attend()
+        try:
+            self._attend()
+        except BaseException:
+            self.param_groups.pop()
+            self._attend()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.optim.Optimizer.zero_grad`."""

@@ -19,8 +19,8 @@ def build() -> nn.Module:
     return nn.Sequential(block(), block(), nn.Linear(8, 4))
 
 
-def train(model: nn.Module, rank: int) -> torch.Tensor:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model: nn.Module, rank: int, how: ms.Transform = ms.identity) -> torch.Tensor:
+    optimizer = how(torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -59,6 +59,14 @@ SHAPES = {
     "ddp tile": (wrap_ddp, {"0": ms.tile(chunks=2), "1": ms.tile(chunks=2), "2": ms.tile(chunks=2)}),
 }
 
+# Of the optimizer: each rank's part of a gradient is complete once it was averaged over all.
+OPTIMIZERS = {"fsdp step in backward": ms.step_in_backward(), "fsdp step in groups": ms.step_in_groups(group_bytes=64)}
+# What sees no sharded parameter, or gradients before they are averaged.
+REFUSED = {
+    "ddp step in backward": (wrap_ddp, ms.step_in_backward(), "is averaged over them after it is complete here"),
+    "fsdp offload states": (shard, ms.offload_states(), "is a DTensor, whose states it cannot move"),
+}
+
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
@@ -72,6 +80,13 @@ def worker(rank: int, folder: str) -> None:
             found[name] = (ours - plain).abs().max().item()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    for name, how in OPTIMIZERS.items():
+        found[name] = (train(shard(build()), rank, how) - train(shard(build()), rank)).abs().max().item()
+    for name, (distribute, how, _) in REFUSED.items():
+        try:
+            train(distribute(build()), rank, how)
+        except ms.TransformError as error:
+            found[name] = str(error)
     if rank == 0:
         torch.save(found, f"{folder}/results.pt")
     dist.barrier()
@@ -87,7 +102,12 @@ def differences(tmp_path_factory):
     return torch.load(f"{folder}/results.pt")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *OPTIMIZERS])
 def test_distributed_training_gives_the_same_losses(differences, name):
     # tile's weight gradients are summed in another order, so its losses may differ in the last bits
     assert differences[name] == 0 if "tile" not in name else differences[name] < 1e-6, differences[name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_would_see_something_else_are_refused(differences, name):
+    assert REFUSED[name][2] in differences[name]
