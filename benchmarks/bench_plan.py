@@ -5,7 +5,8 @@
     python benchmarks/bench_plan.py --only gpt2,unet --budgets 4
 
 A budget is met if neither the first step nor a later one takes more, by `torch.profiler`'s allocation events. The table
-says how much of each budget is used, and what a step takes beside the step as it is by the simulation's clock.
+says how much of each budget is used, and what a step takes beside the step as it is by the simulation's clock. After
+what uses less than 97 % comes the next plan of the curve that is faster, which takes more than the budget.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from _environment import environment
 from _zoo import ZOO, Case
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import memscale as ms
 from memscale.core import call, matches, scalar_loss
-from memscale.planning import repeated_blocks, taken_bytes
+from memscale.planning import Point, repeated_blocks, taken_bytes
 from memscale.simulation.measured import training_roles
 
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
 PEERS = ("gpt2", "bert", "vit", "convnet")
+_USED = 0.97
 
 
 def steps_of(case: Case, model: torch.nn.Module, batch: object) -> tuple[Callable[[], None], torch.optim.Optimizer]:
@@ -61,50 +66,130 @@ def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
     curve = engine.frontier(2)
     least, most = curve[0].peak_bytes, taken_bytes(engine.plain)
     print(f"{name}: {most / 1e6:.1f} MB as it is, {least / 1e6:.1f} MB at least ({time.perf_counter() - began:.1f} s)")
+    limits = [int(least + (most - least) * (at + 0.5) / budgets) for at in range(budgets)]
+    plans = [engine.plan(limit) for limit in limits]
+    points = [*curve, *engine.frontier(2 * budgets), *map(Point.of, plans)]
     rows = []
-    for at in range(budgets):
-        budget = int(least + (most - least) * (at + 0.5) / budgets)
-        plan = engine.plan(budget)
+    for budget, plan in zip(limits, plans, strict=True):
         realised = realised_bytes(case, ms.transform(model, plan), batch)
-        pace = plan.evidence.planned.step_seconds / plan.evidence.plain.step_seconds
-        rows.append({"budget_bytes": budget, "realised_bytes": realised, "pace": pace, "rules": len(plan)})
-        verdict = "" if realised <= budget else "  OVER"
+        seconds = plan.evidence.planned.step_seconds
+        pace = seconds / plan.evidence.plain.step_seconds
+        faster = min(point.peak_bytes for point in points if point.step_seconds < seconds)
+        row = {"budget_bytes": budget, "realised_bytes": realised, "pace": pace, "rules": len(plan)}
+        rows.append({**row, "next_bytes": faster, "simulations": plan.evidence.simulations})
+        verdict = (
+            "  OVER" if realised > budget else "" if realised >= _USED * budget else f"  next {faster / 1e6:.1f} MB"
+        )
         print(f"  {budget / 1e6:8.1f} MB  used {realised / budget:7.2%}  step x {pace:.3f}{verdict}", flush=True)
     return rows
 
 
-def beside_peers(name: str, rounds: int = 7) -> dict[str, float]:
-    """Per-block `torch.utils.checkpoint`, and our fastest plan that takes no more than it does."""
-    case = ZOO[name]
-    peer, batch = case.make("fp32")
-    paths = [path for path, _ in peer.named_modules() if any(matches(each, path) for each in repeated_blocks(peer))]
-    for path in paths:
-        block = peer.get_submodule(path)
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    patterns = repeated_blocks(model)
+    return [each for path, each in model.named_modules() if any(matches(pattern, path) for pattern in patterns)]
+
+
+def checkpointed(model: torch.nn.Module, every: int, **options: Any) -> torch.nn.Module:
+    """Each `every`-th block under `torch.utils.checkpoint`."""
+    for block in blocks_of(model)[::every]:
         block.forward = lambda *args, _own=block.forward, **kwargs: torch_checkpoint(
-            _own, *args, use_reentrant=False, **kwargs
+            _own, *args, use_reentrant=False, **options, **kwargs
         )
-    budget = realised_bytes(case, peer, batch)
-    model, _ = case.make("fp32")
-    engine = ms.DecisionEngine(
-        model,
-        batch,
-        optimizer=case.make_optimizer(model.parameters()),
-        loss=case.loss,
-        hardware=ms.Hardware.measure("cpu"),
-    )
-    ours = ms.transform(model, engine.plan(budget))
-    runs = {"torch": steps_of(case, peer, batch)[0], "plan": steps_of(case, ours, batch)[0]}
-    times: dict[str, list[float]] = {key: [] for key in runs}
+    return model
+
+
+def keeping_products(model: torch.nn.Module) -> torch.nn.Module:
+    """PyTorch's selective checkpointing: the results of matrix products, convolutions and attention are kept."""
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default]
+    kept.append(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    return checkpointed(model, 1, context_fn=partial(create_selective_checkpoint_contexts, kept))
+
+
+def switched(model: torch.nn.Module) -> torch.nn.Module:
+    """The model's own switch, as Hugging Face's have one."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def budgeted(model: torch.nn.Module, share: float) -> torch.nn.Module:
+    """AOTAutograd's memory budget, without a compiler behind it."""
+    torch._functorch.config.activation_memory_budget = share
+    return torch.compile(model, backend="aot_eager")
+
+
+OTHERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "torch checkpoint, every block": partial(checkpointed, every=1),
+    "torch checkpoint, every 2nd block": partial(checkpointed, every=2),
+    "torch checkpoint, products kept": keeping_products,
+    "the model's own switch": switched,
+    "AOTAutograd, budget 0.3": partial(budgeted, share=0.3),
+    "AOTAutograd, budget 0.6": partial(budgeted, share=0.6),
+}
+
+
+def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
+    """The median seconds of each step: of the clock, and of the processor, which other programs disturb less."""
+    times: dict[str, list[tuple[float, float]]] = {key: [] for key in steps}
     for at in range(rounds + 1):
-        for key, step in runs.items():
-            began = time.perf_counter()
+        for key, step in steps.items():
+            began, used = time.perf_counter(), time.process_time()
             step()
             if at:
-                times[key].append(time.perf_counter() - began)
-    ratio = statistics.median(one / other for one, other in zip(times["plan"], times["torch"], strict=True))
-    used = realised_bytes(case, ours, batch) / budget
-    print(f"{name}: at the peak of torch.utils.checkpoint ({budget / 1e6:.1f} MB): step x {ratio:.3f}, used {used:.2%}")
-    return {"budget_bytes": budget, "time_ratio": ratio, "used": used}
+                times[key].append((time.perf_counter() - began, time.process_time() - used))
+    return {key: tuple(statistics.median(column) for column in zip(*rows, strict=True)) for key, rows in times.items()}
+
+
+def beside_peers(name: str, rounds: int = 5) -> dict[str, Any]:
+    """Each peer, our fastest plan that takes no more than it does, and our smallest that is no slower."""
+    case = ZOO[name]
+    model, batch = case.make("fp32")
+    optimizer = case.make_optimizer(model.parameters())
+    engine = ms.DecisionEngine(model, batch, optimizer=optimizer, loss=case.loss, hardware=ms.Hardware.measure("cpu"))
+    resident = sum(each.nbytes for each in model.parameters()) * 3  # with AdamW's states
+    curve = engine.frontier(16)
+    plain = steps_of(case, case.make("fp32")[0], batch)[0]
+    found: dict[str, Any] = {}
+    for label, make in OTHERS.items():
+        try:
+            peer = make(case.make("fp32")[0])
+            peak = realised_bytes(case, peer, batch)
+        except Exception as error:
+            print(f"  {label}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            continue
+        try:
+            same = ms.transform(model, engine.plan(peak))
+        except ms.BudgetError as error:
+            print(f"  {label}: {peak / 1e6:.1f} MB, below the {error.peak_bytes / 1e6:.1f} MB of our smallest")
+            found[label] = {"peak_bytes": peak, "our_smallest_bytes": error.peak_bytes}
+            continue
+        steps = {"plain": plain, "peer": steps_of(case, peer, batch)[0], "ours": steps_of(case, same, batch)[0]}
+        took = interleaved(steps, rounds)
+        wall, processor = (took["ours"][at] / took["peer"][at] for at in (0, 1))
+        pace = took["peer"][1] / took["plain"][1]
+        as_fast = next(
+            point for point in curve if point.step_seconds <= pace * curve[-1].step_seconds or not point.plan
+        )
+        fit = ms.transform(model, as_fast.plan)
+        ours = realised_bytes(case, fit, batch)
+        against = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
+        found[label] = {
+            "peak_bytes": peak,
+            "pace": pace,
+            "time_ratio_at_its_peak": wall,
+            "processor_time_ratio_at_its_peak": processor,
+            "peak_bytes_at_its_time": ours,
+            "processor_time_ratio_there": against["ours"][1] / against["peer"][1],
+            "transient_ratio_at_its_time": (ours - resident) / (peak - resident),
+        }
+        print(
+            f"  {label}: {peak / 1e6:.1f} MB, step x {pace:.3f}; ours in as much takes {processor:.3f} of its time "
+            f"(clock {wall:.3f}); ours as fast takes {ours / 1e6:.1f} MB, "
+            f"{found[label]['transient_ratio_at_its_time']:.2f} of its transient bytes, in "
+            f"{found[label]['processor_time_ratio_there']:.3f} of its time",
+            flush=True,
+        )
+    return found
 
 
 def main() -> None:
@@ -117,7 +202,10 @@ def main() -> None:
     names = [name for name in options.only.split(",") if name] or (PEERS if options.peers else MODELS)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
-        found = {name: beside_peers(name) if options.peers else kept_budgets(name, options.budgets) for name in names}
+        found: dict[str, Any] = {}
+    for name in names:
+        print(name, flush=True)
+        found[name] = beside_peers(name) if options.peers else kept_budgets(name, options.budgets)
     if options.output:
         options.output.write_text(json.dumps({"environment": environment("cpu"), "results": found}, indent=2) + "\n")
 

@@ -93,7 +93,7 @@ class Menu:
     def for_part(self, part: Part, step: SimulatedStep) -> tuple[Candidate, ...]:
         """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
         found = self._for_part(part, step)
-        return tuple(dict.fromkeys([AS_IT_IS, *(map(self._cast_within, found) if self.casts else found)]))
+        return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
 
     def _for_part(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
@@ -145,7 +145,7 @@ class Menu:
         # One row has nothing to cut, and its positions are rows to what works on each alone.
         return tile(chunks=chunks) if self.rows >= chunks else tile(chunks=chunks, dim=1)
 
-    def _cast_within(self, candidate: Candidate) -> Candidate:
+    def cast_within(self, candidate: Candidate) -> Candidate:
         """The candidate in a model that is cast: in its own cast a region makes its copies again when it recomputes."""
         how = cast(compute=self.dtype)
         rules = [

@@ -106,6 +106,7 @@ def measured_costs(
     parts: tuple[Part, ...],
     menus: Sequence[tuple[Candidate, ...]],
     simulate: Simulate,
+    trials: Trials,
 ) -> Costs:
     """The costs of the candidates in `menus`, one menu for each part and one for what is outside.
 
@@ -114,10 +115,11 @@ def measured_costs(
         parts: of the model.
         menus: their candidates, `AS_IT_IS` first; parts that are alike have the same.
         simulate: a step with rules.
+        trials: of candidates that were tried before; those that are tried here are added.
     """
     paths = [part.path for part in parts]
     base = plain.attribution(paths)
-    trials, rejected = _Trials(paths, parts, menus, simulate).run()
+    rejected = _Trials(paths, parts, menus, simulate).run(trials)
     found: list[tuple[Candidate, ...]] = []
     effects: list[tuple[Effect, ...]] = []
     for row, menu in enumerate(menus):
@@ -153,6 +155,10 @@ class _Trial:
     tried: frozenset[int]
 
 
+#: Trials by family and candidate.
+Trials = dict[tuple[object, Candidate], _Trial]
+
+
 class _Trials:
     """The simulations: as few as there are candidates for each part that none is alike to."""
 
@@ -167,10 +173,12 @@ class _Trials:
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
 
-    def run(self) -> tuple[dict[tuple[object, Candidate], _Trial], dict[str, str]]:
-        """Each candidate's trial by family and candidate, and the reasons of those that cannot be tried."""
-        waiting = {family: list(self.menus[rows[0]][1:]) for family, rows in self.families.items()}
-        done: dict[tuple[object, Candidate], _Trial] = {}
+    def run(self, done: Trials) -> dict[str, str]:
+        """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
+        waiting = {
+            family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
+            for family, rows in self.families.items()
+        }
         rejected: dict[str, str] = {}
         while any(waiting.values()):
             chosen: dict[int, tuple[object, Candidate]] = {}
@@ -180,12 +188,12 @@ class _Trials:
                     chosen[row] = (family, candidate)
                 del candidates[: len(rows)]
             self._try(chosen, done, rejected)
-        return done, rejected
+        return rejected
 
     def _try(
         self,
         chosen: Mapping[int, tuple[object, Candidate]],
-        done: dict[tuple[object, Candidate], _Trial],
+        done: Trials,
         rejected: dict[str, str],
     ) -> None:
         rules = [

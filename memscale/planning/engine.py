@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -282,7 +282,7 @@ class DecisionEngine:
             self._say("a plan of before")
             return self._profiler(plan).simulated(self.batch, accumulate=self.accumulate).profile()
 
-        allowed = self._techniques(self._link()) | (self.config.eligible() & {"cast"})
+        allowed = self._techniques(self._link(), self.config) | (self.config.eligible() & {"cast"})
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class DecisionEngine:
         """Among the exact transforms; and, where the config allows it, among them in a model that is cast."""
         if self._searches is None:
             link = self._link()
-            menu = Menu.of(self._techniques(link), self._dtype(), self.batch)
+            menu = self._menu(link, self.config)
             self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
@@ -314,8 +314,11 @@ class DecisionEngine:
                 self._searches.append(Search(self.model, self._simulate, casting, always=always, link=link))
         return self._searches
 
-    def _techniques(self, link: LinkRates | None) -> frozenset[str]:
-        found = set(self.config.eligible()) - {"cast", "quantize_states"}
+    def _menu(self, link: LinkRates | None, config: Config) -> Menu:
+        return Menu.of(self._techniques(link, config), self._dtype(), self.batch)
+
+    def _techniques(self, link: LinkRates | None, config: Config) -> frozenset[str]:
+        found = set(config.eligible()) - {"cast", "quantize_states"}
         if link is None:
             found.discard("offload")
         elif "offload" in found and self.streams:
@@ -422,34 +425,44 @@ class DecisionEngine:
             f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.hardware.name}: the smallest peak within "
             f"reach is {format_bytes(least)} ({least} bytes)"
         ]
-        lines += [f"{change} would lower it to {format_bytes(nbytes)}" for change, nbytes in self._wider(least)]
+        wider = sorted(self._wider(smallest), key=lambda each: each[1])
+        lines += [
+            f"Config({field}=True) would lower it to {format_bytes(nbytes)}"
+            for field, nbytes in wider
+            if nbytes < least
+        ]
         if len(lines) == 1:
             lines.append("take a smaller batch and accumulate gradients, or an optimizer with less state")
         error = BudgetError("; ".join(lines))
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
         return error
 
-    def _wider(self, least: int) -> list[tuple[str, int]]:
-        """Fields of the config that would lower the smallest peak, and what to."""
-        found = []
-        for field in ("enable_checkpointing", "enable_offloading", "enable_tiling", "use_mixed_precision"):
-            if getattr(self.config, field) or (field == "enable_offloading" and self._link() is None):
+    def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
+        """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""
+        search, link = self.searches[0], self._link()
+        for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
+            if getattr(self.config, field) or (field == "enable_offloading" and link is None):
                 continue
-            engine = DecisionEngine(
+            config = dataclasses.replace(self.config, **{field: True})  # type: ignore[arg-type]
+            more = Search(
                 self.model,
-                self.batch,
-                optimizer=self.optimizer,
-                loss=self.loss,
-                config=dataclasses.replace(self.config, **{field: True}),  # type: ignore[arg-type]
-                hardware=self.hardware,
-                accumulate=self.accumulate,
-                progress=self._progress,
-                streams=self.streams,
+                self._simulate,
+                self._menu(link, config),
+                link=link,
+                plain=self.plain_step,
+                trials=search.trials,
             )
-            nbytes = engine._smallest().taken_bytes
-            if nbytes < least:
-                found.append((f"Config({field}=True)", nbytes))
-        return sorted(found, key=lambda each: each[1])
+            yield field, more.smallest().taken_bytes
+        if not self.config.use_mixed_precision:
+            # The smallest choice in a model that is cast: its own smallest may be smaller still.
+            costs, menu = smallest.search.costs, self._menu(link, self.config)
+            chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
+            rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
+            try:
+                step = self._simulate((*rules, ("", cast(compute=menu.dtype))), True)
+            except Exception:  # the model's own code refuses the dtype
+                return
+            yield "use_mixed_precision", taken_bytes(step.profile())
 
 
 def check_model(model: Any, caller: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
-from memscale.planning.costs import Assignment, Bytes, measured_costs
+from memscale.planning.costs import Assignment, Bytes, Trials, measured_costs
 from memscale.planning.parts import parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.solver import Chooser, Floats, LinkRates
@@ -94,6 +94,10 @@ class Search:
         always: the rules that every step has; candidates come inside them.
         link: between the device and the tier below; None if nothing moves.
         plain: the step with `always`, if that is known already.
+        trials: what another search of this step has tried.
+
+    Attributes:
+        trials: what was tried.
     """
 
     def __init__(
@@ -105,8 +109,10 @@ class Search:
         always: Rules = (),
         link: LinkRates | None = None,
         plain: SimulatedStep | None = None,
+        trials: Trials | None = None,
     ) -> None:
         self.always = always
+        self.trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True)
         self._simulate = simulate
         parts = parts_of(model, self.plain)
@@ -117,7 +123,9 @@ class Search:
                 by_family[part.alike] = menu.for_part(part, self.plain)
             menus.append(by_family[part.alike])
         menus.append(menu.for_outside(model, parts))
-        self.costs = measured_costs(self.plain, parts, menus, lambda rules: simulate(self._with(rules), False))
+        self.costs = measured_costs(
+            self.plain, parts, menus, lambda rules: simulate(self._with(rules), False), self.trials
+        )
         self._link = link
         self._proofs: dict[Assignment, Proven] = {}
         self._least: Proven | None = None

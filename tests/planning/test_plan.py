@@ -174,8 +174,12 @@ def test_nothing_fits():
     again = ms.profile(model, **_step(model, batch), plan=caught.value.plan)
     assert max(again.peak_bytes, again.first_step_peak_bytes) == caught.value.peak_bytes
     config = ms.Config(enable_checkpointing=False, enable_offloading=False)
-    with pytest.raises(ms.BudgetError, match=r"Config\(enable_checkpointing=True\) would lower it"):
-        ms.plan(model, budget=10_000, config=config, **_step(model, batch))
+    steps = []
+    step = {**_step(model, batch), "progress": lambda what, *_: steps.append(what)}
+    with pytest.raises(ms.BudgetError, match=r"Config\(enable_checkpointing=True\) would lower it") as caught:
+        ms.plan(model, budget=10_000, config=config, **step)
+    assert "Config(use_mixed_precision=True) would lower it" in str(caught.value)
+    assert steps.count("the step as it is") == 1  # what is known is not simulated again to say so
 
 
 def test_mixed_precision_only_where_it_is_allowed():
