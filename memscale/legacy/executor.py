@@ -19,7 +19,7 @@ from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointin
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import runtime_of_plan
 from memscale.legacy.reality import Reality
-from memscale.legacy.shapes import Shapes, are_alike, as_batch, bucket, covers, shapes_of, with_shapes
+from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
@@ -84,6 +84,7 @@ class Executor:
         self._before: list[Former] = []
         self._watch = None if verdict.for_all else Watch(self.before_call)
         self._plans: list[tuple[Shapes, Verdict, Runtime | None]] = []
+        self._refused: list[Shapes] = []  # for which no step could be simulated
         self._shapes: Shapes | None = None  # that the present plan was made for
         self._later: Shapes | None = None  # that came in the middle of a step
         self._between_steps = True
@@ -267,13 +268,14 @@ class Executor:
         model.__dict__["forward"] = Gate(model, model.__dict__.get("forward"), self._lock)
         try:
             alike = next((each for each, *_ in self._plans if are_alike(each, shapes)), None)
-            wider = shapes if alike is None or batch is None else bucket(shapes, alike)
-            for wanted in dict.fromkeys((wider, shapes)):
+            wider = [shapes] if alike is None or batch is None else buckets(shapes, alike, self._refused)
+            for wanted in wider:
                 say(self.config, f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
                 verdict = decide(model, given, optimizer, self.config, self.hardware, moving=self._asked is not None)
                 if verdict.profile is not None:
                     return verdict, wanted
+                self._refused.append(wanted)
             return verdict, shapes
         finally:
             former.put_back()

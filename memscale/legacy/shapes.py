@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from memscale.core import pytrees, tensors, unflatten
 
 Shapes = tuple[tuple[int, ...], ...]
+
+_HALVINGS = 3  # of what a bucket is longer than the batch, where the model does not take so much
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -47,6 +49,28 @@ def bucket(shapes: Shapes, known: Shapes) -> Shapes:
         )
         for shape, before in zip(shapes, known, strict=True)
     )
+
+
+def buckets(shapes: Shapes, known: Shapes, refused: Sequence[Shapes]) -> list[Shapes]:
+    """The buckets to try for `shapes`, widest first, itself last: a model may take nothing as long as a power of two.
+
+    >>> buckets(((8, 70),), ((8, 60),), []), buckets(((8, 90),), ((8, 60),), [((8, 128),), ((8, 99),)])
+    ([((8, 128),), ((8, 99),), ((8, 84),), ((8, 77),), ((8, 70),)], [((8, 94),), ((8, 90),)])
+
+    Args:
+        shapes, known: as in `bucket`.
+        refused: shapes that the model has not taken; it takes none that covers them.
+    """
+    found = [bucket(shapes, known)]
+    for _ in range(_HALVINGS):
+        found.append(
+            tuple(
+                tuple((high + low) // 2 for high, low in zip(most, least, strict=True))
+                for most, least in zip(found[-1], shapes, strict=True)
+            )
+        )
+    tried = [each for each in dict.fromkeys(found) if not any(covers(each, wide) for wide in refused)]
+    return [*(each for each in tried if each != shapes), shapes]
 
 
 def with_shapes(batch: Any, shapes: Shapes) -> Any:

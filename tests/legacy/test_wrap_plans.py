@@ -181,6 +181,28 @@ def test_larger_batches_are_planned_for_between_steps_and_smaller_ones_are_serve
     assert len(model._memscale_executor._plans) == 9  # eight plans, and one more shape that the last one serves
 
 
+class Short(nn.Sequential):
+    """Has positions for a hundred rows."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.zeros(100, WIDTH)[: len(x)]
+
+
+def test_where_no_power_of_two_is_taken_lengths_between_are_planned_for(device):
+    device(1000)
+    model = ms.wrap(Short(*stack(1)), config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    planned = []
+    for count in (50, 60, 70, 80, 90, 84, 95, 96, 97, 98, 99, 100):
+        model(rows(count)).sum().backward()
+        optimizer.step()
+        planned.append(planned_rows(model))
+    assert all(
+        length >= count for length, count in zip(planned, (50, 60, 70, 80, 90, 84, *range(95, 101)), strict=True)
+    )
+    assert list(dict.fromkeys(planned)) == [50, 64, 99, 100]
+
+
 def test_a_larger_batch_gets_the_plan_that_it_needs(device):
     device(11)
     model = ms.wrap(stack(), config(), rows(100))
