@@ -18,7 +18,8 @@ from memscale.hardware.work import PRODUCTS, rate_name, work_of
 Clock = Callable[[], float]
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_REPEATS = 5
+_REPEATS = 2
+_TINY_STEPS = 15
 # A call that moves less says more about its dispatch than about its rate.
 _SMALLEST_BYTES = 1 << 18
 
@@ -44,14 +45,15 @@ def operator_rates(clock: Clock | None = None) -> dict[str, Any]:
 
 
 def _rates_of(step: Callable[[], None], clock: Clock) -> dict[str, float]:
-    runs = [_timed(step, clock) for _ in range(_REPEATS + 1)][1:]  # the first loads code
+    # The first loads code. Of the others the least counts: what disturbs a call only ever makes it longer.
+    runs = [_timed(step, clock) for _ in range(_REPEATS + 1)][1:]
     amounts: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for calls in zip(*runs, strict=True):
         name, amount, nbytes = calls[0][:3]
         if nbytes >= _SMALLEST_BYTES and name.split()[0] not in PRODUCTS:
             amounts[name] = amounts.get(name, 0.0) + amount
-            seconds[name] = seconds.get(name, 0.0) + statistics.median(call[3] for call in calls)
+            seconds[name] = seconds.get(name, 0.0) + min(call[3] for call in calls)
     return {name: amounts[name] / seconds[name] for name in sorted(amounts) if seconds[name] > 0}
 
 
@@ -84,7 +86,7 @@ def _timed(step: Callable[[], None], clock: Clock) -> list[tuple[str, int, int, 
 
 def _median(step: Callable[[], None], clock: Clock) -> float:
     taken = []
-    for _ in range(4 * _REPEATS):
+    for _ in range(_TINY_STEPS):
         began = clock()
         step()
         taken.append(clock() - began)

@@ -8,7 +8,7 @@ from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, wri
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.sizes import TriedSize, plot_sizes
-from memscale.reports.text import diff_text, profile_text
+from memscale.reports.text import diff_text, module_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "PartOfPlan",
     "TriedSize",
     "diff_text",
+    "module_text",
     "plot_frontier",
     "plot_profile",
     "plot_sizes",

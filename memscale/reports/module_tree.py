@@ -47,14 +47,14 @@ class Branch:
         path: of the module; of several, with their numbers as ``*``, ``{1-6}`` or ``{0,2,4}``.
         held: bytes, or changes of bytes.
         seconds: the time of its operators.
-        weight: the bytes of every module in it, added up without their signs.
+        weight: the bytes of every module in it, added up without their signs; or its seconds, see `by_time`.
         parts: of which it is made, the heaviest first. What is its own and no submodule's is a part too.
     """
 
     path: str
     held: Held
     seconds: float
-    weight: int
+    weight: float
     parts: tuple[Branch, ...] = ()
 
 
@@ -110,8 +110,21 @@ def _largest_first(parts: Iterable[Branch]) -> list[Branch]:
     return sorted(parts, key=lambda part: (-part.weight, [name.zfill(6) for name in part.path.split(".")]))
 
 
+def by_time(branch: Branch) -> Branch:
+    """The same tree with the parts that take longest first.
+
+    >>> root = by_time(module_tree([("a", Held(0, 9)), ("b", Held(0, 1))], [("a", 0.25), ("b", 0.5)]))
+    >>> [part.path for part in root.parts]
+    ['b', 'a']
+    """
+    parts = _largest_first(map(by_time, branch.parts))
+    return dataclasses.replace(branch, weight=branch.seconds, parts=tuple(parts))
+
+
 def summary(root: Branch, lines: int) -> list[Branch]:
     """At most `lines` parts that make up `root`: the largest is split for as long as they fit; the last is the rest.
+
+    The rest has not the part in it that takes longest, which then has a line of its own.
 
     >>> layers = [(f"h.{at}.{part}", Held(0, size)) for at in "01" for part, size in (("mlp", 9), ("attn", 7))]
     >>> root = module_tree([*layers, ("head", Held(8, 0))], [])
@@ -128,11 +141,18 @@ def summary(root: Branch, lines: int) -> list[Branch]:
             break
         shown = [*(other for other in shown if other is not part), *large]
         small += lost
-    rest = [_sum(REST, small)] if any(part.weight or part.seconds for part in small) else []
+    longest = max(small, key=lambda part: part.seconds, default=None)
+    if longest is not None and longest.seconds > max((part.seconds for part in shown), default=0.0):
+        small = [part for part in small if part is not longest]
+        if len(shown) + 2 > lines:
+            *shown, least = _largest_first(shown)
+            small.append(least)
+        shown.append(longest)
+    rest = [_sum(REST, small)] if any(part.weight or part.seconds or any(part.held) for part in small) else []
     return [*_largest_first(shown), *rest]
 
 
-def _split(part: Branch, whole: int, lines: int) -> tuple[list[Branch], list[Branch]]:
+def _split(part: Branch, whole: float, lines: int) -> tuple[list[Branch], list[Branch]]:
     """At most `lines` parts of `part`, and those too thin for a line; nothing if a split would not tell enough."""
     large = [below for below in part.parts if below.weight >= _THIN * whole]
     named = large[:lines]

@@ -6,8 +6,8 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
-from memscale.core import format_bytes, format_flops, format_seconds
-from memscale.reports.module_tree import ROOT, TOP, Held, module_tree, stacks, summary
+from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
+from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
 _COLUMNS = 120
@@ -140,13 +140,32 @@ def _category_table(profile: Profile) -> list[str]:
     return _table(("at the peak", "bytes", "%"), rows)
 
 
-def _module_table(profile: Profile, most: int) -> list[str]:
+def module_text(profile: Profile, by: str, rows: int) -> str:
+    """What ``Profile.table`` returns.
+
+    Raises:
+        ConfigError: `by` or `rows` is none of what it takes, or the profile has no times to sort by.
+    """
+    if by not in ("bytes", "time"):
+        raise ConfigError(f"table(by={by!r}) must be 'bytes' or 'time'")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ConfigError(f"table(rows={rows!r}) must be an int of at least 1")
+    if by == "time" and not profile.seconds_by_module:
+        raise ConfigError(
+            f"table(by='time') has no times: the speed of {profile.hardware.name} is not known, or the step was "
+            "measured as a whole; simulate it for a card, or with hardware=Hardware.measure()"
+        )
+    return "\n".join(_module_table(profile, rows, longest_first=by == "time"))
+
+
+def _module_table(profile: Profile, most: int, *, longest_first: bool = False) -> list[str]:
     paths = patterns(profile)
     root = module_tree(
         ((paths[path], Held.of(parts)) for path, parts in profile.categories_by_module.items()),
         ((paths[path], seconds) for path, seconds in profile.seconds_by_module.items()),
     )
     timed = bool(profile.seconds_by_module)
+    root = by_time(root) if longest_first else root
     rows = []
     for part in summary(root, most) if root.weight else ():
         numbers = (*map(_or_dash, part.held), _or_dash(part.held.nbytes), percent(part.held.nbytes, profile.peak_bytes))

@@ -227,6 +227,24 @@ class Profile:
         """How `other` differs from this profile: negative bytes are saved by it."""
         return ProfileDiff(self, other)
 
+    def table(self, *, by: str = "bytes", rows: int = 10) -> str:
+        """What each module holds at the peak and how long its operators take, layers that are alike taken together.
+
+        >>> import torch, memscale as ms
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
+        >>> profile = ms.profile(model, torch.ones(8, 64), loss=lambda y, _: y.sum(), hardware="t4")
+        >>> [line.split()[0] for line in profile.table(by="time").splitlines()]
+        ['by', '2', '0', '1', '(top', '(the']
+
+        Args:
+            by: what the rows are sorted by, the largest first: ``"bytes"`` or ``"time"``.
+            rows: about how many of them; what else there is, is in a last one, "(the rest)".
+
+        Raises:
+            ConfigError: an argument is none of these, or there are no times.
+        """
+        return str(_reports().module_text(self, by, rows))
+
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the schedule, with live bytes over it, as JSON that ``chrome://tracing`` and Perfetto open.
 

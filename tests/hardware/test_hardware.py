@@ -178,13 +178,13 @@ def test_a_disturbance_does_not_count():
 
 
 def test_the_best_size_counts():
-    # Six runs a size, one to warm up: the larger size is slower here.
-    assert calibrated(Clock(*[1.0] * 6, *[100.0] * 6))["flops_per_second"] == dict.fromkeys(DTYPES, 2 * 16**3)
+    # Four runs a size, one to warm up: the larger size is slower here.
+    assert calibrated(Clock(*[1.0] * 4, *[100.0] * 4))["flops_per_second"] == dict.fromkeys(DTYPES, 2 * 16**3)
 
 
 def test_sizes_that_would_take_too_long_are_left_out():
-    # After six seconds for the first size, the next would take at least 8 times as long.
-    enough = 5 * (6 + 8 * 6)
+    # After four seconds for the first size, the next would take at least 8 times as long.
+    enough = 5 * (4 + 8 * 4)
     assert calibrated(Clock(1.0), budget_seconds=enough)["flops_per_second"]["float32"] == 2 * 32**3
     assert calibrated(Clock(1.0), budget_seconds=enough - 1)["flops_per_second"]["float32"] == 2 * 16**3
 

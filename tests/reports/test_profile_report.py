@@ -18,7 +18,7 @@ import memscale as ms
 from memscale.core.units import format_bytes
 from memscale.reports import plot
 from memscale.reports.drawing import COLOURS, columns, placed, thick
-from memscale.reports.module_tree import Held, module_tree, stacks, summary
+from memscale.reports.module_tree import Held, by_time, module_tree, stacks, summary
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import Holding, Moment
 
@@ -648,3 +648,26 @@ def test_a_real_profile_is_shown(profile, tmp_path):
     profile.plot(tmp_path / "step.png")
     page, _ = page_of(profile, tmp_path)
     assert max(timeline_of(page)["total"]) == profile.peak_bytes
+
+
+def test_the_rest_has_not_what_takes_longest():
+    seconds = {f"slow_{n}": 1.0 + n for n in range(3)} | {"thick": 0.5}
+    held = {path: Held(0, 2000 if path == "thick" else 1) for path in seconds}
+    parts = summary(module_tree(held.items(), seconds.items()), 10)
+    assert [(part.path, part.seconds) for part in parts] == [("thick", 0.5), ("slow_2", 3.0), ("(the rest)", 3.0)]
+    parts = summary(by_time(module_tree(held.items(), seconds.items())), 10)
+    assert [part.path for part in parts] == ["slow_2", "slow_1", "slow_0", "thick"]
+
+
+def test_a_table_by_time_needs_times():
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 1))
+    timeless = ms.Hardware(name="box", device_type="cpu", memory_bytes=1 << 30)
+    profiled = ms.profile(model, torch.ones(8, 64), loss=lambda y, _: y.sum(), hardware=timeless)
+    assert profiled.table() in str(profiled)
+    for wrong, told in (
+        ({"by": "time"}, "has no times.*box"),
+        ({"by": "size"}, "'bytes' or 'time'"),
+        ({"rows": 0}, "1$"),
+    ):
+        with pytest.raises(ms.ConfigError, match=told):
+            profiled.table(**wrong)
