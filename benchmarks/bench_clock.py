@@ -3,15 +3,20 @@
 For each model, the steps of all plans take turns, a step each, before and after `profile` predicts them: with
 `probe=True`, and by the rates of `Hardware.measure()` alone. The real time is the lower quartile of the turns, since
 what disturbs a step only ever makes it longer, and what a plan costs is its time over plain's. With one thread the time
-is that of the thread, so that other jobs on the machine disturb less.
+is that of the thread, so that other jobs on the machine disturb less. glibc is told to keep freed memory: whether a
+step gives it back to the system and takes it again, a page at a time, is a matter of how the heap happens to lie, and
+takes nothing or up to a tenth of the step.
 
-    python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 5] [--threads 1] [--json FILE]
+    python benchmarks/bench_clock.py --json benchmarks/results/clock-cpu.json   # everything, in six minutes
+    python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 5] [--threads 1] [--seconds 340]
     python benchmarks/bench_clock.py --offload   # only: what steps wait for the disk, which needs a quiet machine
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
@@ -35,7 +40,11 @@ from bench_predict import described, training_step
 import memscale as ms
 from memscale.runtime import Runtime
 
-WARM_STEPS = 2
+WARM_STEPS = 1
+FEWEST_ROUNDS = 3
+# Of glibc's malloc.h. What `mallopt` fixes, glibc does not adapt any more.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+OFFLOAD_SHARE = 1.5  # of the time that is left, in models
 # What has rows that nothing mixes, by the pattern of its path; the models without are not tiled by rows.
 ROWS = {
     "gpt2": "transformer.h.*.mlp",
@@ -108,12 +117,24 @@ def plans_of(case: Case, model: torch.nn.Module) -> dict[str, ms.Plan | None]:
     return plans | {"cast": ms.Plan({"": ms.cast()})}
 
 
-def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> list[Row]:
-    """Everything about one model."""
+def keep_freed_memory() -> None:
+    """Have malloc neither give memory back to the system nor map what is large; nothing where there is no glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+
+
+def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware, until: float) -> list[Row]:
+    """Everything about one model, with fewer turns than were asked for where they would go on after `until`."""
     case = ZOO[name]
     torch.manual_seed(0)
     model, batch = case.make()
-    plans = {plan: value for plan, value in plans_of(case, model).items() if re.fullmatch(options.variant, plan)}
+    plans = {
+        plan: value
+        for plan, value in plans_of(case, model).items()
+        if plan == "plain" or re.fullmatch(options.variant, plan)
+    }
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     steps: dict[str, Callable[[], None]] = {}
     for plan, value in plans.items():
@@ -126,7 +147,9 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> l
     turns: dict[str, list[float]] = {plan: [] for plan in plans}
 
     def take_turns(rounds: int) -> None:
-        for _ in range(rounds):
+        while len(turns["plain"]) < rounds and (
+            len(turns["plain"]) < min(rounds, FEWEST_ROUNDS) or time.perf_counter() < until
+        ):
             for plan, step in steps.items():
                 began = clock()
                 step()
@@ -143,11 +166,11 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> l
         ]
         by_probe, by_roofline = (profile.step_seconds or 0.0 for profile in profiles)
         predicted[plan] = by_probe, by_roofline, time.perf_counter() - began
-    take_turns(options.rounds - options.rounds // 2)
+    take_turns(options.rounds)
     return [Row(name, plan, tuple(turns[plan]), *predicted[plan]) for plan in plans]
 
 
-def offloaded(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> dict[str, float | str]:
+def offloaded(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> dict[str, Any]:
     """Seconds that a step with `offload()` of the blocks waits for the disk, real and predicted."""
     case = ZOO[name]
     plan = ms.Plan({OFFLOADED[name]: ms.offload()})
@@ -160,10 +183,10 @@ def offloaded(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> 
         return sum(stats.exposed_seconds for stats in runtime.stats().values())
 
     turns = []
-    for turn in range(WARM_STEPS + options.rounds):
+    for turn in range(2 + options.rounds):
         before = waited()
         step()
-        if turn >= WARM_STEPS:
+        if turn >= 2:  # the first makes files, the second learns what comes back when
             turns.append(waited() - before)
     settings: dict[str, Any] = {"plan": plan, "hardware": hardware, "loss": case.loss, "probe": True}
     profile = ms.profile(model, batch, optimizer=case.optimizer(model), **settings)
@@ -192,8 +215,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="real steps of each plan")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--offload", action="store_true", help="only what steps wait for the disk")
+    parser.add_argument("--seconds", type=float, default=340.0, help="for everything, where the rounds allow it")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
+    began = time.perf_counter()
+    keep_freed_memory()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -205,17 +231,14 @@ def main() -> int:
         print(f"{COLUMNS}\n{'':24}{'step, of real':>26}   {'cost over plain':>22}")
     found: list[Compared] = []
     failures: dict[str, str] = {}
-    waits: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as cache:
         os.environ["MEMSCALE_CACHE"] = cache  # what was timed on another day, beside other jobs, is no prediction
-        for name in OFFLOADED if options.offload else MODELS:
-            if not re.search(options.only, name):
-                continue
-            if options.offload:
-                waits.append(offloaded(name, options, hardware))
-                continue
+        wanted = [] if options.offload else [name for name in MODELS if re.search(options.only, name)]
+        for at, name in enumerate(wanted):
+            now = time.perf_counter()
+            until = now + (began + options.seconds - now) / (len(wanted) - at + OFFLOAD_SHARE)
             try:
-                rows = measured(name, options, hardware)
+                rows = measured(name, options, hardware, until)
             except Exception as error:
                 failures[name] = described(error)
                 print(f"{name:12}failed: {failures[name]}", flush=True)
@@ -224,7 +247,15 @@ def main() -> int:
             print(*compared, sep="\n", flush=True)
             found += compared
             gc.collect()
+        waits = [offloaded(name, options, hardware) for name in OFFLOADED if re.search(options.only, name)]
     totals = summary(found)
+    totals |= {
+        f"offload waits, {which} %": function(
+            [100 * abs(each["predicted_seconds"] / each["real_seconds"] - 1) for each in waits]
+        )
+        for which, function in (("median", statistics.median), ("worst", max))
+        if waits
+    }
     print("\n" + "\n".join(f"{name:28}{value:7.1f}" for name, value in totals.items()))
     if options.json is not None:
         rows = [dataclasses.asdict(one.row) | {"cost": one.real_cost, "errors": one.errors()} for one in found]

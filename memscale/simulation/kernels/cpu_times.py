@@ -21,7 +21,7 @@ from memscale.hardware import Seconds, Work
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
-# All calls of one profile together, after which the others are estimated from those.
+# All calls of one profile together, on the clock that times them, after which the others are estimated from those.
 _BUDGET_SECONDS = 30.0
 _CALL_SECONDS = 0.03  # that a kernel is repeated for, but three times at least
 _FEW_CALLS, _MOST_CALLS = 3, 200
@@ -86,13 +86,13 @@ class CpuTimes:
     def _time(self, op: OpOverload, args: Any, kwargs: Any) -> Seconds:
         if self._left_seconds <= 0:
             raise _NotTimed
-        began = time.perf_counter()
+        began = self._timer.now()
         try:
             return self._timer.seconds(op, args, kwargs)
         except Exception as error:  # it wants other values than these, or more memory than there is
             raise _NotTimed from error
         finally:
-            self._left_seconds -= time.perf_counter() - began
+            self._left_seconds -= self._timer.now() - began
 
 
 class _Call(NamedTuple):
@@ -109,7 +109,7 @@ class CallTimer:
 
     def __init__(self, clock: Clock | None = None) -> None:
         # One thread's own time, since what else runs on the machine must not count. Several threads have no such clock.
-        self._clock = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+        self.now = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
         self._flush: torch.Tensor | None = None
         self._pool: dict[torch.dtype, torch.Tensor] = {}
         self._last: Any = None
@@ -155,9 +155,9 @@ class CallTimer:
 
     def _once(self, op: OpOverload, args: Any, kwargs: Any) -> _Call:
         faults = _page_faults()
-        began = self._clock()
+        began = self.now()
         result = op(*args, **kwargs)
-        taken = _Call(self._clock() - began, _page_faults() - faults)
+        taken = _Call(self.now() - began, _page_faults() - faults)
         # Kept until the next call is over, so that a call in two takes memory that was in use a moment ago. What lies
         # last on the heap goes back to the system when it is freed, and comes again a page at a time.
         self._last = result
