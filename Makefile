@@ -74,7 +74,7 @@ $(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c) tests/ghost/bui
 
 ghost: $(GHOST)/.built $(READY)
 	PYTHONPATH=tests/ghost/stand_in_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
-		$(GHOST)/bin/python -m pytest -m 'cuda and not values' -q
+		$(GHOST)/bin/python -m pytest tests -m 'cuda and not values' -q
 	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --every 12 --threads 1 $(ARGS)
 
 # Every two settings of the benchmark together: a third of an hour on two cores.

@@ -49,6 +49,7 @@ QUESTIONS = {
     "context": lambda m, x: _under(torch.device("cuda")).is_cuda,
     "autocast": lambda m, x: _narrowed(m, x, x.device.type) == torch.bfloat16,
     "autocast begun without a graph": lambda m, x: _narrowed_twice(m, x).requires_grad,
+    "histogram": lambda m, x: torch.histc(x.argmax(-1).int(), 4, 0, 3).dtype == torch.int32,
     "off": lambda m, x: not torch.is_autocast_enabled("cuda"),
 }
 

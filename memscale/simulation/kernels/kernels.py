@@ -31,6 +31,7 @@ from memscale.simulation.kernels.programs import RESULTS, Program, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
 _LINEAR = F.linear
+_HISTOGRAM = torch.histc
 _DEFAULT_CAPABILITY = (8, 0)
 _DEFAULT_MULTIPROCESSORS = 132
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -121,6 +122,7 @@ class Kernels:
             if self.is_cuda:
                 stack.enter_context(cuda_attention(self.capability))
                 stack.enter_context(cuda_dropout())
+                stack.enter_context(patched(torch, "histc", _histogram))
                 # What an optimizer asks that was not told which loop to take (Adafactor does not ask), and an average
                 # of the weights. The tensors say that they are on a CPU.
                 for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
@@ -165,6 +167,13 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return _LINEAR(input, weight, bias)
+
+
+def _histogram(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.histc``, by which experts' tokens are counted: CUDA has one of integers, and a CPU has not."""
+    if input.is_floating_point():
+        return _HISTOGRAM(input, *args, **kwargs)
+    return _HISTOGRAM(input.float(), *args, **kwargs).to(input.dtype)
 
 
 def _with_loops() -> list[str]:
