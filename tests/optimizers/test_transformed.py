@@ -148,6 +148,36 @@ def test_gradients_that_were_assigned_step_with_the_others(how):
     assert numbers(model, optimizer) == numbers(plain, expected)
 
 
+LATE = {title: how for title, how in TRANSFORMS.items() if "step_in_backward" not in repr(how)}
+
+
+@pytest.mark.parametrize("how", LATE.values(), ids=LATE)
+def test_closures_clipping_and_a_scaler_that_the_kernel_knows(how):
+    def run(transform):
+        model, losses = network(), []
+        optimizer = transform(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05), fused=True))
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(batch(0)).square().sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return loss
+
+        for number in range(4):
+            losses.append(optimizer.step(closure).item())
+            x = batch(number)
+            x[0, 0] = float("inf") if number == 2 else x[0, 0]  # which skips that step
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return losses, scaler.get_scale(), numbers(model, optimizer)
+
+    assert run(how) == run(ms.identity)
+
+
 @every_transform
 def test_a_state_dict_of_another_model_is_refused_and_changes_nothing(how):
     model, original = trained(ADAMW, 1)
