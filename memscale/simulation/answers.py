@@ -25,6 +25,7 @@ from memscale.simulation.kernels.cuda_autocast import CudaAutocast
 # The folders of PyTorch and of memscale, whose code is told where tensors are.
 _INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[1]), ""))
 _DEVICE = torch.device("cuda", 0)
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Answers:
@@ -41,7 +42,7 @@ class Answers:
         self._hardware = hardware
         self._capability = capability
         self._on_device = on_device
-        self._insider: dict[CodeType, bool] = {}
+        self._insider: dict[str, bool] = {}
         self.autocast = CudaAutocast(on_device)
 
     @contextmanager
@@ -96,13 +97,15 @@ class Answers:
 
     @contextmanager
     def _attribute(self, name: str, value: Any) -> Iterator[None]:
-        original = getattr(torch.Tensor, name)
+        get = getattr(torch.Tensor, name).__get__
 
         def read(tensor: torch.Tensor) -> Any:
             if self._is_insider(sys._getframe(1).f_code) or not self._on_device(tensor):
+                if tensor.__class__ in _PLAIN:
+                    return get(tensor)
                 # A subclass would be told to handle this very function, which it does not know.
                 with torch._C.DisableTorchFunctionSubclass():
-                    return original.__get__(tensor)
+                    return get(tensor)
             self.asked[f"Tensor.{name}"] = None
             return value
 
@@ -121,9 +124,11 @@ class Answers:
         return enabled
 
     def _is_insider(self, code: CodeType) -> bool:
-        if code not in self._insider:
-            self._insider[code] = code.co_filename.startswith(_INSIDERS)
-        return self._insider[code]
+        file = code.co_filename  # the hash of a code goes through all of its constants, at each question
+        known = self._insider.get(file)
+        if known is None:
+            known = self._insider[file] = file.startswith(_INSIDERS)
+        return known
 
 
 class _Method:

@@ -1,0 +1,49 @@
+"""What is remembered of calls: the same whatever the process has simulated before."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation import call_effects
+from memscale.simulation.garbage import only_new_garbage
+
+
+def changes(monkeypatch):
+    """The changes of an LSTM's step by a process that remembers nothing of its own."""
+    monkeypatch.setattr(call_effects, "_layouts", {})
+    lstm = nn.LSTM(8, 8, bidirectional=True)
+    return ms.profile(lstm, torch.ones(4, 2, 8), loss=lambda output, _: output[0].sum(), hardware="h100").changes
+
+
+def test_two_results_that_are_one_tensor_are_one_in_every_simulation(monkeypatch):
+    # PyTorch's cache of fake results returned two tensors from the second call on.
+    first = changes(monkeypatch)
+    assert first == changes(monkeypatch)
+    assert (
+        first
+        == ms.profile(
+            nn.LSTM(8, 8, bidirectional=True),
+            torch.ones(4, 2, 8),
+            loss=lambda output, _: output[0].sum(),
+            hardware="h100",
+        ).changes
+    )
+
+
+def test_objects_that_somebody_froze_stay_frozen():
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with only_new_garbage():
+            pass
+        assert gc.get_freeze_count() >= before // 2
+    finally:
+        gc.unfreeze()
+    with pytest.raises(ValueError, match="the step's"), only_new_garbage():
+        raise ValueError("the step's")
+    assert gc.get_freeze_count() == 0
