@@ -77,7 +77,7 @@ ghost: $(GHOST)/.built $(READY)
 		$(GHOST)/bin/python -m pytest tests -m 'cuda and not values' -q
 	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --every 12 --threads 1 $(ARGS)
 
-# Every two settings of the benchmark together: a third of an hour on two cores.
+# Every two settings of the benchmark together: 35 minutes on two cores that others used.
 ghost-cover: $(GHOST)/.built $(READY)
 	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --threads 1 \
 		--json benchmarks/results/predict-ghost.json $(ARGS)
