@@ -164,6 +164,8 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware, unti
             ms.profile(model, batch, optimizer=case.optimizer(model), loss=case.loss, probe=probe, **settings)
             for probe in (True, False)
         ]
+        if measured_ones := [profile.notes[0] for profile in profiles if profile.method != "static"]:
+            raise RuntimeError(f"{plan}: {measured_ones[0]}")
         by_probe, by_roofline = (profile.step_seconds or 0.0 for profile in profiles)
         predicted[plan] = by_probe, by_roofline, time.perf_counter() - began
     take_turns(options.rounds)

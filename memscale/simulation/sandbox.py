@@ -141,6 +141,7 @@ class Simulation:
         self.mode.ledger.begin_step()
         self.clock.begin_step()
         self.mode.course = Course()
+        self.mode.values.begin_step()
         with nullcontext() if self._host is None else self._host.running():
             step()
         self.clock.end_step()

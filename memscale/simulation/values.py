@@ -55,7 +55,7 @@ class Values:
     def __init__(self, storages: LiveStorages) -> None:
         self.assumptions: dict[str, None] = {}
         self._storages = storages
-        self._sites: dict[Any, int] = {}  # how often a line of the step has read stand-ins
+        self._sites: dict[Any, int] = {}  # how often a line of this step has read stand-ins
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor with the values that `tensor` has, None where they are not known."""
@@ -110,6 +110,10 @@ class Values:
             # One number keeps its value, as a stand-in: a loss scaler's flag for overflow stays down.
             record.guess = SCALAR if later is None else guess_of(records)
             record.known, record.later = record.known and later is None and stands_in(tensor), later
+
+    def begin_step(self) -> None:
+        """Another step begins, which may read as often as the one before."""
+        self._sites.clear()
 
     def assume(self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool) -> None:
         """Note that a value is read which is a stand-in.

@@ -154,3 +154,11 @@ def test_the_host_stands_while_the_simulation_works():
         host.stands()
         assert host.taken("mm") == 2.0  # before the interruption, and after it
     assert Seconds(1.0, 3.0).at(0.25) == 1.5
+
+
+def test_steps_simulated_again_for_their_time_read_no_oftener():
+    # Adafactor reads a norm of each parameter: 200 of them, in as many steps as are timed.
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(100)])
+    optimizer = torch.optim.Adafactor(model.parameters())
+    step = {"optimizer": optimizer, "loss": lambda y, _: y.sum(), "hardware": "cpu"}
+    assert ms.profile(model, torch.ones(1, 2), probe=True, **step).method == "static"
