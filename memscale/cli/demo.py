@@ -27,6 +27,7 @@ from memscale.reports import plot_timelines
 
 _MIB = 1 << 20
 _SHARE = 0.4  # of what the step takes as it is: the budget that nobody chose
+_ROOM = 1.01  # of the least that can be reached, where that is more
 
 
 def demo(
@@ -41,7 +42,7 @@ def demo(
         batch: rows of text in a step, at least 1.
         seq: bytes of text in a row, 2 to 1024.
         device: a device of PyTorch, or ``"auto"``.
-        budget: what a step may take; None is two fifths of what it takes as it is, or the least that can be reached.
+        budget: what a step may take; None is two fifths of what it takes as it is, or a little over the least in reach.
         out: where the picture goes, a ``.png`` in a folder that exists.
 
     Raises:
@@ -103,7 +104,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     except BudgetError as error:
         least = error.peak_bytes
     assert least is not None
-    return engine.plan(least)
+    return engine.plan(math.ceil(_ROOM * least / _MIB) * _MIB)  # exactly that has no room for what a run does beside
 
 
 def _unchanged(model: nn.Module) -> nn.Module:
