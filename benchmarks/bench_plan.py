@@ -68,13 +68,13 @@ def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
     print(f"{name}: {most / 1e6:.1f} MB as it is, {least / 1e6:.1f} MB at least ({time.perf_counter() - began:.1f} s)")
     limits = [int(least + (most - least) * (at + 0.5) / budgets) for at in range(budgets)]
     plans = [engine.plan(limit) for limit in limits]
-    points = [*curve, *engine.frontier(2 * budgets), *map(Point.of, plans)]
+    points = [*curve, *engine.frontier(budgets), *map(Point.of, plans)]
     rows = []
     for budget, plan in zip(limits, plans, strict=True):
         realised = realised_bytes(case, ms.transform(model, plan), batch)
         seconds = plan.evidence.planned.step_seconds
         pace = seconds / plan.evidence.plain.step_seconds
-        faster = min(point.peak_bytes for point in points if point.step_seconds < seconds)
+        faster = min((point.peak_bytes for point in points if point.step_seconds < seconds), default=most)
         row = {"budget_bytes": budget, "realised_bytes": realised, "pace": pace, "rules": len(plan)}
         rows.append({**row, "next_bytes": faster, "simulations": plan.evidence.simulations})
         verdict = (
