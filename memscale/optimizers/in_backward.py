@@ -10,7 +10,7 @@ import torch
 
 from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, integer
 from memscale.optimizers.spent import SpentGradient
-from memscale.optimizers.transformed import OptimizerTransform, Part, TransformedOptimizer
+from memscale.optimizers.transformed import OptimizerTransform, StepPart, TransformedOptimizer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -21,7 +21,7 @@ class StepInBackward(OptimizerTransform):
 
     accumulate: int = 1
 
-    def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
+    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         return _InBackward(self, optimizer, inner)
 
@@ -73,8 +73,8 @@ def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
         raise ConfigError(f"step_in_backward(accumulate={accumulate!r}) {misfit}") from None
 
 
-class _InBackward(Part):
-    def __init__(self, how: StepInBackward, optimizer: TransformedOptimizer, inner: Part) -> None:
+class _InBackward(StepPart):
+    def __init__(self, how: StepInBackward, optimizer: TransformedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
         self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
@@ -82,7 +82,7 @@ class _InBackward(Part):
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `Part.attend`."""
+        """See `StepPart.attend`."""
         present = {id(parameter) for parameter in parameters}
         for key in [key for key in self._hooks if key not in present]:
             self._hooks.pop(key).handle.remove()
@@ -93,7 +93,7 @@ class _InBackward(Part):
                 self._hooks[id(parameter)] = _Hook(self, parameter, number, title)
 
     def before_step(self, closure: Any) -> None:
-        """See `Part.before_step`."""
+        """See `StepPart.before_step`."""
         optimizer = self.optimizer
         if closure is not None:
             raise TransformError(
@@ -114,7 +114,7 @@ class _InBackward(Part):
             )
 
     def after_step(self) -> None:
-        """See `Part.after_step`."""
+        """See `StepPart.after_step`."""
         self.stepped.clear()
         for hook in self._hooks.values():
             hook.passes = 0

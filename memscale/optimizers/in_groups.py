@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from memscale.core import budget_bytes
-from memscale.optimizers.transformed import Group, OptimizerTransform, Part, TransformedOptimizer
+from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -20,7 +20,7 @@ class StepInGroups(OptimizerTransform):
 
     group_bytes: int
 
-    def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
+    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         return _InGroups(self, optimizer, inner)
 
@@ -57,13 +57,13 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
     return StepInGroups(budget_bytes(group_bytes, 0, argument="step_in_groups: group_bytes"))
 
 
-class _InGroups(Part):
-    def __init__(self, how: StepInGroups, optimizer: TransformedOptimizer, inner: Part) -> None:
+class _InGroups(StepPart):
+    def __init__(self, how: StepInGroups, optimizer: TransformedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
 
     def advance(self, groups: list[Group]) -> None:
-        """See `Part.advance`."""
+        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for few in at_most(self.how.group_bytes, group["params"]):

@@ -12,7 +12,7 @@ from memscale.core import check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
 from memscale.optimizers.on_host import Below, StepOnHost
-from memscale.optimizers.transformed import Group, OptimizerTransform, Part, TransformedOptimizer, copied
+from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer, copied
 from memscale.runtime import Runtime
 
 _LEAST_BYTES = 4096  # a page: what is smaller stays where it is, counts of steps above all
@@ -36,7 +36,7 @@ class OffloadStates(OptimizerTransform):
         """See `Transform.on`."""
         return self if runtime is None else _OffloadStatesOn(self.tier, runtime)
 
-    def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
+    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         runtime = self.own_runtime()
         below = Below(runtime, repr(OffloadStates(self.tier)))
@@ -107,28 +107,28 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     return OffloadStates(tier)
 
 
-class _Offloaded(Part):
+class _Offloaded(StepPart):
     """Keeps states in memory of a tier, where they also step."""
 
-    def __init__(self, optimizer: TransformedOptimizer, inner: Part, below: Below, tier: str) -> None:
+    def __init__(self, optimizer: TransformedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
         self._below, self._tier = below, tier
         self._placed: dict[int, dict[str, torch.Tensor]] = {}  # by the id of the parameter
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `Part.attend`."""
+        """See `StepPart.attend`."""
         self._below.check(parameters)
         present = {id(parameter) for parameter in parameters}
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)
 
     def below(self) -> list[torch.Tensor]:
-        """See `Part.below`."""
+        """See `StepPart.below`."""
         there = [tensor for states in self._placed.values() for tensor in states.values()]
         return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
 
     def advance(self, groups: list[Group]) -> None:
-        """See `Part.advance`."""
+        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for few in at_most(_GROUP_BYTES, group["params"]):

@@ -12,7 +12,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, device_type, simulating
 from memscale.optimizers.on_host import Below, laid_out
-from memscale.optimizers.transformed import Group, Part, TransformedOptimizer, copied
+from memscale.optimizers.transformed import Group, StepPart, TransformedOptimizer, copied
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
@@ -45,7 +45,7 @@ class _Room:
         self.engine.backend.free(self.buffer, after=[])
 
 
-class OnDisk(Part):
+class OnDisk(StepPart):
     """Keeps the states of a parameter on disk but while it steps.
 
     Args:
@@ -59,7 +59,7 @@ class OnDisk(Part):
     def __init__(
         self,
         optimizer: TransformedOptimizer,
-        inner: Part,
+        inner: StepPart,
         *,
         runtime: Runtime | None,
         least_bytes: int,
@@ -80,7 +80,7 @@ class OnDisk(Part):
         weakref.finalize(self, _free_all, self._rooms).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `Part.attend`."""
+        """See `StepPart.attend`."""
         self._below.check(parameters)
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._rooms if key not in self._parameters]:
@@ -92,7 +92,7 @@ class OnDisk(Part):
         self._end()
 
     def advance(self, groups: list[Group]) -> None:
-        """See `Part.advance`."""
+        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for position, parameter in enumerate(group["params"]):
@@ -109,7 +109,7 @@ class OnDisk(Part):
             group.update({**now, "params": group["params"]})
 
     def after_step(self) -> None:
-        """See `Part.after_step`."""
+        """See `StepPart.after_step`."""
         self._end()
 
     def _end(self) -> None:
@@ -123,7 +123,7 @@ class OnDisk(Part):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """See `Part.gathered`."""
+        """See `StepPart.gathered`."""
         state: Any = self.optimizer.state
         before = {parameter: state.get(parameter) for parameter in self._parameters.values()}
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
-from memscale.optimizers.transformed import Group, Part, TransformedOptimizer
+from memscale.optimizers.transformed import Group, StepPart, TransformedOptimizer
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.parameters import MappedTensors
 
@@ -65,19 +65,19 @@ def laid_out(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return contents.view(like.dtype).as_strided(like.shape, strides).detach()
 
 
-class StepOnHost(Part):
+class StepOnHost(StepPart):
     """Steps every parameter on the CPU, with its fused kernel where the parameter is of an accelerator.
 
     Args:
         below: memory for what comes over the link.
     """
 
-    def __init__(self, optimizer: TransformedOptimizer, inner: Part, below: Below) -> None:
+    def __init__(self, optimizer: TransformedOptimizer, inner: StepPart, below: Below) -> None:
         super().__init__(optimizer, inner)
         self._below = below
 
     def advance(self, groups: list[Group]) -> None:
-        """See `Part.advance`."""
+        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             is_there = {id(each): device_type(each) == "cpu" for each in group["params"]}

@@ -21,7 +21,7 @@ _MOST_TRIED = 8  # parameters of a group
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Separability:
     """What trying an optimizer has shown.
 
     Attributes:
@@ -37,7 +37,7 @@ def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Evidence:
+def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separability:
     """What is known of `optimizer`, none of whose parameters and states are touched.
 
     Raises:
@@ -65,7 +65,7 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Evidence:
             f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
             "numbers than all at once; use another optimizer, or leave this transform out"
         )
-    return Evidence(frozenset(at_once.full_states()))
+    return Separability(frozenset(at_once.full_states()))
 
 
 class _Trial:

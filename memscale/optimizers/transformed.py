@@ -2,7 +2,7 @@
 
 All transforms of optimizers come down to one function, *advance*: the step of the class as it is, for some of the
 parameters. `step_in_backward` calls it for one parameter as soon as its gradient is complete, `bound_temporaries` for a
-few at a time. Each is a `Part` around the parts inside of it; the innermost is the class's own step.
+few at a time. Each is a `StepPart` around the parts inside of it; the innermost is the class's own step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from memscale.algebra import Transform, chain, compose
 from memscale.core import TransformError, pytrees
-from memscale.optimizers.separability import Evidence, check_separable, own_step
+from memscale.optimizers.separability import Separability, check_separable, own_step
 from memscale.optimizers.spent import SpentGradient
 
 Group = dict[str, Any]
@@ -44,17 +44,17 @@ class OptimizerTransform(Transform):
         """`fn`, an optimizer, under this transform."""
         return transformed(fn, self)
 
-    def part(self, optimizer: TransformedOptimizer, inner: Part) -> Part:
+    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
         """What this transform does to `optimizer`, around `inner`."""
         raise NotImplementedError
 
 
-class Part:
+class StepPart:
     """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
 
     writes_away: ClassVar[bool] = False
 
-    def __init__(self, optimizer: TransformedOptimizer, inner: Part | None) -> None:
+    def __init__(self, optimizer: TransformedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._inner = inner
 
@@ -65,7 +65,7 @@ class Part:
         return optimizer
 
     @property
-    def inner(self) -> Part:
+    def inner(self) -> StepPart:
         assert self._inner is not None, "only the innermost has none"
         return self._inner
 
@@ -92,7 +92,7 @@ class Part:
         """`step` is over."""
 
 
-class _OwnStep(Part):
+class _OwnStep(StepPart):
     """The step of the class, on a twin of the optimizer that has nothing but these groups: no hooks run twice."""
 
     def advance(self, groups: list[Group]) -> None:
@@ -111,19 +111,19 @@ class TransformedOptimizer(torch.optim.Optimizer):
 
     _own_class: ClassVar[type[torch.optim.Optimizer]]
     _how: Transform
-    _evidence: Evidence
+    _evidence: Separability
     _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
     _shared: set[int]  # parameters whose states the optimizers have too that this one was made of
-    parts: list[Part]  # innermost first
+    parts: list[StepPart]  # innermost first
     _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
     _changes: dict[int, Group]  # and what the class's step made of them
 
     # ------------------------------------------------------------------------------------------------------- making
 
-    def _begin(self, how: Transform, evidence: Evidence) -> None:
+    def _begin(self, how: Transform, evidence: Separability) -> None:
         self._how, self._evidence = how, evidence
         self._options, self._changes = {}, {}
-        part: Part = _OwnStep(self, None)
+        part: StepPart = _OwnStep(self, None)
         self.parts = [part]
         for each in reversed(chain(how)):
             assert isinstance(each, OptimizerTransform)
@@ -323,7 +323,7 @@ def _one_of_each(outer: Transform, inner: Transform) -> Transform:
     return compose(*(each for each in chain(outer) if type(each) not in there), inner)
 
 
-def _revived(own_class: type[torch.optim.Optimizer], how: Transform, evidence: Evidence, state: Any) -> Any:
+def _revived(own_class: type[torch.optim.Optimizer], how: Transform, evidence: Separability, state: Any) -> Any:
     made = object.__new__(_class_for(own_class))
     made._origins, made._shared, made.parts = (), set(), []
     made.__setstate__(state)
