@@ -17,6 +17,7 @@ from types import CodeType, MethodType
 from typing import Any
 
 import torch
+import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.attention import patched
@@ -48,6 +49,8 @@ class Answers:
     @contextmanager
     def given(self) -> Iterator[None]:
         """Answer in the body."""
+        # PyTorch looks up once, at the first `with torch.device(...)`, what makes tensors: not while that is patched.
+        torch.utils._device._device_constructors()
         lifts_only = torch._C._only_lift_cpu_tensors()
         with ExitStack() as stack:
             # `torch.tensor(1, device="cuda")` is made on the CPU, and goes to the device by an operator.

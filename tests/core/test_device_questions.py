@@ -25,6 +25,8 @@ MAY_ASK = {
     "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
     "legacy/offloading.py": "the caller's model, outside of any step",
     "optimizers/separability.py": "the generators that there are",
+    "planning/confirmation.py": "trains for real, where the device is the one that was planned for",
+    "planning/sizes.py": "how much of a batch is in this process's memory",
     "regions/environment.py": "the generators that there are: a simulated device has none",
     "regions/randomness.py": "the generators that there are: a simulated device has none",
     "regions/streams.py": "the streams of this process: a simulation has none",

@@ -230,3 +230,11 @@ def test_deferred_logits_stay_deferred_when_their_device_is_asked_and_they_are_c
     assert profile.notes == ()
     assert not [one for one in profile.holdings if one.shape == (4096, 5000)]
     assert profile.by_category["temporary"] < 4096 * 5000 * 2
+
+
+def test_what_pytorch_keeps_of_its_constructors_is_not_kept_from_a_simulation():
+    """The first `with torch.device(...)` of a process, in a simulated step, made a later one miss `torch.tensor`."""
+    torch.utils._device._device_constructors.cache_clear()
+    told(QUESTIONS["context"])
+    with torch.device("meta"):
+        assert torch.tensor(0).is_meta
