@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.coverings import DEEP
+
 pytest.register_assert_rewrite("tests.support")
 
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
@@ -27,12 +29,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items):
+    skips = {"cuda": "needs a CUDA device, and PyTorch finds none here", "deep": "run by `make test-deep`"}
     if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")
+        del skips["cuda"]
+    if DEEP:
+        del skips["deep"]
     for item in items:
-        if "cuda" in item.keywords:
-            item.add_marker(skip)
+        for name in skips.keys() & item.keywords.keys():
+            item.add_marker(pytest.mark.skip(reason=skips[name]))
 
 
 def pytest_collection_finish():

@@ -47,7 +47,7 @@ class Wrapping:
 
     def end(self) -> None:
         """Detach what is wrapped."""
-        if self.executor is not None:
+        if self.executor is not None and self.executor.is_attached:
             self.executor.detach()
         self.executor = None
 

@@ -133,7 +133,7 @@ class Executor:
             self._detach()
 
     def _detach(self) -> None:
-        if not self.is_attached:
+        if self.model.__dict__.get(ATTRIBUTE) is not self:
             return
         self.uninstall()
         if self._steps is not None:

@@ -71,8 +71,8 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     >>> weight.grad = torch.ones_like(weight)
     >>> optimizer.step()
     >>> runtime = ms.runtime.default_runtime()
-    >>> runtime.stats()["cpu"].live_bytes  # two moments of 1 MiB
-    {'disk': 2097152}
+    >>> runtime.stats()["cpu"].live_bytes["disk"] >= 2 * 2**20  # two moments of 1 MiB
+    True
     >>> trace = ms.measure(optimizer.step)
     >>> trace.growth_bytes < 1024
     True

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
-from memscale.simulation.garbage import only_new_garbage
+from memscale.simulation.garbage import few_collections
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.results import Profile
 from memscale.simulation.schedule.clock import Clock
@@ -49,7 +49,7 @@ class SimulatedStep:
 
     def profile(self, capacity_bytes: int | None = None) -> Profile:
         """What `memscale.profile` says of it."""
-        with only_new_garbage():
+        with few_collections():
             return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
 
     def digest(self) -> str:

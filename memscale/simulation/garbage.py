@@ -6,26 +6,26 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_YOUNG = 100_000  # objects: about as many as a large step makes
+
 
 @contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Let collections look at nothing that was there before the body.
+def few_collections() -> Iterator[None]:
+    """Let collections be rare in the body.
 
     A simulation makes a hundred thousand objects that stay, at each quarter more of which Python goes through all
-    there are: half a million of PyTorch and the model, which took a tenth of a simulation. Whoever has frozen objects
-    is left alone.
+    there are: half a million of PyTorch and the model, which took a tenth of a simulation.
 
-    >>> with only_new_garbage():
-    ...     gc.get_freeze_count() > 0
-    True
-    >>> gc.get_freeze_count()
-    0
+    >>> with few_collections():
+    ...     gc.get_threshold()[0]
+    100000
     """
-    if gc.get_freeze_count():
+    before = gc.get_threshold()
+    if not 0 < before[0] < _YOUNG:  # off, or rare already
         yield
         return
-    gc.freeze()
+    gc.set_threshold(_YOUNG, *before[1:])
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*before)

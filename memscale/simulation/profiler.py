@@ -15,7 +15,7 @@ from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
 from memscale.hardware import Hardware
 from memscale.simulation.attribution import SimulatedStep
-from memscale.simulation.garbage import only_new_garbage
+from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
@@ -197,7 +197,7 @@ class MemoryProfiler:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
         asked: list[str] = []
         try:
-            with only_new_garbage():
+            with few_collections():
                 return self._simulated_once(step, batch, steps, (), asked)
         except ConfigError:
             raise
@@ -210,7 +210,7 @@ class MemoryProfiler:
                 "that it goes on a CPU"
             )
             try:
-                with only_new_garbage():
+                with few_collections():
                     return self._simulated_once(step, batch, steps, (note,), None)
             except Exception:
                 raise error from None  # it fails on a CPU, too

@@ -167,6 +167,8 @@ def accelerate():
     return pytest.importorskip("accelerate", reason="accelerate, of the extra memscale[hf], is not installed")
 
 
+# Of the compiler, which reads `.grad` of what it traces; PyTorch says it once in a process.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("paths", PLANS.values(), ids=PLANS)
 def test_accelerate_compiles_the_blocks(accelerate, paths):
     from accelerate.utils import compile_regions

@@ -27,6 +27,7 @@ STEP = ("--hf", "factories:mlps", "--batch", 8, "--seq", 64, "--gpu", "cpu")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
     (tmp_path / "factories.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

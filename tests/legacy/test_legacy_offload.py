@@ -212,7 +212,7 @@ def test_trains_to_the_same_bits(make, make_batch, overlap, checkpointing):
 def test_the_default_size_leaves_small_tensors_alone():
     executor = wrapped(force(async_offload=True))
     executor.model(rows()).sum().backward()
-    assert executor.runtime.stats() == {}
+    assert not any(stats.out_bytes for stats in executor.runtime.stats().values())
 
 
 def test_two_wrapped_models_have_a_runtime_each_and_leave_the_default_one_alone():

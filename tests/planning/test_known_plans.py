@@ -105,6 +105,7 @@ def test_frontiers_and_the_nearest_are_known():
     assert nearest[0] == nearest[1]
 
 
+@pytest.mark.deep
 def test_after_a_known_answer_an_engine_finds_what_it_would_have_found(monkeypatch):
     budgets = (4 * MIB, int(3.8 * MIB), int(4.4 * MIB))
     monkeypatch.setenv("MEMSCALE_CACHE", "")
@@ -157,6 +158,7 @@ def _spoiled_choice(value):
     return {**value, "plans": [{**plan, "rules": [{**plan["rules"][0], "transform": {"type": "offload"}}]}]}
 
 
+@pytest.mark.deep
 def test_an_entry_that_says_something_else_is_planned_again():
     expected = Asked().plan().to_json()
     cache = DiskCache("plans")
@@ -357,6 +359,7 @@ def test_what_decides_nothing_is_not_in_the_key():
     assert key(**_changed(lambda made: made[0].up.weight.data.mul_(2))) == one
 
 
+@pytest.mark.deep
 def test_the_budget_and_the_passes_are_in_the_key():
     Asked().plan()
     for asked, budget in ((Asked(), 4 * MIB + 1), (Asked(accumulate=2), 4 * MIB), (Asked(streams=False), 4 * MIB)):

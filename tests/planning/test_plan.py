@@ -154,7 +154,12 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in MORE if name != "blocks"])  # which take half a minute
+QUICK = ("mlps", "recurrent", "stages")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in MORE]
+)
 def test_more_budget_is_never_slower(name):
     """Nor is it refused, in plans that know nothing of each other, up to what their costs do not tell of a time."""
     model, batch = MORE[name][0](), MORE[name][1]()

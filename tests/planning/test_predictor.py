@@ -356,6 +356,7 @@ def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
     assert split((torch.tensor(1.0), "text"), 2) is None
 
 
+@pytest.mark.deep
 def test_the_recommended_plan_takes_the_place_of_the_callers():
     own = {"layers.*": ms.checkpoint()}
     prediction = ms.OOMPredictor(Speaker(), loss=next_token, plan=own, hardware=box(MIB)).predict(tokens(8))

@@ -79,6 +79,7 @@ def largest(every):
     return tuning(every[0], objective="batch", at_most=MOST)
 
 
+@pytest.mark.deep
 def test_the_largest_is_the_largest_of_all(every, largest):
     (budget, plans), best = every, largest
     assert best.size == max(size for size, plan in plans.items() if plan is not None)
@@ -134,6 +135,7 @@ def test_a_size_that_is_faster_than_was_thought_takes_the_bound_away():
     assert bound is None
 
 
+@pytest.mark.deep
 def test_the_longest_sequence_counts_tokens():
     made = step(nn.Sequential(nn.Embedding(50, 32), mlps()))
 
@@ -202,6 +204,7 @@ def test_nothing_is_left_of_a_search():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.deep
 def test_the_second_time_nothing_is_searched():
     first, second = [], []
     results = [tuning(900_000, said=said, at_least=5, at_most=6).to_json() for said in (first, second)]
@@ -228,6 +231,7 @@ def test_an_interrupt_leaves_the_best_so_far(objective):
         tuning(900_000, stop=lambda _: True)
 
 
+@pytest.mark.deep
 def test_real_steps_that_take_more_are_believed(monkeypatch):
     real = tuner.confirmed
 
@@ -315,6 +319,7 @@ class Jagged(nn.Sequential):
         return out if (len(x) // ROWS) % 2 == 0 else out + torch.ones(200_000).sum()
 
 
+@pytest.mark.deep
 def test_peaks_that_fall_again_are_noticed():
     made = step(Jagged(*mlps()))
     best = tuning(900_000, made=made, objective="batch", at_least=2, at_most=7)
