@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support.coverings import DEEP
-
 pytest.register_assert_rewrite("tests.support")
+
+from tests.support.coverings import DEEP  # noqa: E402
 
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
