@@ -1,8 +1,8 @@
 """``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
 
-from pathlib import sys
+import sys
+from pathlib import Path
 
-import Path
 import pytest
 import torch
 from torch import nn
