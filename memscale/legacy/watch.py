@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,50 +13,18 @@ from memscale.algebra import OwnForward
 from memscale.core import Assembled, simulating
 from memscale.regions import functorch_state
 
-
-class Watch(Assembled):
-    """`fn`, the root's forward, after `before` was told the arguments of the call, which may change `fn`."""
-
-    def __init__(self, before: Callable[[Any, Any], None]) -> None:
-        self.before = before
-        self.fn: Callable[..., Any]
-
-    def over(self, fn: Callable[..., Any]) -> Watch:
-        """The same watch over another forward."""
-        self.fn = fn
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.before(args, kwargs)
-        return self.fn(*args, **kwargs)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.fn
-
-    def parts(self) -> tuple[Any, ...]:
-        return (self.fn,)
-
-    def reassembled(self, remap: Callable[[Any], Any]) -> Any:
-        return remap(self.fn)  # a tree that `transform` makes has a plan of its own
+_Same = TypeVar("_Same", bound="_Over")
 
 
-class Seen(Assembled):
-    """`fn`, a region of a plan, which notes that it ran."""
+class _Over(Assembled):
+    """`fn`, a forward that is looked at. A tree that `transform` makes has a plan of its own, and `fn` without this."""
 
-    def __init__(self) -> None:
-        self.ran = False
-        self.fn: Callable[..., Any]
+    fn: Callable[..., Any]
 
-    def over(self, fn: Callable[..., Any]) -> Seen:
+    def over(self: _Same, fn: Callable[..., Any]) -> _Same:
         """This over a forward."""
         self.fn = fn
         return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran = True  # without a look at what it was, by which a compiler would guard
-        return self.fn(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -67,6 +35,29 @@ class Seen(Assembled):
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Any:
         return remap(self.fn)
+
+
+class Watch(_Over):
+    """The root's forward, after `before` was told the arguments of the call, which may change it."""
+
+    def __init__(self, before: Callable[[Any, Any], None]) -> None:
+        self.before = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.before(args, kwargs)
+        return self.fn(*args, **kwargs)
+
+
+class Seen(_Over):
+    """A region of a plan, which notes that it ran."""
+
+    def __init__(self) -> None:
+        self.ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True  # without a look at what it was, by which a compiler would guard
+        return self.fn(*args, **kwargs)
 
 
 class Gate(OwnForward):
