@@ -155,6 +155,7 @@ MORE = {
 
 
 QUICK = ("mlps", "recurrent", "stages")
+STRICT = ("mlps", "recurrent", "head")  # the others are slower by up to 0.2 % at a larger budget
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,9 @@ def test_more_budget_is_never_slower(name):
     least, most = curve[0].peak_bytes, curve[-1].peak_bytes
     budgets = [least + (most - least) * at // 8 for at in range(1, 9)]
     times = [ms.plan(model, budget=budget, **step).evidence.planned.step_seconds for budget in budgets]
-    assert all(later <= earlier * 1.002 for earlier, later in itertools.pairwise(times))
+    allowed = 1 if name in STRICT else 1.002
+    assert all(later <= earlier * allowed for earlier, later in itertools.pairwise(times))
+    assert name != "mlps" or len(set(times)) > 3
 
 
 def test_nothing_fits():
