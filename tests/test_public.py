@@ -94,7 +94,7 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
-    step_in_groups transformed
+    step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands taken_bytes

@@ -10,13 +10,14 @@ import difflib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
-from memscale.algebra.composition import Transform, compose, is_of_optimizers
+from memscale.algebra.composition import AnyOptimizer, Transform, compose
 from memscale.algebra.functions import copy_tree
+from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, attach, entitle, placing_in
 from memscale.core import Assembled, PlanError, TransformError
@@ -25,7 +26,21 @@ from memscale.runtime import Runtime
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
 
-def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> nn.Module:
+@overload
+def transform(
+    model: nn.Module, plan: PlanLike, *, optimizer: None = None, runtime: Runtime | None = None
+) -> nn.Module: ...
+@overload
+def transform(
+    model: nn.Module, plan: PlanLike, *, optimizer: AnyOptimizer, runtime: Runtime | None = None
+) -> tuple[nn.Module, AnyOptimizer]: ...
+def transform(
+    model: nn.Module,
+    plan: PlanLike,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    runtime: Runtime | None = None,
+) -> Any:
     """A new module tree in which each region that `plan` names runs under its transform.
 
     The argument is left exactly as it is. The new tree has the same classes, the same names, the same parameter
@@ -46,18 +61,32 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     replaced in `model`, the next call of the new tree raises `TransformError` and names the parameter; in the new
     tree it is taken as meant, as a new child is.
 
+    Rules for optimizers, such as `step_in_backward`, take the optimizer too, and a new one comes back beside the module
+    (the given one if the plan has no such rule). They are for all parameters at and below the modules that they name,
+    or for parameters that they name, whose states go on where they are:
+
+    >>> plan = ms.Plan({"*": ms.checkpoint(), "**.weight": ms.step_in_backward()})
+    >>> fit, optimizer = ms.transform(model, plan, optimizer=torch.optim.AdamW(model.parameters()))
+    >>> fit(x).sum().backward()
+    >>> model[0].weight.grad, model[0].bias.grad.shape  # one has stepped already
+    (SpentGradient(parameter 0 of group 0 [4, 4]), torch.Size([4]))
+    >>> optimizer.step()
+
     Args:
         model: any module.
         plan: a `Plan`, or what `Plan` takes.
-        runtime: where `offload` moves tensors to; `None` is the process's own, for the device of each tensor.
+        optimizer: of the parameters of `model`; it is left as it is.
+        runtime: where `offload` and `offload_states` move tensors to; `None` is the process's own, for the device of
+            each tensor.
 
     Returns:
-        A module of the same class as `model`.
+        A module of the same class as `model`; with `optimizer` a pair of it and an optimizer of that one's class.
 
     Raises:
-        TransformError: `model` is not a module, or a region cannot be one (a container without a forward, a
-            scripted module).
-        PlanError: patterns that match no module; all at once, with the nearest paths.
+        TransformError: `model` is not a module, a region cannot be one (a container without a forward, a scripted
+            module), or the optimizer has parameters that the model lacks, or is none that the rules can change.
+        PlanError: patterns that match no module, nor a parameter where the rule is for an optimizer; all at once, with
+            the nearest paths. Rules for an optimizer without one.
 
     Cost: one Python object for each module; no tensor is copied.
     """
@@ -66,7 +95,10 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
         raise TransformError(
             f"transform(runtime={runtime!r}) must be a memscale.runtime.Runtime, or None for the process's own"
         )
-    regions = find_regions(model, as_plan(plan))
+    plan = as_plan(plan)
+    regions = find_regions(model, plan.of_functions())
+    # Before anything is made: what is wrong with the rules for the optimizer is said first.
+    stepping = under_rules(model, plan.of_optimizers(), optimizer, runtime)
     copy, memo = copy_tree(model)
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
@@ -75,7 +107,7 @@ def transform(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = Non
     if regions:
         links = _links(model)
         attach(copy, lambda fn: Shared(fn, links))
-    return copy
+    return copy if optimizer is None else (copy, stepping)
 
 
 def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> list[Former]:
@@ -104,11 +136,7 @@ def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transfor
 
     A module reachable by several paths is one region, under the rules of all of them.
     """
-    if of_optimizers := [rule for rule in plan if is_of_optimizers(rule.transform)]:
-        raise PlanError(
-            "; ".join(f"the rule {rule.pattern!r}: {rule.transform!r} is for an optimizer" for rule in of_optimizers)
-            + "; apply it to the optimizer itself, as in step_in_backward()(optimizer)"
-        )
+    under_rules(model, plan.of_optimizers(), None, None)
     paths = list(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[nn.Module, str, list[Transform]]] = {}
     unmatched = []

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from memscale.algebra.composition import Transform
+from memscale.algebra.composition import Transform, is_of_optimizers
 from memscale.core import Document, PlanError, from_data, matches, misfit, shown, spellings
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
@@ -100,6 +100,19 @@ class Plan:
         width = max(len(path) for path, _ in rows)
         return "\n".join(f"{path:<{width}}  {transform}" for path, transform in rows)
 
+    def of_functions(self) -> Plan:
+        """The rules for modules alone."""
+        return Plan([(rule.pattern, rule.transform) for rule in self if not is_of_optimizers(rule.transform)])
+
+    def of_optimizers(self) -> Plan:
+        """The rules for optimizers alone.
+
+        >>> import memscale as ms
+        >>> ms.Plan({"layers.*": ms.checkpoint(), "": ms.step_in_backward()}).of_optimizers()
+        Plan({'': step_in_backward()})
+        """
+        return Plan([(rule.pattern, rule.transform) for rule in self if is_of_optimizers(rule.transform)])
+
     def to_json(self) -> str:
         """The plan as JSON text, with a schema version.
 
@@ -151,6 +164,8 @@ class Plan:
             lines = [f"    ({rule.pattern!r}, {rule.transform!r})," for rule in self.rules]
         if lines:
             text = "\n".join([opening, *lines, closing])
+        if any(is_of_optimizers(rule.transform) for rule in self):
+            return f"{header}\n\nplan = {text}\nfit, optimizer = transform(model, plan, optimizer=optimizer)"
         return f"{header}\n\nplan = {text}\nfit = transform(model, plan)"
 
 

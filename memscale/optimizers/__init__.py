@@ -4,7 +4,12 @@ from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.offloaded import offload_states
-from memscale.optimizers.transformed import OptimizerTransform, TransformedOptimizer, transformed
+from memscale.optimizers.transformed import (
+    OptimizerTransform,
+    TransformedOptimizer,
+    transformed,
+    without_states,
+)
 
 __all__ = [
     "LossScale",
@@ -14,4 +19,5 @@ __all__ = [
     "step_in_backward",
     "step_in_groups",
     "transformed",
+    "without_states",
 ]

@@ -78,19 +78,20 @@ class _InBackward(StepPart):
         super().__init__(optimizer, inner)
         self.how = how
         self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
+        self._parameters: list[torch.Tensor] = []
         self._hooks: dict[int, _Hook] = {}
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
+        self._parameters = parameters
         present = {id(parameter) for parameter in parameters}
         for key in [key for key in self._hooks if key not in present]:
             self._hooks.pop(key).handle.remove()
-        groups = self.optimizer.param_groups
-        numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
-        for parameter, number, title in zip(parameters, numbers, self.optimizer._titles(), strict=True):
+        places = self.optimizer._places()
+        for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._hooks:  # one that is frozen has none, until then
-                self._hooks[id(parameter)] = _Hook(self, parameter, number, title)
+                self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
 
     def before_step(self, closure: Any) -> None:
         """See `StepPart.before_step`."""
@@ -100,13 +101,12 @@ class _InBackward(StepPart):
                 f"{self.how!r}: step(closure) would evaluate the loss when it wants to, and parameters step as its "
                 "backward runs; call backward yourself, then step()"
             )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter.grad, SpentGradient) and id(parameter) not in self.stepped:
-                    raise TransformError(
-                        f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
-                        "call zero_grad() and backward first"
-                    )
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, SpentGradient) and id(parameter) not in self.stepped:
+                raise TransformError(
+                    f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
+                    "call zero_grad() and backward first"
+                )
         if self.stepped and (changed := optimizer._changed_options()):
             raise CorrectnessError(
                 f"{self.how!r}: {changed} after the backward whose parameters have stepped with the options before; "
@@ -118,7 +118,7 @@ class _InBackward(StepPart):
         self.stepped.clear()
         for hook in self._hooks.values():
             hook.passes = 0
-        self.attend([parameter for group in self.optimizer.param_groups for parameter in group["params"]])
+        self.attend(self._parameters)
 
     def complete(self, hook: _Hook, parameter: torch.Tensor) -> None:
         """The gradient of `parameter` is there, as far as this backward goes."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 
-from memscale.algebra import Transform, chain, compose
+from memscale.algebra import Transform, chain
 from memscale.core import TransformError, pytrees
+from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.separability import Separability, check_separable, own_step
 from memscale.optimizers.spent import SpentGradient
 
@@ -43,6 +44,15 @@ class OptimizerTransform(Transform):
     def apply(self, fn: Any) -> Any:
         """`fn`, an optimizer, under this transform."""
         return transformed(fn, self)
+
+    @staticmethod
+    def by_rules(
+        optimizer: torch.optim.Optimizer, rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]
+    ) -> torch.optim.Optimizer:
+        """`optimizer` under a plan's rules: each parameter's path, itself, and its transforms, innermost first."""
+        assigned = assigned_by_rules(rules)
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return transformed(optimizer, assigned) if any(map(assigned.number, own)) else optimizer
 
     def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
         """What this transform does to `optimizer`, around `inner`."""
@@ -110,32 +120,39 @@ class TransformedOptimizer(torch.optim.Optimizer):
     """What every transformed optimizer is, next to its own class."""
 
     _own_class: ClassVar[type[torch.optim.Optimizer]]
-    _how: Transform
+    _assigned: Assigned
     _evidence: Separability
     _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
     _shared: set[int]  # parameters whose states the optimizers have too that this one was made of
-    parts: list[StepPart]  # innermost first
+    parts: list[StepPart]  # of one transform after the other, innermost first
+    _tops: list[StepPart]  # the outermost of each
     _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
     _changes: dict[int, Group]  # and what the class's step made of them
 
     # ------------------------------------------------------------------------------------------------------- making
 
-    def _begin(self, how: Transform, evidence: Separability) -> None:
-        self._how, self._evidence = how, evidence
+    def _begin(self, assigned: Assigned, evidence: Separability) -> None:
+        self._assigned, self._evidence = assigned, evidence
         self._options, self._changes = {}, {}
-        part: StepPart = _OwnStep(self, None)
-        self.parts = [part]
-        for each in reversed(chain(how)):
-            assert isinstance(each, OptimizerTransform)
-            part = each.part(self, part)
+        self.parts, self._tops = [], []
+        for how in assigned.hows:
+            part: StepPart = _OwnStep(self, None)
             self.parts.append(part)
+            for each in reversed(chain(how)):
+                assert isinstance(each, OptimizerTransform)
+                part = each.part(self, part)
+                self.parts.append(part)
+            self._tops.append(part)
         self._patch_step_function()  # PyTorch's hooks around the step of this class
         self._attend()
 
     def _attend(self) -> None:
-        parameters = _parameters(self.param_groups)
-        for part in self.parts:
-            part.attend(parameters)
+        own = self._assigned.split(_parameters(self.param_groups))
+        for number, part in enumerate(self._tops):
+            within: StepPart | None = part
+            while within is not None:
+                within.attend(own.get(number, []))
+                within = within._inner
 
     def _part_states(self, groups: list[Group]) -> None:
         """Give parameters that are about to change states of their own, if anybody else may look at those they have.
@@ -152,7 +169,11 @@ class TransformedOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = copied(self.state[parameter])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _revived, (self._own_class, self._how, self._evidence, self.__getstate__())
+        return _revived, (self._own_class, self._hows_in_order(), self._evidence, self.__getstate__())
+
+    def _hows_in_order(self) -> tuple[Transform, list[Transform]]:
+        """The transform of parameters that come later, and those of the parameters that are there."""
+        return self._assigned.hows[0], [self._assigned.how(each) for each in _parameters(self.param_groups)]
 
     def __getstate__(self) -> dict[str, Any]:
         with self._gathered():
@@ -171,7 +192,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
         self._attend()
 
     def __repr__(self) -> str:
-        return f"{self._how!r}({super().__repr__()})"
+        return f"{self._assigned.shown(_parameters(self.param_groups))}({super().__repr__()})"
 
     # ------------------------------------------------------------------------------------- what an optimizer can do
 
@@ -231,9 +252,10 @@ class TransformedOptimizer(torch.optim.Optimizer):
         """PyTorch loads any shapes, and the next step raises about tensors, or goes on with what it has broadcast."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = _parameters(self.param_groups)
+        titles = (title for _, title in self._places().values())
         wrong = [
             f"{key!r} of {title} has shape {list(value.shape)}"
-            for number, parameter, title in zip(saved, parameters, self._titles(), strict=False)
+            for number, parameter, title in zip(saved, parameters, titles, strict=False)
             for key, value in (state_dict["state"].get(number) or {}).items()
             if (parameter.dim(), key) in self._evidence.full and value.shape != parameter.shape
         ]
@@ -252,6 +274,11 @@ class TransformedOptimizer(torch.optim.Optimizer):
         """The states that live on a tier below the device."""
         return [tensor for part in self.parts for tensor in part.below()]
 
+    def let_go(self) -> None:
+        """Leave the parameters alone from here on: no hooks on them, nothing of theirs on a tier."""
+        for part in self.parts:
+            part.attend([])
+
     # ------------------------------------------------------------------------------------------------------- inside
 
     def _advance(self, number: int, parameters: list[torch.Tensor]) -> None:
@@ -260,11 +287,12 @@ class TransformedOptimizer(torch.optim.Optimizer):
         if number not in self._options:
             self._options[number] = {key: copied(value) for key, value in _options(group).items()}
         options = self._options[number]
-        now = {**options, "params": parameters}
-        self.parts[-1].advance([now])
-        changed = [key for key, value in now.items() if value is not options.get(key, parameters)]
-        if changed:
-            self._changes.setdefault(number, {}).update({key: now[key] for key in changed})
+        for which, some in self._assigned.split(parameters).items():
+            now = {**options, "params": some}
+            self._tops[which].advance([now])
+            changed = [key for key, value in now.items() if value is not options.get(key, some)]
+            if changed:
+                self._changes.setdefault(number, {}).update({key: now[key] for key in changed})
 
     def _changed_options(self) -> str:
         """Which options are not those any more that parameters were stepped with in this step; empty if none."""
@@ -275,17 +303,20 @@ class TransformedOptimizer(torch.optim.Optimizer):
             if not _same(now, was := options.get(key))
         )
 
-    def _titles(self) -> list[str]:
-        """What messages call the parameters, in their order."""
-        return [
-            f"parameter {(names or {position: f'{position} of group {number}'})[position]} {list(parameter.shape)}"
+    def _places(self) -> dict[int, tuple[int, str]]:
+        """By the id of a parameter, in their order: the number of its group, and what messages call it."""
+        return {
+            id(parameter): (
+                number,
+                f"parameter {(names or {position: f'{position} of group {number}'})[position]} {list(parameter.shape)}",
+            )
             for number, group in enumerate(self.param_groups)
             for names in [group.get("param_names")]
             for position, parameter in enumerate(group["params"])
-        ]
+        }
 
 
-def transformed(optimizer: torch.optim.Optimizer, how: Transform) -> TransformedOptimizer:
+def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> TransformedOptimizer:
     """A new optimizer that steps the parameters of `optimizer`, with its options and states, as `how` says.
 
     Raises:
@@ -293,8 +324,10 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform) -> Transformed
             other options.
     """
     origins: tuple[Any, ...] = (weakref.ref(optimizer),)
+    assigned = how if isinstance(how, Assigned) else Assigned(how)
     if isinstance(optimizer, TransformedOptimizer):
-        own_class, how, evidence = optimizer._own_class, _one_of_each(how, optimizer._how), optimizer._evidence
+        own_class, evidence = optimizer._own_class, optimizer._evidence
+        assigned = assigned.around(optimizer._assigned)
         origins += optimizer._origins
     else:
         own_class, evidence = type(optimizer), check_separable(optimizer, how)
@@ -310,24 +343,29 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform) -> Transformed
     made.state = defaultdict(dict, {key: dict(value) for key, value in state.items()})
     made._origins = origins
     made._shared = {id(parameter) for parameter in made.state}
-    made._begin(how, evidence)
+    made._begin(assigned, evidence)
     return made
 
 
-def _one_of_each(outer: Transform, inner: Transform) -> Transform:
-    """Both; what an optimizer has already changes nothing, and with other options it is an error."""
-    there = {type(each): each for each in chain(inner)}
-    for each in chain(outer):
-        if (other := there.get(type(each), each)) != each:
-            raise TransformError(f"an optimizer under {other!r} cannot be put under {each!r} too; choose one")
-    return compose(*(each for each in chain(outer) if type(each) not in there), inner)
+def without_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer like `optimizer`, over the same parameters, that has not stepped yet."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    made.state = defaultdict(dict)
+    return made
 
 
-def _revived(own_class: type[torch.optim.Optimizer], how: Transform, evidence: Separability, state: Any) -> Any:
+def _revived(
+    own_class: type[torch.optim.Optimizer],
+    hows: tuple[Transform, list[Transform]],
+    evidence: Separability,
+    state: Any,
+) -> Any:
     made = object.__new__(_class_for(own_class))
-    made._origins, made._shared, made.parts = (), set(), []
+    made._origins, made._shared, made.parts, made._tops = (), set(), [], []
+    made._assigned = Assigned(hows[0])
     made.__setstate__(state)
-    made._begin(how, evidence)
+    made._begin(Assigned(hows[0], zip(_parameters(made.param_groups), hows[1], strict=True)), evidence)
     return made
 
 

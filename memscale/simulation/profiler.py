@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.algebra import PlanLike, transform
+from memscale.algebra import Plan, PlanLike, as_plan, transform
 from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
 from memscale.hardware import Hardware
+from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
@@ -115,6 +118,7 @@ class MemoryProfiler:
         self.optimizer = optimizer
         self.loss = loss
         self.config = config if config is not None else Config()
+        self._rules = Plan()  # for the optimizer
         if not isinstance(model, nn.Module):
             if not callable(model):
                 raise ConfigError(
@@ -124,7 +128,9 @@ class MemoryProfiler:
             if plan is not None:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
         elif plan is not None:
-            self.model = transform(model, plan)
+            plan = as_plan(plan)
+            self.model = transform(model, plan.of_functions())
+            self._rules = plan.of_optimizers()
         if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
             raise ConfigError(
                 f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
@@ -141,6 +147,10 @@ class MemoryProfiler:
         `capacity_bytes` is what a simulated CUDA device gives to the step, where that is less than all it can
         (``hardware.usable_bytes``): PyTorch gives back cached memory before it goes beyond.
         """
+        with self._under_rules() as profiler:
+            return profiler._profile(batch, accumulate, capacity_bytes)
+
+    def _profile(self, batch: Any, accumulate: int, capacity_bytes: int | None) -> Profile:
         step = self._step(batch, accumulate)
         if not self.config.use_static_profiling:
             return self._measure(step, batch, "Config(use_static_profiling=False)")
@@ -187,11 +197,31 @@ class MemoryProfiler:
         Raises:
             ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
         """
-        if updates:
-            return self._simulated(self._step(batch, accumulate), batch, _STEPS)
-        assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
-        # Gradients that are still there after the step are known for what they are.
-        return self._simulated(training_step(self.model, batch, None, self.loss, accumulate, drops=False), batch, 1)
+        with self._under_rules() as profiler:
+            if updates:
+                return profiler._simulated(profiler._step(batch, accumulate), batch, _STEPS)
+            assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
+            # Gradients that are still there after the step are known for what they are.
+            step = training_step(self.model, batch, None, self.loss, accumulate, drops=False)
+            return profiler._simulated(step, batch, 1)
+
+    @contextmanager
+    def _under_rules(self) -> Iterator[MemoryProfiler]:
+        """This, with the optimizer under its rules: only now, for some act on parameters as long as they are there."""
+        if not self._rules:
+            yield self
+            return
+        # States that the caller has would be moved, or copied for there are two optimizers: a step makes them anew.
+        given = None if self.optimizer is None else without_states(self.optimizer)
+        assert isinstance(self.model, nn.Module), "a function has no plan"
+        found: Any = transform(self.model, self._rules, optimizer=given)
+        profiler = copy.copy(self)
+        profiler._rules, profiler.optimizer = Plan(), found[1]
+        try:
+            yield profiler
+        finally:
+            assert isinstance(found[1], TransformedOptimizer), "each rule is for one of its parameters"
+            found[1].let_go()
 
     def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""

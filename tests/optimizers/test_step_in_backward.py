@@ -238,5 +238,7 @@ def test_values_out_of_range_are_refused(accumulate):
 
 
 def test_a_rule_for_an_optimizer_is_not_one_for_a_module():
-    with pytest.raises(ms.PlanError, match=r"the rule '': step_in_backward\(\) is for an optimizer; apply it to"):
+    with pytest.raises(
+        ms.PlanError, match=r"the rule '': step_in_backward\(\) is for an optimizer; pass it too: model, optimizer"
+    ):
         ms.transform(network(), {"": HOW})

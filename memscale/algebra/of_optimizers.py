@@ -1,0 +1,98 @@
+"""The rules of a plan that are for an optimizer: which of its parameters they are for, by their paths in the model."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra.composition import Transform, chain
+from memscale.algebra.plan import Plan
+from memscale.core import PlanError, TransformError
+from memscale.runtime import Runtime
+
+
+def under_rules(
+    model: nn.Module, rules: Plan, optimizer: torch.optim.Optimizer | None, runtime: Runtime | None
+) -> torch.optim.Optimizer | None:
+    """`optimizer` with each of its parameters under the transforms that `rules` have for it; itself without rules.
+
+    Raises:
+        PlanError: there are rules and no optimizer, or patterns match none of its parameters.
+        TransformError: the optimizer has parameters that the model lacks, or is none that can be transformed.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TransformError(
+            f"transform(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass "
+            "the optimizer itself"
+        )
+    if not rules:
+        return optimizer
+    if optimizer is None:
+        raise PlanError(
+            "; ".join(f"the rule {rule.pattern!r}: {rule.transform!r} is for an optimizer" for rule in rules)
+            + "; pass it too: model, optimizer = transform(model, plan, optimizer=optimizer)"
+        )
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # A parameter that several modules use is under the rules for all of its paths.
+    paths: dict[int, list[str]] = {}
+    parameters = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+        parameters[id(parameter)] = parameter
+    _check_known(model, optimizer, paths)
+    found: dict[int, list[Transform]] = {}
+    unmatched = []
+    for rule in rules:
+        hits = [key for key, its in paths.items() if any(rule.matches(at) for path in its for at in _upwards(path))]
+        if not any(key in own for key in hits):
+            unmatched.append((rule.pattern, bool(hits)))
+        for key in hits:
+            found.setdefault(key, []).append(rule.transform.on(runtime))
+    if unmatched:
+        known = sorted({at for key in own for path in paths[key] for at in _upwards(path) if at})
+        raise PlanError("; ".join(_no_match(pattern, trains, known) for pattern, trains in unmatched))
+    applier: Any = chain(rules.rules[0].transform)[0]
+    # All parameters of the model, also those that a group brings later.
+    return applier.by_rules(  # type: ignore[no-any-return]
+        optimizer, [(paths[key][0], parameters[key], found.get(key, [])) for key in paths]
+    )
+
+
+def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer, paths: dict[int, list[str]]) -> None:
+    unknown = [
+        f"{(group.get('param_names') or {at: f'{at} of group {number}'})[at]} {list(parameter.shape)}"
+        for number, group in enumerate(optimizer.param_groups)
+        for at, parameter in enumerate(group["params"])
+        if id(parameter) not in paths
+    ]
+    if unknown:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        raise TransformError(
+            f"this {type(optimizer).__name__} has {len(unknown)} of {total} parameters that the {type(model).__name__} "
+            f"lacks, so that no path says which rules they are under: {', '.join(unknown[:5])}"
+            f"{', ...' if len(unknown) > 5 else ''}; build it on this model's parameters, or apply the transform to "
+            "the optimizer itself, as in step_in_backward()(optimizer)"
+        )
+
+
+def _upwards(path: str) -> list[str]:
+    """A parameter's path and those of the modules around it.
+
+    >>> _upwards("layers.0.weight")
+    ['layers.0.weight', 'layers.0', 'layers', '']
+    """
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _no_match(pattern: str, matches_others: bool, known: list[str]) -> str:
+    if matches_others:
+        return f"the plan's path {pattern!r} matches parameters that this optimizer does not have"
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+    return (
+        f"the plan's path {pattern!r} matches no parameter of this optimizer, nor a module with one; the nearest are "
+        f"{', '.join(map(repr, near))} ('*' is one segment, '**' any number)"
+    )

@@ -1,0 +1,94 @@
+"""Which parameter of an optimizer is under which transform."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from memscale.algebra import Transform, chain, compose, identity
+from memscale.core import TransformError
+
+
+class Assigned:
+    """A transform for each parameter.
+
+    Args:
+        rest: that of all others, such as parameters of a group that is added later.
+        by_parameter: of those that have one of their own.
+
+    Attributes:
+        hows: the transforms, each once; the first is `rest`.
+    """
+
+    def __init__(self, rest: Transform, by_parameter: Iterable[tuple[torch.Tensor, Transform]] = ()) -> None:
+        self.hows = [rest]
+        # Weakly: an optimizer has these too, and one that it drops may be replaced by another at the same address.
+        self._numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        for parameter, how in by_parameter:
+            if how not in self.hows:
+                self.hows.append(how)
+            self._numbers[id(parameter)] = weakref.ref(parameter), self.hows.index(how)
+
+    def number(self, parameter: torch.Tensor) -> int:
+        """The number of the transform of `parameter`."""
+        found, number = self._numbers.get(id(parameter), (None, 0))
+        return number if found is not None and found() is parameter else 0
+
+    def how(self, parameter: torch.Tensor) -> Transform:
+        """The transform of `parameter`."""
+        return self.hows[self.number(parameter)]
+
+    def split(self, parameters: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """`parameters` by the numbers of their transforms, in their order."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            found.setdefault(self.number(parameter), []).append(parameter)
+        return found
+
+    def around(self, inner: Assigned) -> Assigned:
+        """These around those of `inner`.
+
+        Raises:
+            TransformError: a parameter would be under the same transform twice, with different options.
+        """
+        known = [parameter for each in (self, inner) for found, _ in each._numbers.values() if (parameter := found())]
+        pairs = [(parameter, one_of_each(self.how(parameter), inner.how(parameter))) for parameter in known]
+        return Assigned(one_of_each(self.hows[0], inner.hows[0]), pairs)
+
+    def shown(self, parameters: Sequence[torch.Tensor]) -> str:
+        """The transforms of these parameters, as text."""
+        counts = {self.hows[number]: len(some) for number, some in self.split(parameters).items()}
+        if len(counts) == 1:
+            return repr(next(iter(counts)))
+        return f"[{', '.join(f'{how!r} on {count}' for how, count in counts.items())} parameters]"
+
+
+def one_of_each(outer: Transform, inner: Transform) -> Transform:
+    """Both; what is there already changes nothing, and with other options it is an error."""
+    there = {type(each): each for each in chain(inner)}
+    for each in chain(outer):
+        if (other := there.get(type(each), each)) != each:
+            raise TransformError(f"an optimizer under {other!r} cannot be put under {each!r} too; choose one")
+    return compose(*(each for each in chain(outer) if type(each) not in there), inner)
+
+
+def assigned_by_rules(rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]) -> Assigned:
+    """What a plan's rules assign: each parameter's path, itself, and its transforms, the innermost first.
+
+    Raises:
+        TransformError: rules that contradict each other, by path; all of them at once.
+    """
+    pairs, wrong = [], []
+    for path, parameter, hows in rules:
+        try:
+            how: Transform = identity
+            for each in hows:
+                how = one_of_each(each, how)
+            pairs.append((parameter, how))
+        except TransformError as error:
+            wrong.append(f"{path!r}: {error}")
+    if wrong:
+        raise TransformError("; ".join(wrong))
+    return Assigned(identity, pairs)
