@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import RuntimeUnavailable, folder_on_disk
+from memscale.hardware.disk_rates import disk_rates
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
@@ -22,7 +18,6 @@ Run = Callable[[], object]
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Three buffers of it take turns, so that copies go through memory.
 _COPY_BYTES = 128 * 1024**2
-_DISK_PIECES = 4
 _TINY_OPS = 1000
 _REPEATS = 3
 
@@ -67,8 +62,12 @@ def calibrate(
                 flops_per_second[dtype] = rate
         speeds = _copy_rates(timer, min(copy_bytes, room_bytes // 3))
         launch_seconds = _launch_seconds(timer)
-    disk = _disk_rates(clock or time.perf_counter, copy_bytes // _DISK_PIECES)
-    return {"flops_per_second": flops_per_second, "launch_seconds": launch_seconds, **speeds, **disk}
+    return {
+        "flops_per_second": flops_per_second,
+        "launch_seconds": launch_seconds,
+        **speeds,
+        **disk_rates(device.type, min(copy_bytes, room_bytes) // 2),
+    }
 
 
 class _Timer:
@@ -172,32 +171,6 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
         "device_to_host_bytes_per_second": a.nbytes / to_host,
         **beside,
     }
-
-
-def _disk_rates(clock: Clock, piece_bytes: int) -> dict[str, float]:
-    """How fast a temporary file is written and read, past the cache where that is possible; nothing without one."""
-    piece_bytes -= piece_bytes % mmap.PAGESIZE
-    if not piece_bytes:
-        return {}
-    took: dict[str, list[float]] = {"write": [], "read": []}
-    try:
-        with tempfile.TemporaryFile(dir=folder_on_disk()) as file, mmap.mmap(-1, piece_bytes) as memory:
-            memory.write(os.urandom(piece_bytes))  # a disk may compress, and skip what is zero
-            descriptor = file.fileno()
-            os.posix_fallocate(descriptor, 0, _DISK_PIECES * piece_bytes)
-            with contextlib.suppress(OSError, AttributeError):  # a filesystem, or a system, that only has its cache
-                import fcntl
-
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
-            for name, move in (("write", os.pwritev), ("read", os.preadv)):
-                for piece in range(_DISK_PIECES):
-                    began, done = clock(), 0
-                    while done < piece_bytes:
-                        done += move(descriptor, [memoryview(memory)[done:]], piece * piece_bytes + done)
-                    took[name].append(clock() - began)
-    except (OSError, AttributeError, RuntimeUnavailable):  # no room, no such calls, or no disk here
-        return {}
-    return {f"disk_{name}_bytes_per_second": piece_bytes / statistics.median(times) for name, times in took.items()}
 
 
 def _launch_seconds(timer: _Timer) -> float:

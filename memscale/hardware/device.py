@@ -78,8 +78,8 @@ class Hardware:
         peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
         host_memory_bytes: RAM of the machine that an accelerator is in, which its offloaded tensors may fill.
         host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
-        disk_read_bytes_per_second, disk_write_bytes_per_second: of the disk that tensors are offloaded to, past the
-            system's cache.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: as offloading reaches them beside a
+            step: past the system's cache, into new memory on a CPU.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
         multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
             None, those of an H100 (132) are taken.
@@ -194,7 +194,7 @@ class Hardware:
         """Describe ``device`` with speeds that it just reached, which takes up to 20 seconds.
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
-        host, reads and writes of a temporary file of 256 MiB, and an operator on one number; on a CPU the operators of
+        host, reads and writes of a temporary file of 64 MiB, and an operator on one number; on a CPU the operators of
         two small training steps, each by itself, with as many threads as PyTorch has. Keep the machine idle meanwhile,
         and keep the result: it prints as the Python that makes it, and `to_json` writes it down.
 

@@ -1,5 +1,6 @@
 """The offload runtime: where moved bytes live, and when they move."""
 
+from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.entry import Handle
 from memscale.runtime.parameters.home import Home, Saved, Visit, home_of, home_on_device
@@ -16,6 +17,7 @@ __all__ = [
     "Home",
     "Homes",
     "Hooks",
+    "HostBackend",
     "Runtime",
     "Saved",
     "Stats",

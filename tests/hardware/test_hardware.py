@@ -15,6 +15,7 @@ from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate
 from memscale.hardware.device import Hardware
+from memscale.hardware.disk_rates import disk_rates
 from memscale.hardware.operator_rates import operator_rates
 
 GIB = 1024**3
@@ -213,6 +214,22 @@ def test_float32_is_measured_with_and_without_rounding_to_tf32(dtype, precision)
         assert matmul.fp32_precision == precision
         assert run().dtype is torch.float32
     assert matmul.fp32_precision == before
+
+
+@pytest.mark.parametrize("device_type", [pytest.param("cpu", id="host"), pytest.param("cuda", id="card")])
+def test_the_disk_is_timed_by_what_offloading_does_with_it(device_type):
+    nbytes = 4 * 4 * 1024**2
+    best_of = Clock(9.0, 4.0, 1.0, 2.0, 5.0, 6.0)  # writes and reads take turns
+    assert disk_rates(device_type, nbytes, best_of) == {
+        "disk_write_bytes_per_second": nbytes / 1.0,
+        "disk_read_bytes_per_second": nbytes / 2.0,
+    }
+
+
+def test_no_disk_has_no_speed(monkeypatch):
+    assert disk_rates("cpu", 4096) == {}  # nothing to be seen in so little
+    monkeypatch.setattr("memscale.core.folders.is_in_memory", lambda folder: True)
+    assert disk_rates("cpu", 16 * 1024**2) == {}
 
 
 def test_what_is_measured_is_filled_in(monkeypatch):

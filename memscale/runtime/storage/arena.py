@@ -15,13 +15,16 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from memscale.core import ConfigError
-from memscale.runtime.backends.protocol import Event
 from memscale.runtime.storage.spans import FreeSpans
 from memscale.runtime.storage.tiers import TierUse
+
+if TYPE_CHECKING:
+    from memscale.runtime.backends.protocol import Event
 
 # At least the system's own, which is 16 or 64 KiB on some machines: two extents of a file that shared one could not be
 # mapped, for writing back a page of the one would undo what was written past the page cache to the other.
