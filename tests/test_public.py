@@ -104,8 +104,8 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
     plot_timelines profile_text write_frontier write_html write_trace
-memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks Runtime Saved Stats Visit
-    default_runtime home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
+memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
+    Visit default_runtime home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
