@@ -22,6 +22,7 @@ from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Stat
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
 _STATE_PASSES = 8
+_MOVES = frozenset({"offload", "stream"})
 
 #: A candidate for each part, by number; the last is that of what is outside.
 Assignment = tuple[int, ...]
@@ -128,7 +129,8 @@ def measured_costs(
         for candidate in menu[1:]:
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
-                known[candidate] = _effect(base, trial.found, row, trial.row, trial.tried)
+                moves = bool(candidate.techniques & _MOVES)
+                known[candidate] = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
         known = {
             candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
             for candidate, effect in known.items()
@@ -225,31 +227,62 @@ def _spread(rows: list[int], wanted: int) -> list[int]:
     return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]
 
 
-def _effect(base: Attribution, found: Attribution, row: int, donor: int, tried: frozenset[int] = frozenset()) -> Effect:
-    """What the part in `row` does if it is given what `donor` was given in `found`."""
+def _effect(
+    base: Attribution,
+    found: Attribution,
+    row: int,
+    donor: int,
+    tried: frozenset[int] = frozenset(),
+    *,
+    moves: bool = False,
+) -> Effect:
+    """What the part in `row` does if it is given what `donor` was given in `found`; `moves` if that moves anything."""
     held = np.zeros(len(base.stations), dtype=np.int64)
     slack = np.zeros(len(base.stations), dtype=np.int64)
     number, donated = (OUTSIDE if each == len(base.held_bytes) - 1 else each for each in (row, donor))
     mine = found.held_bytes[donor] + _owed(base, found, donor, tried)
     sources = _sources(base.stations, found.stations, number, donated, mine)
-    share, before = base.parameters_bytes[row] / max(1, base.parameters_bytes.sum()), base.held_bytes[-1, 0]
-    on_device = bool(found.parameters_bytes[donor]) or not base.parameters_bytes[row]
+    beside = _beside(base, row, donor, number, donated)
+    if moves:  # what a donor moves need not be there
+        beside = np.maximum(0, beside)
+    # Small parameters of a streamed part stay where they are, and only they have states and updates on the device.
+    parameters_bytes = int(base.parameters_bytes[row])
+    stays = min(1.0, found.parameters_bytes[donor] / parameters_bytes) if parameters_bytes else 1.0
+    share, before = parameters_bytes / max(1, base.parameters_bytes.sum()), base.held_bytes[-1, 0]
     for at, (station, source) in enumerate(zip(base.stations, sources, strict=True)):
-        if source is None and on_device and station.phase is not Phase.OPTIMIZER:
-            # Before its forward and after its backward a part holds the same, whatever is done to it.
-            held[at] = base.held_bytes[row, at]
-        elif station.phase is Phase.OPTIMIZER or source is None:
+        if station.phase is Phase.OPTIMIZER:
             # Trials do not update; what lives on another tier is updated there, and so are its temporaries.
-            held[at] = base.held_bytes[row, at] if on_device else -int(share * max(0, base.held_bytes[-1, at] - before))
+            temporaries = share * max(0, base.held_bytes[-1, at] - before)
+            held[at] = int(stays * base.held_bytes[row, at] - (1 - stays) * temporaries)
+        elif source is None:  # before its forward and after its backward a part holds the same, whatever is done to it
+            held[at] = int(stays * base.held_bytes[row, at])
         else:
-            held[at] = mine[source]
-            if found is not base and on_device:
-                held[at] += base.states_bytes[row] - found.states_bytes[donor]
+            held[at] = max(0, mine[source] + beside[at])
+            if found is not base:
+                held[at] += int(stays * base.states_bytes[row]) - found.states_bytes[donor]
         # What is outside answers for the stations outside, each part for its own.
         answers = station.outside if number == OUTSIDE else (station.part == number and not station.outside)
         if answers and source is not None:
             slack[at] = found.slack_bytes[source]
-    return Effect(held, slack, float(found.seconds[donor, 0]), float(found.seconds[donor, 1]))
+    taken = np.maximum(0.0, found.seconds[donor] + base.seconds[row] - base.seconds[donor])
+    return Effect(held, slack, float(taken[0]), float(taken[1]))
+
+
+def _beside(base: Attribution, row: int, donor: int, number: int, donated: int) -> Bytes:
+    """[station] what the part in `row` holds as it is beside what the donor, which is alike, holds where it is.
+
+    Parts that are alike differ a little where they meet their neighbours, whatever is done to them: the input of the
+    first of a row is the batch, which does not count to it.
+    """
+    if row == donor:
+        return np.zeros(len(base.stations), dtype=np.int64)
+    theirs = base.held_bytes[donor]
+    sources = _sources(base.stations, base.stations, number, donated, theirs)
+    found = [
+        0 if source is None else held - theirs[source]
+        for held, source in zip(base.held_bytes[row].tolist(), sources, strict=True)
+    ]
+    return np.array(found, dtype=np.int64)
 
 
 def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[int]) -> Bytes:
@@ -329,7 +362,7 @@ def _with_moves(
     hardware: Hardware,
 ) -> Effect:
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
-    moves = candidate.techniques & {"offload", "stream"}
+    moves = candidate.techniques & _MOVES
     if not moves:
         return effect
     out = back = 0

@@ -34,7 +34,7 @@ from memscale.simulation.kernels.shapes import (
     signature,
     written_by,
 )
-from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, Phase, StorageRecord, Sum
+from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.operators import Operator
 from memscale.simulation.schedule.clock import Clock
@@ -85,6 +85,7 @@ class HollowMode(TorchDispatchMode):
         self._operators: dict[int, Operator] = {}  # by id: the hash of an OpOverload is a function in Python
         self._sum: Sum | None = None  # the last one
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
+        self._first_node = torch._C._autograd._get_sequence_nr()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -202,6 +203,12 @@ class HollowMode(TorchDispatchMode):
 
     def _note(self, operator: Operator, result: Any, effect: CallEffect, known: bool = False) -> Any:
         """Record the operator, its scratch memory and the storages of its results that are new."""
+        # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
+        # those before that no operator saw; one that makes no node sees that of an operator before it.
+        node = torch._C._autograd._get_sequence_nr() - 1
+        while node >= self._first_node and node not in self._node_paths:
+            self._node_paths[node] = self.path()
+            node -= 1
         results = results_of(result)
         if operator.order and len(results) > 1:
             results = in_order(operator.order, results)
@@ -217,8 +224,6 @@ class HollowMode(TorchDispatchMode):
         ledger, path, records = self.ledger, self.path(), torch.is_grad_enabled()
         in_backward = torch._C._current_graph_task_id() != -1
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
-        if phase is Phase.FORWARD and records:
-            self._node_paths[torch._C._autograd._get_sequence_nr() - 1] = path
         uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
         if self.host is not None:
             uncached_share = storages.missing_share(self._used, [storage.nbytes() for storage, _ in new])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,19 +191,21 @@ class MemoryProfiler:
 
         Args:
             batch, accumulate: as in `profile`.
-            updates: whether the optimizer steps; without, only forward and backward of a first step are simulated, in
-                half the time.
+            updates: whether the optimizer steps; without, only forward and backward are simulated, and gradients stay.
 
         Raises:
             ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
         """
         with self._under_rules() as profiler:
             if updates:
-                return profiler._simulated(profiler._step(batch, accumulate), batch, _STEPS)
+                return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
             assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
-            # Gradients that are still there after the step are known for what they are.
-            step = training_step(self.model, batch, None, self.loss, accumulate, drops=False)
-            return profiler._simulated(step, batch, 1)
+            # The first step is no step like others: regions copy their inputs until they know what they write to.
+            # Gradients that are still there after the last are known for what they are.
+            steps = [
+                training_step(self.model, batch, None, self.loss, accumulate, drops=drops) for drops in (True, False)
+            ]
+            return profiler._simulated(steps, batch)
 
     @contextmanager
     def _under_rules(self) -> Iterator[MemoryProfiler]:
@@ -223,12 +225,12 @@ class MemoryProfiler:
             assert isinstance(found[1], TransformedOptimizer), "each rule is for one of its parameters"
             found[1].let_go()
 
-    def _simulated(self, step: Callable[[], object], batch: Any, steps: int) -> SimulatedStep:
+    def _simulated(self, steps: Sequence[Callable[[], object]], batch: Any) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
         asked: list[str] = []
         try:
             with few_collections():
-                return self._simulated_once(step, batch, steps, (), asked)
+                return self._simulated_once(steps, batch, (), asked)
         except ConfigError:
             raise
         except Exception as error:
@@ -241,31 +243,30 @@ class MemoryProfiler:
             )
             try:
                 with few_collections():
-                    return self._simulated_once(step, batch, steps, (note,), None)
+                    return self._simulated_once(steps, batch, (note,), None)
             except Exception:
                 raise error from None  # it fails on a CPU, too
 
     def _simulated_once(
         self,
-        step: Callable[[], object],
+        steps: Sequence[Callable[[], object]],
         batch: Any,
-        steps: int,
         notes: tuple[str, ...],
         asked: list[str] | None,
     ) -> SimulatedStep:
-        """The step; `asked` receives what it asks about its device, None leaves that without an answer."""
+        """The last of `steps`; `asked` receives what it asks about its device, None leaves that without an answer."""
         model = self.model if isinstance(self.model, nn.Module) else None
         host = HostTime(own_cost()) if self.kernels.is_timed else None
         simulation = Simulation(
-            step, model, self.optimizer, batch, kernels=self.kernels, host=host, answering=asked is not None
+            steps[-1], model, self.optimizer, batch, kernels=self.kernels, host=host, answering=asked is not None
         )
         try:
             with simulation:
-                for _ in range(steps):
+                for step in steps:
                     simulation.step(step)
                 began, more = time.perf_counter(), 0
                 while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
-                    simulation.step(step)
+                    simulation.step(steps[-1])
                     more += 1
         finally:
             self.kernels.save()
@@ -280,7 +281,7 @@ class MemoryProfiler:
         return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), moved)
 
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
-        return self._simulated(step, batch, _STEPS).profile(capacity_bytes)
+        return self._simulated([step] * _STEPS, batch).profile(capacity_bytes)
 
     def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
         if not self.config.use_empirical_fallback:

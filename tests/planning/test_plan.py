@@ -155,22 +155,20 @@ MORE = {
 
 
 QUICK = ("mlps", "recurrent", "stages")
-STRICT = ("mlps", "recurrent", "head")  # the others are slower by up to 0.2 % at a larger budget
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.deep) for name in MORE]
 )
 def test_more_budget_is_never_slower(name):
-    """Nor is it refused, in plans that know nothing of each other, up to what their costs do not tell of a time."""
+    """Nor is it refused, in plans that know nothing of each other: their costs tell the time of each choice exactly."""
     model, batch = MORE[name][0](), MORE[name][1]()
     step = _step(model, batch)
     curve = ms.frontier(model, points=4, **step)
     least, most = curve[0].peak_bytes, curve[-1].peak_bytes
     budgets = [least + (most - least) * at // 8 for at in range(1, 9)]
     times = [ms.plan(model, budget=budget, **step).evidence.planned.step_seconds for budget in budgets]
-    allowed = 1 if name in STRICT else 1.002
-    assert all(later <= earlier * allowed for earlier, later in itertools.pairwise(times))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(times))
     assert name != "mlps" or len(set(times)) > 3
 
 
