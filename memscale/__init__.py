@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
-    from memscale.optimizers import LossScale, offload_states, step_in_backward, step_in_groups
+    from memscale.optimizers import LossScale, offload_states, quantize_states, step_in_backward, step_in_groups
     from memscale.planning import (
         AutoTuner,
         DecisionEngine,
@@ -99,6 +99,7 @@ __all__ = [
     "plan",
     "policies",
     "profile",
+    "quantize_states",
     "saved_residuals",
     "step_in_backward",
     "step_in_groups",
@@ -134,6 +135,7 @@ _LOADED_WHEN_ASKED = {
     "optimize": "memscale.legacy",
     "plan": "memscale.planning",
     "profile": "memscale.simulation",
+    "quantize_states": "memscale.optimizers",
     "saved_residuals": "memscale.inspection",
     "step_in_backward": "memscale.optimizers",
     "step_in_groups": "memscale.optimizers",
@@ -159,5 +161,5 @@ def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 # A plan that is read may have some that nobody has asked for yet.
-for _name in ("offload_states", "step_in_backward", "step_in_groups"):
+for _name in ("offload_states", "quantize_states", "step_in_backward", "step_in_groups"):
     factory(_name, functools.partial(_made_when_asked, _name))

@@ -53,6 +53,7 @@ NAMES = [
     "plan",
     "policies",
     "profile",
+    "quantize_states",
     "saved_residuals",
     "step_in_backward",
     "step_in_groups",
@@ -93,8 +94,8 @@ memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds cop
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states step_in_backward
-    step_in_groups transformed without_states
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states quantize_states
+    step_in_backward step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands taken_bytes

@@ -4,6 +4,7 @@ from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.offloaded import offload_states
+from memscale.optimizers.quantized import quantize_states
 from memscale.optimizers.transformed import (
     OptimizerTransform,
     TransformedOptimizer,
@@ -16,6 +17,7 @@ __all__ = [
     "OptimizerTransform",
     "TransformedOptimizer",
     "offload_states",
+    "quantize_states",
     "step_in_backward",
     "step_in_groups",
     "transformed",

@@ -110,6 +110,8 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
 class _Offloaded(StepPart):
     """Keeps states in memory of a tier, where they also step."""
 
+    places_states: ClassVar[bool] = True
+
     def __init__(self, optimizer: TransformedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
         self._below, self._tier = below, tier

@@ -55,6 +55,7 @@ class OnDisk(StepPart):
     """
 
     writes_away: ClassVar[bool] = True
+    places_states: ClassVar[bool] = True
 
     def __init__(
         self,

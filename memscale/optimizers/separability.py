@@ -15,9 +15,26 @@ import torch
 
 from memscale.core import TransformError, pytrees
 
-_SIDES = (2, 3, 5, 7, 11)
+_SIDES = (5, 3, 2, 7, 11)
 _STEPS = 2
 _MOST_TRIED = 8  # parameters of a group
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A state that sums up gradients: of the shape of its parameter, and zero as long as gradients are.
+
+    Attributes:
+        dims, of: of the parameter: its number of dimensions and its dtype.
+        name, dtype: of the state.
+        signed: whether it may be negative.
+    """
+
+    dims: int
+    of: torch.dtype
+    name: str
+    dtype: torch.dtype
+    signed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +43,13 @@ class Separability:
 
     Attributes:
         full: the states that have the shape of their parameter: its number of dimensions, and the state's name.
+        moments: those of them that are moments.
+        elementwise: whether it treats each number alone, wherever in a parameter it is.
     """
 
     full: frozenset[tuple[int, str]]
+    moments: frozenset[Moment]
+    elementwise: bool
 
 
 def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
@@ -51,49 +72,82 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
     indices = {p.device.index for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(indices)):
         try:
-            at_once, one_by_one = _Trial(optimizer), _Trial(optimizer)
+            at_once, one_by_one, still = _Trial(optimizer), _Trial(optimizer), _Trial(optimizer, decays=False)
             for number in range(_STEPS):
                 at_once.step(number, at_once.groups)
                 one_by_one.step_backwards(number)
+                still.step(number, still.groups, size=0.0)
         except Exception as error:
             raise TransformError(
                 f"{how!r}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
                 f"small parameters ended with {type(error).__name__}: {error}"
             ) from error
+        elementwise = _is_elementwise(optimizer, at_once)
     if one_by_one.results() != at_once.results() or not at_once.moved():
         raise TransformError(
             f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
             "numbers than all at once; use another optimizer, or leave this transform out"
         )
-    return Separability(frozenset(at_once.full_states()))
+    return Separability(frozenset(at_once.full_states()), at_once.moments(still), elementwise)
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, at_once: _Trial) -> bool:
+    """Whether halves of parameters step to the same numbers as the whole ones."""
+    try:
+        halves = _Trial(optimizer, halved=True)
+        for number in range(_STEPS):
+            halves.step(number, halves.groups)
+    except Exception:  # it takes matrices only
+        return False
+    return all(map(torch.equal, at_once.values(), halves.values()))
 
 
 class _Trial:
-    """An optimizer of the same class and options over a few small parameters of the same kinds."""
+    """An optimizer of the same class and options over a few small parameters of the same kinds.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    Args:
+        optimizer: to try.
+        decays: whether parameters that have no gradient decay.
+        halved: whether each parameter is two, of half its numbers each.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, decays: bool = True, halved: bool = False) -> None:
         self._class = type(optimizer)
         self._attributes = optimizer.__dict__
         self._own: dict[str, Any] = {}  # what the step left in attributes
         self.state: Any = defaultdict(dict)
         self.groups = []
+        self._wholes: list[list[torch.Tensor]] = []
         random = torch.Generator().manual_seed(0)
         for group in optimizer.param_groups:
             kinds = {(p.dim(), p.dtype, p.device): p for p in group["params"]}
             tried = [p for p in kinds.values() for _ in range(2)][:_MOST_TRIED]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            self.groups.append({**options, "params": [_small(p, random) for p in tried]})
+            if not decays and "weight_decay" in options:
+                options["weight_decay"] = 0.0
+            wholes = [_parts(_small(p, random), halved) for p in tried]
+            for part, p in ((part, p) for parts, p in zip(wholes, tried, strict=True) for part in parts):
+                part.requires_grad_(p.requires_grad)
+            self._wholes += wholes
+            self.groups.append({**options, "params": [part for parts in wholes for part in parts]})
+        self._halved = halved
         self.before = [p.detach().clone() for p in self._parameters()]
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.groups for parameter in group["params"]]
 
-    def step(self, number: int, groups: list[dict[str, Any]]) -> None:
+    def values(self) -> list[torch.Tensor]:
+        """The parameters, put together where they were halved."""
+        return [torch.cat([part.detach().flatten() for part in parts]) for parts in self._wholes]
+
+    def step(self, number: int, groups: list[dict[str, Any]], size: float = 1.0) -> None:
         random = torch.Generator().manual_seed(number + 1)
-        for position, parameter in enumerate(self._parameters()):
+        for position, parts in enumerate(self._wholes):
+            shape = (sum(part.numel() for part in parts),) if self._halved else parts[0].shape
             # Of very different sizes, for a norm over all of them to matter.
-            gradient = torch.randn(parameter.shape, generator=random) * 10.0 ** (position % 3)
-            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            whole = torch.randn(shape, generator=random) * size * 10.0 ** (position % 3)
+            for part, gradient in zip(parts, _parts(whole, self._halved), strict=True):
+                part.grad = gradient.to(part.device, part.dtype)
         self._run(groups)
 
     def step_backwards(self, number: int) -> None:
@@ -135,6 +189,22 @@ class _Trial:
         still = [torch.equal(a, b) for a, b in zip(self.before, self._parameters(), strict=True)]
         return not all(still) or any(rate is not None and not rate for rate in rates)
 
+    def moments(self, still: _Trial) -> frozenset[Moment]:
+        """The states that are zero in `still`, a trial of the same whose gradients were."""
+        found: dict[tuple[int, torch.dtype, str], list[tuple[torch.dtype, bool, bool]]] = {}
+        for parameter, other in zip(self._parameters(), still._parameters(), strict=True):
+            states, zeros = self.state.get(parameter), still.state.get(other)
+            for key, value in states.items() if isinstance(states, dict) and isinstance(zeros, dict) else ():
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                    stays = isinstance(zeros.get(key), torch.Tensor) and not zeros[key].count_nonzero()
+                    kind = parameter.dim(), parameter.dtype, key
+                    found.setdefault(kind, []).append((value.dtype, bool((value < 0).any()), stays))
+        return frozenset(
+            Moment(dims, of, name, each[0][0], any(negative for _, negative, _ in each))
+            for (dims, of, name), each in found.items()
+            if dims and all(stays and dtype == each[0][0] for dtype, _, stays in each)
+        )
+
     def full_states(self) -> set[tuple[int, str]]:
         found: dict[tuple[int, str], bool] = {}
         for parameter, states in self.state.items():
@@ -149,7 +219,12 @@ def _small(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     shape = tuple(_SIDES[at % len(_SIDES)] for at in range(parameter.dim()))
     values = torch.randn(shape, generator=random)
     device = "cpu" if parameter.is_meta else parameter.device
-    return values.to(device, parameter.dtype).requires_grad_(parameter.requires_grad)
+    return values.to(device, parameter.dtype)
+
+
+def _parts(whole: torch.Tensor, halved: bool) -> list[torch.Tensor]:
+    """`whole`, or its halves, which have memory of their own."""
+    return [part.clone() for part in whole.flatten().split((whole.numel() + 1) // 2)] if halved else [whole]
 
 
 def _bytes(leaf: Any) -> Any:

@@ -63,6 +63,7 @@ class StepPart:
     """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
 
     writes_away: ClassVar[bool] = False
+    places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
 
     def __init__(self, optimizer: TransformedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -78,6 +79,11 @@ class StepPart:
     def inner(self) -> StepPart:
         assert self._inner is not None, "only the innermost has none"
         return self._inner
+
+    @property
+    def places(self) -> bool:
+        """Whether this part or one inside of it places states by their parameter, which is to be the same each time."""
+        return self.places_states or (self._inner is not None and self._inner.places)
 
     def advance(self, groups: list[Group]) -> None:
         """Step the parameters in `groups`, whose options it may change as the step of the class does."""
@@ -100,6 +106,10 @@ class StepPart:
 
     def after_step(self) -> None:
         """`step` is over."""
+
+    def report(self) -> list[str]:
+        """What it does to which parameters, in lines; none where that is the same for all."""
+        return []
 
 
 class _OwnStep(StepPart):
@@ -183,7 +193,7 @@ class TransformedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for part in self.parts:
+            for part in reversed(self.parts):  # what an outer one brings an inner one may have to read
                 stack.enter_context(part.gathered())
             yield
 
@@ -273,6 +283,12 @@ class TransformedOptimizer(torch.optim.Optimizer):
     def below(self) -> list[torch.Tensor]:
         """The states that live on a tier below the device."""
         return [tensor for part in self.parts for tensor in part.below()]
+
+    def report(self) -> str:
+        """Which parameters are under which transforms, and what those have to say about them."""
+        own = self._assigned.split(_parameters(self.param_groups))
+        under = [f"{self._assigned.hows[number]!r}: {len(some)} parameters" for number, some in own.items()]
+        return "\n".join([*under, *(line for part in self.parts for line in part.report())])
 
     def let_go(self) -> None:
         """Leave the parameters alone from here on: no hooks on them, nothing of theirs on a tier."""

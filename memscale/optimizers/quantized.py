@@ -1,0 +1,269 @@
+"""`quantize_states`: moments in 8 bits between steps, in the optimizer's own type while their parameter steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.core import ConfigError, format_bytes
+from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
+from memscale.optimizers.in_groups import at_most
+from memscale.optimizers.separability import Moment
+from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer, copied
+
+_LEAST = 4096  # numbers: fewer save nothing worth the rounding
+# Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved.
+_LEAST_BYTES, _MOST_BYTES, _SHARE = 2**20, 2**24, 16
+_LARGEST = ".largest"  # of a block's magnitudes, beside the codes of a moment
+_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class QuantizeStates(OptimizerTransform):
+    """See `quantize_states`."""
+
+    spelling: ClassVar[str] = "quantize_states"
+
+    bits: int = 8
+    block: int = 256
+
+    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
+        """See `OptimizerTransform.part`."""
+        kernels()  # raises where they are not
+        return _Quantized(self, optimizer, inner)
+
+
+def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
+    """An optimizer transform: moments are kept in 8 bits, and are numbers as ever while their parameter steps.
+
+    A quarter of the bytes, and not the same numbers: each moment is rounded after each step.
+
+    >>> import torch, memscale as ms
+    >>> weight = torch.nn.Parameter(torch.ones(64, 256))
+    >>> optimizer = ms.quantize_states()(torch.optim.AdamW([weight]))
+    >>> weight.grad = torch.linspace(-1, 1, 64 * 256).view(64, 256)
+    >>> optimizer.step()
+    >>> sum(tensor.nbytes for tensor in optimizer.state[weight].values()) / (2 * weight.nbytes)
+    0.253936767578125
+    >>> moment = optimizer.state_dict()["state"][0]["exp_avg"]  # as the plain optimizer has it
+    >>> (moment - weight.grad * 0.1).abs().max() < 0.012 * 0.1
+    tensor(True)
+
+    The contract: a number is its block's largest magnitude times one of 256 shares, the nearest one but for what
+    rounding to bfloat16 first changes: at most 1.2 % of the largest away, and for numbers without a sign 0.6 %. Zero
+    stays zero, and in a second moment nothing else becomes zero. What was restored in float32 has the same codes
+    again, so that a `state_dict` keeps all that there is.
+
+    Moments are states of the shape of their parameter that stay zero while gradients are, which is tried when the
+    transform is applied; others, counts and factors and copies of weights among them, stay as they are, and so do those
+    of parameters with fewer than 4096 numbers. ``print(optimizer.report())`` says which.
+
+    Args:
+        bits: 8.
+        block: how many numbers share a largest magnitude: 64, 128, 256, 512, 1024, 2048 or 4096.
+
+    Raises:
+        ConfigError: another number of bits, or another block.
+        RuntimeUnavailable: when it is applied, without bitsandbytes.
+        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS).
+
+    Cost: saves three quarters of the moments and more; pays the rounding, and passes over them in each step.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.
+    """
+    if isinstance(bits, bool) or bits != 8:
+        raise ConfigError(f"quantize_states(bits={bits!r}) must be 8; other widths have no kernels")
+    if isinstance(block, bool) or block not in _BLOCKS:
+        raise ConfigError(f"quantize_states(block={block!r}) must be one of {', '.join(map(str, _BLOCKS))}")
+    return QuantizeStates(bits, block)
+
+
+class _Quantized(StepPart):
+    def __init__(self, how: QuantizeStates, optimizer: TransformedOptimizer, inner: StepPart) -> None:
+        super().__init__(optimizer, inner)
+        self.how = how
+        self._parameters: list[torch.Tensor] = []
+        self._at_once = _MOST_BYTES
+
+    def attend(self, parameters: list[torch.Tensor]) -> None:
+        """See `StepPart.attend`."""
+        self._parameters = parameters
+        share = sum(parameter.nbytes for parameter in parameters) // _SHARE
+        self._at_once = min(max(share, _LEAST_BYTES), _MOST_BYTES)
+        for device in {parameter.device for parameter in parameters}:
+            prepare(device)
+        for parameter in parameters:
+            self._shrink(parameter)
+
+    def advance(self, groups: list[Group]) -> None:
+        """See `StepPart.advance`."""
+        for group in groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            for few in at_most(self._at_once, group["params"]):
+                now = {**options, "params": few}
+                if len(few) == 1 and few[0].nbytes > self._at_once and self._cuts(few[0]):
+                    self._advance_in_slices(few[0], now)
+                else:
+                    self._advance_whole(now)
+                group.update({**now, "params": group["params"]})
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `StepPart.gathered`."""
+        state: Any = self.optimizer.state
+        before = {parameter: state[parameter] for parameter in self._parameters if parameter in state}
+        try:
+            for parameter in before:
+                self._restore(parameter)
+            yield
+        finally:
+            state.update(before)
+
+    def report(self) -> list[str]:
+        """See `StepPart.report`."""
+        optimizer, places = self.optimizer, self.optimizer._places()
+        before = after = number = 0
+        stay: dict[str, list[str]] = {}
+        for parameter in self._parameters:
+            states = optimizer.state.get(parameter, {})
+            codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
+            number += bool(codes)
+            for name, value in codes.items():
+                before += value.numel() * self._moments(parameter)[name].dtype.itemsize
+                after += value.nbytes + states[f"{name}{_LARGEST}"].nbytes
+            if not codes:
+                stay.setdefault(self._why_not(parameter, states), []).append(places[id(parameter)][1])
+        lines = [f"{self.how!r}: moments of {number} parameters, {format_bytes(before)} in {format_bytes(after)}"]
+        return lines + [f"  as they are, {why}: {', '.join(titles)}" for why, titles in stay.items()]
+
+    def _why_not(self, parameter: torch.Tensor, states: dict[str, Any]) -> str:
+        if not states:
+            return "for it has not stepped yet"
+        if not self._moments(parameter):
+            return "for no state is a moment"
+        return f"for fewer than {_LEAST} numbers" if parameter.numel() < _LEAST else "for its type or layout"
+
+    # ------------------------------------------------------------------------------------------------------ stepping
+
+    def _advance_whole(self, group: Group) -> None:
+        for parameter in group["params"]:
+            self._restore(parameter)
+        try:
+            self.inner.advance([group])
+        finally:
+            for parameter in group["params"]:
+                self._shrink(parameter)
+
+    def _cuts(self, parameter: torch.Tensor) -> bool:
+        """Whether the step may go over parts of `parameter`, which then are parameters for a moment."""
+        evidence = self.optimizer._evidence
+        return (
+            evidence.elementwise
+            and not self.inner.places
+            and bool(self._moments(parameter))
+            and {name for dims, name in evidence.full if dims == parameter.dim()} == self._moments(parameter).keys()
+            and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
+        )
+
+    def _advance_in_slices(self, parameter: torch.Tensor, group: Group) -> None:
+        state: Any = self.optimizer.state
+        gradient = parameter.grad
+        assert gradient is not None, "it steps"
+        options = dict(group)
+        before, moments = dict(state.get(parameter, {})), self._moments(parameter)
+        flat, flat_gradient, block = parameter.detach().view(-1), gradient.detach().view(-1), self.how.block
+        width = max(1, self._at_once // parameter.itemsize // _BLOCKS[-1]) * _BLOCKS[-1]
+        found = {name: value for name, value in before.items() if name in moments or name.endswith(_LARGEST)}
+        small: dict[str, Any] = {}
+        for start in range(0, parameter.numel(), width):
+            part, blocks = slice(start, start + width), slice(start // block, (start + width) // block)
+            twin = flat[part]
+            twin.grad = flat_gradient[part]
+            if before:
+                state[twin] = {
+                    name: self._numbers(value.view(-1)[part], before[f"{name}{_LARGEST}"][blocks], moments[name])
+                    if name in found
+                    else copied(value)
+                    for name, value in before.items()
+                    if not name.endswith(_LARGEST)
+                }
+            now = {**options, "params": [twin]}
+            try:
+                self.inner.advance([now])
+            finally:
+                after = state.pop(twin, {})
+            for name, moment in moments.items():
+                codes, largest = quantized(after[name].detach().view(-1), block, signed=moment.signed)
+                if name not in found:
+                    found[name] = torch.empty_like(parameter, dtype=torch.uint8)
+                    found[f"{name}{_LARGEST}"] = largest.new_empty(-(-parameter.numel() // block))
+                found[name].view(-1)[part] = codes
+                found[f"{name}{_LARGEST}"][blocks] = largest
+            small = {name: value for name, value in after.items() if name not in moments}
+            group.update({**now, "params": [parameter]})
+        state[parameter] = {**small, **found}
+
+    # ------------------------------------------------------------------------------------------------ there and back
+
+    def _moments(self, parameter: torch.Tensor) -> dict[str, Moment]:
+        """The states of `parameter` that are moments, by their names."""
+        return {
+            moment.name: moment
+            for moment in self.optimizer._evidence.moments
+            if (moment.dims, moment.of) == (parameter.dim(), parameter.dtype)
+        }
+
+    def _shrink(self, parameter: torch.Tensor) -> None:
+        """Quantise the moments of `parameter` that are not yet."""
+        optimizer = self.optimizer
+        states = optimizer.state.get(parameter)
+        if not isinstance(states, dict) or parameter.numel() < _LEAST:
+            return
+        made: dict[str, torch.Tensor] = {}
+        for name, moment in self._moments(parameter).items():
+            value = states.get(name)
+            if isinstance(value, torch.Tensor) and value.dtype == moment.dtype and _is_dense(value, parameter):
+                flat = value.detach().as_strided((value.numel(),), (1,))
+                codes, made[f"{name}{_LARGEST}"] = quantized(flat, self.how.block, signed=moment.signed)
+                made[name] = codes.as_strided(value.shape, value.stride())
+        if not made:
+            return
+        rest = {name: value for name, value in states.items() if name not in made}
+        if id(parameter) in optimizer._shared:  # whoever else has these keeps them
+            optimizer._shared.discard(id(parameter))
+            rest = copied(rest)
+        order = [*states, *(name for name in made if name not in states)]
+        optimizer.state[parameter] = {name: made[name] if name in made else rest[name] for name in order}
+
+    def _restore(self, parameter: torch.Tensor) -> None:
+        """Give `parameter` its moments as numbers."""
+        states = self.optimizer.state.get(parameter, {})
+        moments = self._moments(parameter)
+        codes = {name: value for name, value in states.items() if f"{name}{_LARGEST}" in states}
+        if not codes:
+            return
+        numbers = {
+            name: self._numbers(
+                value.as_strided((value.numel(),), (1,)), states[f"{name}{_LARGEST}"], moments[name]
+            ).as_strided(value.shape, value.stride())
+            for name, value in codes.items()
+        }
+        self.optimizer.state[parameter] = {
+            name: numbers.get(name, value) for name, value in states.items() if not name.endswith(_LARGEST)
+        }
+
+    def _numbers(self, codes: torch.Tensor, largest: torch.Tensor, moment: Moment) -> torch.Tensor:
+        return restored(codes, largest, self.how.block, moment.dtype, signed=moment.signed)
+
+
+def _is_dense(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether it has the parameter's shape, and each place in its memory is one of its numbers."""
+    if value.layout is not torch.strided or value.shape != parameter.shape or not value.dtype.is_floating_point:
+        return False
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.dtype in kinds and last + 1 == value.numel()

@@ -1,0 +1,208 @@
+"""`quantize_states`: what is rounded and by how much, what is not, and that training goes on as it would."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.cli.training import Job, gpt2, read_text
+from memscale.optimizers import blockwise, quantized
+from tests.support.checks import bits
+from tests.support.optimizers import OPTIMIZERS, Lion, network, numbers, train, trained
+
+HOW = ms.quantize_states()
+LARGEST_ERROR = {True: 0.012, False: 0.006}  # of a block's largest magnitude
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small moments are quantised too, a parameter at a time."""
+    monkeypatch.setattr(quantized, "_LEAST", 1)
+    monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("block", [64, 256, 4096])
+def test_numbers_come_back_as_near_as_promised_and_have_the_same_codes_again(signed, block):
+    blockwise.prepare(torch.device("cpu"))
+    random = torch.Generator().manual_seed(block)
+    values = torch.randn(3 * 4096 + 13, generator=random) * 10 ** torch.randn(3 * 4096 + 13, generator=random)
+    values = values if signed else values.square()
+    values[::7] = 0.0
+    values[4096:8192] = 0.0
+    codes, largest = blockwise.quantized(values, block, signed=signed)
+    back = blockwise.restored(codes, largest, block, torch.float32, signed=signed)
+    scale = largest.repeat_interleave(block)[: len(values)]
+    assert ((back - values).abs() <= LARGEST_ERROR[signed] * scale).all()
+    assert (back[values == 0] == 0).all()
+    assert signed or (back[values != 0] != 0).all()
+    again = blockwise.quantized(back, block, signed=signed)
+    assert bits(again) == bits((codes, largest))
+    values[5] = float("nan")
+    assert blockwise.restored(*blockwise.quantized(values, block, signed=signed), block, torch.float32, signed=signed)[
+        5
+    ].isnan()
+
+
+KEPT = {"SGD with momentum": {"momentum_buffer"}, "Muon": {"momentum_buffer"}, "Lion": {"exp_avg"}}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_moments_are_in_8_bits_and_each_step_is_that_of_the_optimizer_over_what_they_say(make, small, request):
+    model, plain = trained(make, 2)
+    other = copy.deepcopy(model)
+    optimizer = HOW(plain)
+    before = bits(plain.state_dict())
+    for number in range(2, 4):
+        reference = make(other.parameters())  # a plain one, from the numbers that the quantised one has
+        reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(other, reference, [number])
+        train(model, optimizer, [number])
+        assert bits(dict(other.state_dict())) == bits(dict(model.state_dict()))
+        for (_, states), (_, expected) in zip(optimizer.state.items(), reference.state.items(), strict=True):
+            names = KEPT.get(request.node.callspec.id, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+            assert all(states[name].dtype == torch.uint8 for name in names & states.keys())
+            assert {name for name in states if not name.endswith(".largest")} == expected.keys()
+    assert bits(plain.state_dict()) == before
+
+
+def test_a_large_parameter_steps_in_slices_to_the_same_numbers(monkeypatch):
+    def run():
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(40, 1000))
+        optimizer = HOW(torch.optim.AdamW([weight, nn.Parameter(torch.ones(3))], fused=True, lr=0.1))
+        for _ in range(3):
+            weight.grad = torch.randn_like(weight)
+            trace = ms.measure(optimizer.step)
+        return bits(weight), bits(optimizer.state_dict()), trace.growth_bytes
+
+    *whole, whole_bytes = run()
+    monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)
+    *sliced, sliced_bytes = run()
+    assert sliced == whole
+    assert sliced_bytes < whole_bytes / 4
+
+
+def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
+    model = nn.Sequential(nn.Embedding(300, 64), nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = HOW(torch.optim.Adam(model.parameters()))
+    assert "as they are, for it has not stepped yet: parameter 0 of group 0" in optimizer.report()
+    model(torch.arange(8)).sum().backward()
+    optimizer.step()
+    kept = [name for name, each in model.named_parameters() if optimizer.state[each]["exp_avg"].dtype == torch.float32]
+    assert kept == ["1.bias", "2.weight", "2.bias"]
+    text = optimizer.report()
+    assert "quantize_states(): moments of 2 parameters, 182 KiB in 46.2 KiB" in text
+    assert "as they are, for fewer than 4096 numbers: parameter 2 of group 0 [64], parameter 3" in text
+    unused = model[0].weight[8:].detach().clone()
+    model(torch.arange(8)).sum().backward()
+    optimizer.step()
+    assert bits(model[0].weight[8:].detach()) == bits(unused)  # zero stays zero
+    rprop = HOW(torch.optim.Rprop([weight := nn.Parameter(torch.ones(64, 64))]))
+    weight.grad = torch.ones_like(weight)
+    rprop.step()
+    assert {name: value.dtype for name, value in rprop.state[weight].items() if name != "step"} == {
+        "prev": torch.uint8,
+        "step_size": torch.float32,
+        "prev.largest": torch.float32,
+    }
+
+
+@pytest.mark.parametrize("how", [HOW, ms.compose(ms.offload_states(), HOW), ms.compose(ms.step_in_backward(), HOW)])
+def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, small):
+    model, plain = trained(Lion, 2)
+    optimizer = how(plain)
+    train(model, optimizer, [2])
+    others = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    loaded = copy.deepcopy(model)
+    others.append((loaded, how(Lion(loaded.parameters()))))
+    others[-1][1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, [3, 4])
+    for each in others:
+        train(*each, [3, 4])
+        assert numbers(*each) == numbers(model, optimizer)
+
+
+TOGETHER = {
+    "offloaded": ms.compose(ms.offload_states(), HOW),
+    "offloaded inside": ms.compose(HOW, ms.offload_states()),
+    "on disk": ms.compose(ms.offload_states(tier="disk"), HOW),
+    "in backward": ms.compose(ms.step_in_backward(), HOW),
+    "in groups": ms.compose(ms.step_in_groups(group_bytes=64), HOW),
+}
+
+
+@pytest.mark.parametrize("how", TOGETHER.values(), ids=TOGETHER)
+def test_with_others_it_gives_the_numbers_that_it_gives_alone(how, small):
+    model, plain = trained(OPTIMIZERS["AdamW"], 1)
+    other, others = copy.deepcopy((model, plain))
+    alone, together = HOW(plain), how(others)
+    train(model, alone, range(1, 4))
+    train(other, together, range(1, 4))
+    assert numbers(other, together) == numbers(model, alone)
+
+
+def test_without_bitsandbytes_it_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(
+        ms.RuntimeUnavailable, match=r"needs bitsandbytes, .*; pip install 'memscale-transforms\[bnb\]'"
+    ):
+        HOW(torch.optim.AdamW(network().parameters()))
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 4}, {"bits": True}, {"block": 100}, {"block": 0}, {"block": "256"}])
+def test_values_out_of_range_are_refused(wrong):
+    with pytest.raises(ms.ConfigError, match=r"quantize_states\((bits|block)=.*\) must be"):
+        ms.quantize_states(**wrong)
+
+
+@pytest.mark.parametrize("hardware", [None, "h100"])
+def test_a_profile_counts_a_quarter_of_the_states_and_leaves_everything(hardware):
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
+    plain = torch.optim.AdamW(model.parameters(), foreach=False)
+    step = {"loss": lambda y, _: y.sum(), "hardware": hardware}
+    before, after, by_plan = (
+        ms.profile(model, torch.ones(2, 512), **step, **how)
+        for how in ({"optimizer": plain}, {"optimizer": HOW(plain)}, {"optimizer": plain, "plan": {"": HOW}})
+    )
+    states = before.by_category["optimizer state"]
+    # What is left is a quarter of them, and those of a layer in full with what the step makes.
+    assert 0.73 - 3 / 12 <= (before.peak_bytes - after.peak_bytes) / states <= 0.75
+    assert by_plan.peak_bytes == after.peak_bytes
+    assert not plain.state
+    optimizer = HOW(plain)
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+    trained = numbers(model, optimizer)
+    ms.profile(model, torch.ones(2, 512), optimizer=optimizer, **step)
+    assert numbers(model, optimizer) == trained
+
+
+@pytest.mark.deep
+def test_300_steps_of_the_demo_have_the_loss_of_float32_within_a_hundredth():
+    losses = [_losses(how) for how in (ms.identity, HOW)]
+    smooth, quantised = (torch.tensor(each).unfold(0, 20, 1).mean(1) for each in losses)
+    assert losses[0] != losses[1]
+    assert smooth[-1] < 0.6 * smooth[0]
+    assert ((quantised - smooth).abs() <= 0.01 * smooth).all()
+
+
+def _losses(how):
+    job = Job(layers=2, width=128, batch=8, seq=64, steps=300, device=torch.device("cpu"))
+    text, starts, losses = read_text(), torch.Generator().manual_seed(0), []
+    model = gpt2(job)
+    optimizer = how(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for _ in range(job.steps):
+        rows = torch.randint(len(text) - job.seq, (job.batch,), generator=starts).tolist()
+        ids = torch.stack([text[row : row + job.seq] for row in rows]).long()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
