@@ -19,8 +19,8 @@ from memscale.algebra.composition import AnyOptimizer, Transform, compose
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
-from memscale.algebra.region import Former, Relocation, attach, entitle, placing_in
-from memscale.core import Assembled, PlanError, TransformError
+from memscale.algebra.region import Former, Relocation, Transformed, attach, entitle, placing_in
+from memscale.core import Assembled, PlanError, TransformError, assembled_in
 from memscale.runtime import Runtime
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
@@ -104,6 +104,7 @@ def transform(
         attach(memo[id(module)], how.on(runtime))
     entitle(copy)
     _keep_shared_parameters(copy)
+    _tell_of_its_own_checkpointing(copy)
     if regions:
         links = _links(model)
         attach(copy, lambda fn: Shared(fn, links))
@@ -209,6 +210,26 @@ def _keep_shared_parameters(model: nn.Module) -> None:
         module.__dict__["_apply"] = Relocation(module, placing[0])  # where several do, the outermost has the word
     if told and None not in told:
         warnings.warn(f"{max(map(str, told), key=len)}; this is said once", RuntimeWarning, stacklevel=3)
+
+
+def _tell_of_its_own_checkpointing(model: nn.Module) -> None:
+    """Warn of a Hugging Face model that recomputes layers itself, in or around which regions are to be recomputed."""
+    own = {id(module): path for path, module in model.named_modules() if module.__dict__.get("gradient_checkpointing")}
+    for path, region in model.named_modules() if own else ():
+        made_of = assembled_in(region.__dict__.get("forward"))
+        if not any(isinstance(part, Transformed) and part.keeps_inputs_only for part in made_of):
+            continue
+        beside = [own[id(module)] for module in region.modules() if id(module) in own]
+        beside += [each for each in own.values() if not each or f"{path}.".startswith(f"{each}.")]
+        if beside:
+            warnings.warn(
+                f"the model's own activation checkpointing is on (at {beside[0]!r}), in or around the region {path!r}: "
+                "one of the two keeps nothing, and what memscale checks is not checked; call "
+                "model.gradient_checkpointing_disable() before transform()",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
 
 
 _Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]

@@ -7,6 +7,7 @@ and a reference back would be a cycle, which holds the weights until Python's ga
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -23,7 +24,12 @@ from memscale.core import Assembled, TransformError, assembled_in
 from memscale.runtime import Runtime
 
 Same = TypeVar("Same", bound="Transformed")
-_ATTACHED = ("forward", "_apply", "_replicate_for_data_parallel")  # the attributes of a module that make it a region
+_ATTACHED = (
+    "forward",
+    "_apply",
+    "_replicate_for_data_parallel",
+    "__getstate__",
+)  # the attributes of a module that make it a region
 
 
 class Transformed(Assembled):
@@ -259,6 +265,70 @@ class Replication(OfModule, Assembled):
         return Replication(remap(self.module))
 
 
+class State(OfModule, Assembled):
+    """What a module's copies and pickles are made of, ``__getstate__``: its attributes, those of a region to be copied.
+
+    `copy.copy` takes them as they are, and its copy would run as the original, whatever was changed in it since.
+    """
+
+    def __call__(self) -> Any:
+        return _state(self.module)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return _state  # for libraries that bind the methods of a module to their copy of it, as those of `Method`
+
+    def parts(self) -> tuple[Any, ...]:
+        return (self.module,)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> State:
+        return State(remap(self.module))
+
+
+class _Lent:
+    """A method of a region on the way to a copy. A deep copy and a pickle of this is one of the method."""
+
+    def __init__(self, method: Method | State) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TransformError(
+            f"this {type(self.__self__).__name__} is a copy.copy of one under a transform: its forward would "
+            "be that of the original; use copy.deepcopy, or transform() what was copied"
+        )
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self._method.module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self._method.__func__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._method, memo)
+
+    def __reduce__(self) -> Any:
+        return (_itself, (self._method,))
+
+
+def _itself(method: Method | State) -> Method | State:
+    return method
+
+
+def _state(module: nn.Module) -> Any:
+    own: Any = getattr(type(module), "__getstate__", None)
+    plain = own is getattr(object, "__getstate__", None)  # which Python 3.10 has not
+    state = module.__dict__ if plain else own(module)
+    if not isinstance(state, dict):
+        return state
+    return {name: _Lent(value) if isinstance(value, (Method, State)) else value for name, value in state.items()}
+
+
 class Former(OfModule):
     """What a module has of its own where a region is going to be."""
 
@@ -295,6 +365,7 @@ def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., 
     method = Method(module, how(inside))
     module.__dict__["forward"] = method
     module.__dict__["_replicate_for_data_parallel"] = Replication(module)
+    module.__dict__["__getstate__"] = State(module)
     return method
 
 

@@ -21,6 +21,11 @@ except ImportError as error:
         f"memscale.integrations.hf needs transformers ({error}); pip install 'memscale-transforms[hf]'"
     ) from error
 
+# Below the import that may fail, which says what to install.
+from memscale.integrations.batch_size import BatchSize, find_batch_size, predict
+
+__all__ = ["BatchSize", "MemScaleCallback", "find_batch_size", "predict"]
+
 _GIB = 1 << 30
 
 
@@ -72,6 +77,10 @@ class MemScaleCallback(TrainerCallback, ExportableState):
             self.wrapping.former_plan = kept["attributes"]["plan"]
         if model is not None:
             self.wrapping.wrap(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The first one knows the plan."""
+        self.wrapping.after_step()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
         """Add the memory's keys."""

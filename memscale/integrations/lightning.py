@@ -63,6 +63,10 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
             pl_module.configure_model = configured
             self._late = weakref.ref(pl_module)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The first one knows the plan."""
+        self.wrapping.after_step()
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Detach."""
         self.end()

@@ -42,8 +42,13 @@ class Wrapping:
         if self.executor is None or attached(model) is not self.executor:
             self.end()
             self.executor = wrapped(model, self._config, sample_input=self._sample_input, plan=self._plan)
-        if self.former_plan is not None and Plan.from_json(self.former_plan) != self.executor.plan:
-            self.executor.say(f"the run that is resumed had another plan:\n{Plan.from_json(self.former_plan)}")
+
+    def after_step(self) -> None:
+        """Say once if a run that is resumed had another plan: by now the first call has planned."""
+        if self.former_plan is not None and self.executor is not None:
+            former, self.former_plan = Plan.from_json(self.former_plan), None
+            if former != self.executor.plan:
+                self.executor.say(f"the run that is resumed had another plan:\n{former}")
 
     def end(self) -> None:
         """Detach what is wrapped."""

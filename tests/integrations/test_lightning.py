@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         self.net: Any = None if late else Net()
         self.regions: list[int] = []
         self.fails = False
+
+    def validation_step(self, batch: Any, at: int) -> None:
+        self.net(batch[0])
 
     def training_step(self, batch: Any, at: int) -> torch.Tensor:
         self.regions.append(sum("forward" in layer.__dict__ for layer in self.net.layers))
@@ -130,7 +134,9 @@ def test_an_exception_leaves_the_module_as_it_was(trainer: Any) -> None:
     assert all(map(torch.equal, fitted(trainer(MemScaleCallback(FORCE)), model), fitted(trainer(), module())))
 
 
-def test_a_checkpoint_has_the_plan(trainer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_plan_and_a_resumed_fit_tells_of_another(
+    trainer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plan = ms.Plan({"layers.*": ms.checkpoint()})
     run = trainer(
         MemScaleCallback(plan=plan), lightning.pytorch.callbacks.ModelCheckpoint(tmp_path), enable_checkpointing=True
@@ -142,18 +148,75 @@ def test_a_checkpoint_has_the_plan(trainer: Any, tmp_path: Path) -> None:
     assert saved["state_dict"].keys() == model.state_dict().keys()
     (kept,) = [state["plan"] for state in saved["callbacks"].values() if "plan" in state]
     assert ms.Plan.from_json(kept) == plan
+    for how, told in (({"layers.0": ms.checkpoint()}, True), (plan, False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="memscale"):
+            trainer(MemScaleCallback(plan=how), max_epochs=3).fit(
+                module(), loader(), ckpt_path=path, weights_only=False
+            )
+        assert ("the run that is resumed had another plan" in caplog.text) is told
 
 
-def test_the_trials_of_a_batch_size_finder_run_wrapped(trainer: Any) -> None:
-    class Sized(Module):
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_trials_of_a_batch_size_finder_run_wrapped(late: bool, place: int, trainer: Any) -> None:
+    class Sized(LateModule if late else Module):  # type: ignore[misc]
         batch_size = 2
 
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(loader().dataset, batch_size=self.batch_size)
 
+        val_dataloader = train_dataloader
+
     torch.manual_seed(0)
-    model = Sized()
-    finder = lightning.pytorch.callbacks.BatchSizeFinder(max_trials=1, steps_per_trial=1)
-    trainer(finder, MemScaleCallback(FORCE), max_epochs=1).fit(model)
+    model = Sized(late=late)
+    callbacks = [lightning.pytorch.callbacks.BatchSizeFinder(max_trials=1, steps_per_trial=1)]
+    callbacks.insert(place, MemScaleCallback(FORCE))
+    trainer(*callbacks, max_epochs=1).fit(model)
     assert set(model.regions) == {3}
     assert is_plain(model)
+
+
+def test_what_ends_a_fit_detaches(trainer: Any) -> None:
+    model = module()
+    callback = MemScaleCallback(FORCE)
+
+    class Stop(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer(callback, Stop()).fit(model, loader())
+    assert is_plain(model)
+    averaging = lightning.pytorch.callbacks.WeightAveraging(device="cpu")
+    run = trainer(callback, averaging, max_epochs=1)
+    run.fit(model, loader())
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader())
+    run.validate(model, loader(), verbose=False)
+    assert is_plain(model)
+    assert set(model.regions) == {3}
+
+
+def test_fabric_takes_a_wrapped_module(trainer: Any) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+
+    def trained(how: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net: Any = Net()
+        if how == "before":
+            ms.wrap(net, FORCE)
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
+        if how == "after":
+            ms.wrap(model, FORCE)
+        torch.manual_seed(5)
+        for (rows,) in loader():
+            fabric.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert any("forward" in layer.__dict__ for layer in net.layers) is (how != "plain")
+        return [parameter.detach() for parameter in net.parameters()]
+
+    expected = trained("plain")
+    for how in ("before", "after"):
+        assert all(map(torch.equal, trained(how), expected))

@@ -198,3 +198,44 @@ def test_replicas_of_a_region_are_refused(how: str) -> None:
     if how == "wrap":
         ms.detach(model)
         assert not any("_replicate_for_data_parallel" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("how", ["wrap", "transform"])
+def test_a_shallow_copy_of_a_region_is_refused_and_other_copies_run_as_themselves(how: str) -> None:
+    model = ms.wrap(blocks(), FORCE) if how == "wrap" else ms.transform(blocks(), {"*": ms.checkpoint()})
+    with pytest.raises(ms.TransformError, match=r"this Block is a copy.copy of one .*copy.deepcopy"):
+        copy.copy(model[1])(torch.ones(2, 8))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            copied[1].inside.weight.zero_()
+        assert not torch.equal(step(copied)[2], step(blocks())[2])
+        with pytest.raises(ms.TransformError, match=r"copy.copy"):
+            copy.copy(copied[0])(torch.ones(2, 8))
+    if how == "wrap":
+        ms.detach(model)
+        assert not any("__getstate__" in module.__dict__ for module in model.modules())
+
+
+class Stateful(Block):
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "was": "saved"}
+
+
+def test_a_module_that_says_what_its_copies_are_made_of_still_does() -> None:
+    torch.manual_seed(0)
+    model = ms.transform(nn.Sequential(Stateful(), Block()), {"*": ms.checkpoint()})
+    copied = copy.deepcopy(model)
+    assert copied[0].was == "saved"
+    assert torch.equal(copied(torch.ones(2, 8)), model(torch.ones(2, 8)))
+
+
+def test_transform_tells_of_a_models_own_checkpointing() -> None:
+    model = gpt2()
+    switch(model, True)
+    with pytest.warns(RuntimeWarning, match=r"own activation checkpointing is on .*'transformer.h.0'"):
+        ms.transform(model, {"transformer.h.0": ms.checkpoint()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ms.transform(model, {"lm_head": ms.checkpoint()})  # nothing there recomputes itself
+        switch(model, False)
+        ms.transform(model, {"transformer.h.*": ms.checkpoint()})

@@ -1,0 +1,142 @@
+"""`predict` and `find_batch_size`: what a Trainer's step takes, and how large its batches can be, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Trainer
+
+from memscale.core import BudgetError, ConfigError
+from memscale.hardware import Hardware
+from memscale.integrations.trainer_step import TrainerStep, step_of
+from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
+
+_PASSES = 2  # from the second pass on all of them are alike
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The batches that a Trainer's step fits with.
+
+    Attributes:
+        per_device: for ``per_device_train_batch_size``.
+        accumulation: for ``gradient_accumulation_steps``.
+        largest: how that was found: the largest batch that fits, and what one row more would take.
+    """
+
+    per_device: int
+    accumulation: int
+    largest: LargestBatch
+
+    def __str__(self) -> str:
+        passes = f"gradient_accumulation_steps={self.accumulation}"
+        return f"per_device_train_batch_size={self.per_device}, {passes}\n{self.largest}"
+
+
+def predict(
+    trainer: Trainer,
+    *,
+    batch: Any = None,
+    hardware: Hardware | str | None = None,
+    budget: Budget | None = None,
+    recommend: bool | None = None,
+) -> OOMPrediction:
+    """Whether the training step of a Trainer fits, before it runs: simulated on one process, with its longest rows.
+
+    Counted is what the Trainer adds to the model: the optimizer that its arguments name, gradients that are
+    accumulated and the inputs of all the passes, mixed precision with its float32 outputs, label smoothing or another
+    loss, clipping, and the model's own activation checkpointing. What is not (evaluation, DDP's buckets, the compiler)
+    is in the ``notes``. Nothing is changed.
+
+    Args:
+        trainer: before or after ``train()``, wrapped or not.
+        batch: what the data collator returns, instead of a batch of the longest rows of the data set; finding those
+            reads the whole of it.
+        hardware: the device to predict for; None is the model's own.
+        budget, recommend: as in `OOMPredictor.predict`.
+
+    Raises:
+        ConfigError: the Trainer has nothing to train on, or another argument is wrong.
+        RuntimeUnavailable: it shards its model over processes, or its step can be neither simulated nor run.
+    """
+    accumulate = trainer.args.gradient_accumulation_steps
+    with step_of(trainer, reads=batch is None) as step:
+        predictor = _predictor(step, hardware, accumulate)
+        if batch is None:
+            batch = step.collate(step.rows[: trainer.args.per_device_train_batch_size])
+        held = trainer.args.per_device_train_batch_size * accumulate
+        found = predictor.predict(step.called_with(batch, held), budget=budget, recommend=recommend)
+        notes = [*step.notes]
+        if accumulate > _PASSES:
+            notes.append(f"{_PASSES} of the {accumulate} passes were simulated: the times are theirs")
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def find_batch_size(
+    trainer: Trainer,
+    *,
+    hardware: Hardware | str | None = None,
+    budget: Budget | None = None,
+    keep_global_batch: bool = True,
+    apply: bool = False,
+) -> BatchSize:
+    """The largest batch of a Trainer's device, by simulation: no trial runs, and none can run out of memory.
+
+    Every row is as long as the longest of the data set.
+
+    Args:
+        trainer: before ``train()``.
+        hardware, budget: as in `predict`.
+        keep_global_batch: keep the rows of an optimizer step, which is the product of ``per_device_train_batch_size``
+            and ``gradient_accumulation_steps``: the answer is the largest of its divisors that fits. Otherwise the
+            accumulation stays.
+        apply: enter the answer into the Trainer's arguments.
+
+    Raises:
+        BudgetError: not even one row fits.
+        ConfigError, RuntimeUnavailable: as `predict`.
+    """
+    for name, value in (("keep_global_batch", keep_global_batch), ("apply", apply)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"find_batch_size({name}={value!r}) must be True or False")
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    with step_of(trainer) as step:
+        if keep_global_batch:
+            found = _divisor(step, hardware, budget, rows)
+        else:
+            passes = args.gradient_accumulation_steps
+            predictor = _predictor(step, hardware, passes)
+            largest = predictor.largest(lambda count: _repeated(step, count, count * passes), budget=budget)
+            found = BatchSize(largest.n, passes, largest)
+    if apply:
+        args.per_device_train_batch_size = trainer._train_batch_size = found.per_device
+        args.gradient_accumulation_steps = trainer.current_gradient_accumulation_steps = found.accumulation
+    return found
+
+
+def _divisor(step: TrainerStep, hardware: Hardware | str | None, budget: Budget | None, rows: int) -> BatchSize:
+    """The largest divisor of `rows` that fits, in as many passes as that takes."""
+    whole = _predictor(step, hardware, 1)
+    at_once = whole.predict(_repeated(step, rows, rows), budget=budget, recommend=False)
+    if at_once.fits:
+        return BatchSize(rows, 1, LargestBatch(rows, at_once.peak_bytes, None, at_once.capacity_bytes, 1))
+    if rows == 1:
+        raise BudgetError(f"not even one row fits: {at_once.message}; predict() says what would free memory")
+    # Several passes keep the gradients between them, so that they are not those of the whole batch.
+    several = _predictor(step, hardware, rows)
+    largest = several.largest(lambda count: _repeated(step, count, rows), budget=budget, at_most=rows - 1)
+    per_device = max(count for count in range(1, largest.n + 1) if rows % count == 0)
+    return BatchSize(per_device, rows // per_device, largest)
+
+
+def _repeated(step: TrainerStep, count: int, rows: int) -> Any:
+    """A batch of `count` times the longest row, in a step of `rows`."""
+    return step.called_with(step.collate([step.rows[0]] * count), rows)
+
+
+def _predictor(step: TrainerStep, hardware: Hardware | str | None, accumulate: int) -> OOMPredictor:
+    passes = min(accumulate, _PASSES)
+    return OOMPredictor(step.model, step.optimizer, hardware=hardware, loss=step.loss, accumulate=passes)

@@ -1,0 +1,298 @@
+"""The training step of a Trainer of transformers as a prediction takes it, and its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+
+from memscale.algebra import Former, OwnForward
+from memscale.core import ConfigError, Loss, RuntimeUnavailable, tensors
+
+
+@dataclass(frozen=True)
+class TrainerStep:
+    """What a Trainer's step is made of, while `step_of` holds.
+
+    Attributes:
+        model: as the Trainer trains it: its forward is in mixed precision where the Trainer's is.
+        optimizer: the one that the Trainer has or would make; it clips gradients before it steps, as the Trainer does.
+        loss: the Trainer's ``compute_loss``, of an output of the model and what it was called with.
+        called_with: what the model is called with for what the data collator returns, in a step of so many rows.
+        collate: the data collator.
+        rows: as many rows as a process takes for a step of the optimizer, the longest first.
+        notes: what is not counted.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    called_with: Callable[[Any, int], Mapping[str, Any]]
+    collate: Callable[[Sequence[Any]], Any]
+    rows: Sequence[Any]
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
+    """The step of `trainer`; trainer, model, optimizer and random states are afterwards what they were.
+
+    Args:
+        reads: whether the rows of the data set are wanted.
+
+    Raises:
+        ConfigError: it has no rows to train on, or its ``compute_loss`` cannot be told apart from its model.
+        RuntimeUnavailable: it shards the model over processes.
+    """
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise RuntimeUnavailable(
+            "this Trainer shards its model (DeepSpeed or FSDP), and the step of one shard is not simulated; ask a "
+            "Trainer without them, whose peak is that of one process that holds everything"
+        )
+    model = trainer.model
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_random_states_kept())
+        stack.enter_context(_training(model))
+        stack.enter_context(_recomputing(trainer))
+        optimizer = stack.enter_context(_optimizer(trainer))
+        collate, rows, notes = _data(trainer) if reads else (trainer.data_collator, [], [])
+        asked = _Asked(trainer)
+        stack.enter_context(_mixed_precision(trainer))
+        if trainer.args.torch_compile:
+            notes.append("not counted: what the compiler fuses or keeps; the step is simulated in eager mode")
+        if trainer.args.world_size > 1:
+            notes.append("not counted: the buckets of DistributedDataParallel, one more copy of the gradients")
+        notes.append("not counted: evaluation, which keeps the logits of all rows until eval_accumulation_steps")
+        yield TrainerStep(model, optimizer, asked.loss, asked.called_with, collate, rows, tuple(notes))
+
+
+class _Asked:
+    """A Trainer's ``compute_loss``, taken apart: what it calls the model with, and what it makes of the output."""
+
+    def __init__(self, trainer: Any) -> None:
+        # Weakly: what the loss leads to is in the step's memory, and a Trainer leads to its whole data set.
+        self._weakly = weakref.ref(trainer)
+        self._inputs: Mapping[str, Any] = {}  # of the last batch, with what the model is not called with
+        self._others: list[torch.Tensor] = []  # of the step's other passes: a Trainer moves them all at once
+
+    def called_with(self, inputs: Any, rows: int) -> Mapping[str, Any]:
+        """What the model is called with for `inputs`, which a data collator returned, in a step of so many rows."""
+        if not isinstance(inputs, Mapping):
+            raise ConfigError(
+                f"the data collator of this Trainer returns a {type(inputs).__name__}, and a Trainer's model is called "
+                "with keywords; give one that returns a mapping"
+            )
+        called: list[dict[str, Any]] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                raise ConfigError(
+                    "compute_loss of this Trainer calls its model with positional arguments; use keywords"
+                )
+            called.append(kwargs)
+            raise _Called
+
+        with contextlib.suppress(_Called):
+            self._compute(inputs, forward)
+        if not called:
+            raise ConfigError(
+                f"compute_loss of this {type(self._trainer).__name__} does not call its model's forward, so that there "
+                "is no step to predict; use memscale.profile with a function that runs one pass"
+            )
+        self._inputs = inputs
+        others = max(rows - _count(inputs), 0)
+        self._others = [each.new_empty((others, *each.shape[1:])) for each in tensors(inputs) if each.dim()]
+        return called[0]
+
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """What ``compute_loss`` makes of an output."""
+        count = _count(batch)
+        calls = 0
+
+        def forward(*_: Any, **__: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return output
+
+        # A part of the batch has fewer rows, and its labels likewise.
+        inputs = {name: batch[name] if name in batch else _first(value, count) for name, value in self._inputs.items()}
+        loss = self._compute(inputs, forward)
+        assert len(self._others) <= len(inputs)  # a simulation counts what is named in the step, and these are held
+        if calls != 1:
+            raise ConfigError(
+                f"compute_loss of this {type(self._trainer).__name__} calls its model {calls} times, and one call is "
+                "predicted; use memscale.profile with a function that runs one pass"
+            )
+        return loss
+
+    @property
+    def _trainer(self) -> Any:
+        trainer = self._weakly()
+        assert trainer is not None
+        return trainer
+
+    def _compute(self, inputs: Mapping[str, Any], forward: Callable[..., Any]) -> torch.Tensor:
+        trainer = self._trainer
+        count = None
+        if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+            count = max((tensor.numel() for tensor in tensors([inputs.get("labels")])), default=None)
+        former = Former(trainer.model)
+        trainer.model.__dict__["forward"] = forward
+        try:
+            loss: torch.Tensor = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
+            return loss
+        finally:
+            former.put_back()
+
+
+class _Called(Exception):  # it is no error
+    """The model was called."""
+
+
+class _Mixed(OwnForward):
+    """A module's own forward in mixed precision, as accelerate prepares it: the outputs are float32 again."""
+
+    dtype = torch.bfloat16
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Of the tensors' device, which may be a simulated one.
+        device_type = next((tensor.device.type for tensor in tensors((args, kwargs))), "cpu")
+        with torch.autocast(device_type, self.dtype):
+            output = super().__call__(*args, **kwargs)
+        return convert_outputs_to_fp32(lambda: output)()
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> OwnForward:
+        other = _Mixed(remap(self.module), remap(self.patched))
+        other.dtype = self.dtype
+        return other
+
+
+@contextlib.contextmanager
+def _mixed_precision(trainer: Any) -> Iterator[None]:
+    model, precision = trainer.model, trainer.accelerator.mixed_precision
+    if precision not in ("bf16", "fp16"):
+        yield
+        return
+    former = Former(model)
+    # Prepared models have what was there before accelerate's own.
+    under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
+    if getattr(under, "__func__", None) is type(model).forward:
+        under = None
+    mixed = _Mixed(model, under)
+    mixed.dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    model.__dict__["forward"] = mixed
+    try:
+        yield
+    finally:
+        former.put_back()
+
+
+@contextlib.contextmanager
+def _optimizer(trainer: Any) -> Iterator[torch.optim.Optimizer]:
+    kept = trainer.optimizer
+    try:
+        made = trainer.create_optimizer() if kept is None else kept
+    finally:
+        trainer.optimizer = kept
+    optimizer = getattr(made, "optimizer", made)  # accelerate's, around PyTorch's
+    most = trainer.args.max_grad_norm
+
+    def clip(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], most)
+
+    hook = optimizer.register_step_pre_hook(clip) if most is not None and most > 0 else None
+    try:
+        yield optimizer
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _recomputing(trainer: Any) -> Iterator[None]:
+    """The model's own checkpointing, which ``Trainer.train`` switches on."""
+    args, model = trainer.args, trainer.model
+    new = hasattr(args, "activation_checkpointing")  # its name since transformers 5
+    verb = "activation_checkpointing" if new else "gradient_checkpointing"
+    if not getattr(args, verb) or getattr(model, f"is_{verb}", False):
+        yield
+        return
+    options = getattr(args, f"{verb}_kwargs", None) or {}
+    getattr(model, f"{verb}_enable")(**({f"{verb}_kwargs": options} if options else {}))
+    try:
+        yield
+    finally:
+        getattr(model, f"{verb}_disable")()
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list[str]]:
+    """What makes a batch of rows, and as many rows as a process holds for one step of the optimizer."""
+    if trainer.train_dataset is None:
+        raise ConfigError("this Trainer has no train_dataset, whose rows are what a step is predicted for")
+    prepared = trainer.accelerator._dataloaders
+    before = list(prepared)
+    loader = trainer.get_train_dataloader()
+    prepared[:] = before
+    data = loader.dataset
+    count = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    notes = []
+    if isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__len__"):
+        rows = list(islice(iter(data), count))
+        notes.append(f"the first {len(rows)} rows were taken: a data set without a length is not read to its end")
+    else:
+        longest = sorted(range(len(data)), key=lambda at: -_length(data[at]))[:count]
+        rows = [data[at] for at in longest]
+    if not rows:
+        raise ConfigError("the train_dataset of this Trainer is empty; a step is predicted for its rows")
+    # A small data set is repeated: the Trainer's batches may be larger for another epoch's rows.
+    return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], notes
+
+
+def _length(row: Any) -> int:
+    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, (tuple, list)) else (row,)
+    return max((_size(value) for value in values), default=0)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(np.prod(value.shape))
+    return len(value) if isinstance(value, Sequence) and not isinstance(value, str) else 1
+
+
+def _count(batch: Any) -> int:
+    return next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), 1)
+
+
+def _first(value: Any, count: int) -> Any:
+    return value[:count] if isinstance(value, torch.Tensor) and value.dim() else value
