@@ -159,8 +159,7 @@ class OnDisk(StepPart):
         if room is None or key in self._there:
             return
         memory = self._there[key] = self._memory(room, parameter)
-        if not simulating():
-            self._moving[key] = room.engine.backend.copy(room.buffer, memory, "in", after=[])
+        self._moving[key] = room.engine.backend.copy(room.buffer, memory, "in", after=[])
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         """Give `parameter` its states."""
@@ -189,8 +188,7 @@ class OnDisk(StepPart):
         for name, there in room.states(memory).items():
             if views.get(name) is not large[name]:  # it is new, or the step made another one
                 there.copy_(large[name].detach())
-        if not simulating():
-            self._moving[key] = room.engine.backend.copy(memory, room.buffer, "out", after=[])
+        self._moving[key] = room.engine.backend.copy(memory, room.buffer, "out", after=[])
         self._written.append(key)
         small = {name: value for name, value in states.items() if name not in large}
         self._orders[key] = list(states)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memscale.core import ConfigError
-from memscale.hardware import host_seconds
+from memscale.hardware import Direction, host_seconds, knows_copies
 from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
@@ -201,8 +201,19 @@ class HollowMode(TorchDispatchMode):
                 f"{weight.shape[0]} rows{f' ({path})' if (path := self.path()) else ''}; check the tokens or positions"
             )
 
-    def _note(self, operator: Operator, result: Any, effect: CallEffect, known: bool = False) -> Any:
-        """Record the operator, its scratch memory and the storages of its results that are new."""
+    def _note(
+        self,
+        operator: Operator,
+        result: Any,
+        effect: CallEffect,
+        known: bool = False,
+        *,
+        way: Direction | None = None,
+    ) -> Any:
+        """Record the operator, its scratch memory and the storages of its results that are new.
+
+        A copy between the device and memory of the CPU beside it goes a `way` over the link.
+        """
         # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
         # those before that no operator saw; one that makes no node sees that of an operator before it.
         node = torch._C._autograd._get_sequence_nr() - 1
@@ -229,7 +240,9 @@ class HollowMode(TorchDispatchMode):
             uncached_share = storages.missing_share(self._used, [storage.nbytes() for storage, _ in new])
             between = self.host.taken(operator.name)
         seconds: float | None
-        if storages.away:  # the CPU beside an accelerator computes, from tensors of its own
+        if way is not None and knows_copies(self._kernels.hardware):
+            seconds = self._clock.across(way, work.nbytes // 2)
+        elif storages.away:  # the CPU beside an accelerator computes, from tensors of its own
             seconds = host_seconds(work.nbytes, self._kernels.hardware)
             self._clock.host_operator(seconds)
         else:
@@ -301,7 +314,10 @@ class HollowMode(TorchDispatchMode):
             op(*args, **kwargs)
         else:
             self.values.overwrite(operator, args, kwargs, tensors, records, written)
-        self._note(operator, None, effect)
+        crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
+        crosses = crosses and records[0].away != records[1].away
+        way: Direction | None = ("out" if records[0].away else "in") if crosses else None
+        self._note(operator, None, effect, way=way)
         returned = written[: len(op._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 

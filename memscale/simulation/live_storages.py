@@ -53,7 +53,7 @@ class LiveStorages:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
         records = [self.ledger.records[self.number(tensor)] for tensor in tensors]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = self.beside_cpu and bool(records) and all(map(_AWAY, records))
+        self.away = self.beside_cpu and any(map(_AWAY, records)) and all(map(_may_be_away, records))
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
@@ -163,3 +163,8 @@ def is_small(tensor: torch.Tensor) -> bool:
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _may_be_away(record: StorageRecord) -> bool:
+    """Whether it lies away, or may be there and here: one number, as a count of steps is, or a constant of our own."""
+    return record.away or not record.shape or (record.op < 0 and record.category == "other")

@@ -134,6 +134,17 @@ class Clock:
         self.begins.append(self._end)
         self.ends.append(self._end)
 
+    def across(self, direction: Direction, nbytes: int) -> float:
+        """The host copies between the device and memory of its own, behind all that the device was given, and waits.
+
+        Returns:
+            The seconds of the copy.
+        """
+        transfer = self.copy(direction, "pinned", nbytes, ready=self.point(), asked=len(self.ends))
+        self.host_operator(0.0)
+        self.hold_up(transfer.end, transfer.cause)
+        return transfer.end - transfer.begin
+
     def point(self) -> float:
         """When the device is through with all that it was given so far."""
         return max(self._end, self.now, *(end for end, _ in self._awaited))
