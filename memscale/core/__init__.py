@@ -18,6 +18,7 @@ from memscale.core.errors import (
 from memscale.core.folders import folder_on_disk, is_in_memory
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.core.misuse import by_name, shown
+from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
 from memscale.core.simulating import compute_capability, device_type, simulated_device_type, simulating, simulation
@@ -63,6 +64,7 @@ __all__ = [
     "format_bytes",
     "format_flops",
     "format_seconds",
+    "found_once",
     "from_data",
     "integer",
     "is_in_memory",

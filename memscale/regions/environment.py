@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.core import CorrectnessError, simulated_device_type, simulating
+from memscale.core import CorrectnessError, found_once, simulated_device_type, simulating
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -179,16 +178,15 @@ _READ = [*(read for _, read, _ in _FLAGS), torch.is_autocast_cache_enabled]
 _CPU = {"cpu"}
 
 
-@functools.cache
+@found_once
 def _settle_attention() -> None:
     """Have PyTorch put the attention kernels in the order that it will keep.
 
     The first attention of a process puts cuDNN's first on Hopper and Blackwell, and none does so again. The flags of a
     region that was the first to attend would be those of before, and its recompute would run another kernel.
     """
-    with _disable_current_modes():
-        query = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
-        torch._fused_sdp_choice(query, query, query)
+    query = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="cuda")
+    torch._fused_sdp_choice(query, query, query)
 
 
 @functools.cache

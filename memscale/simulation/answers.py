@@ -20,8 +20,8 @@ import torch
 import torch.utils._device
 
 from memscale.hardware import Hardware
-from memscale.simulation.kernels.attention import patched
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
+from memscale.simulation.process_state import answers_forgotten, patched
 
 # The folders of PyTorch and of memscale, whose code is told where tensors are.
 _INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[1]), ""))
@@ -51,19 +51,18 @@ class Answers:
         """Answer in the body."""
         # PyTorch looks up once, at the first `with torch.device(...)`, what makes tensors: not while that is patched.
         torch.utils._device._device_constructors()
-        lifts_only = torch._C._only_lift_cpu_tensors()
         with ExitStack() as stack:
+            stack.enter_context(answers_forgotten())
             # `torch.tensor(1, device="cuda")` is made on the CPU, and goes to the device by an operator.
             torch._C._set_only_lift_cpu_tensors(True)
-            stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_only)
             if not torch.cuda.is_available():
                 torch._C._ensureCUDADeviceGuardSet()
                 stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
             for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
                 stack.enter_context(self._attribute(name, value))
             # Without CUDA, PyTorch cannot say which device is the present one, as "cuda" alone means.
-            stack.enter_context(_attribute("to", _Method(torch.Tensor.to, _indexed(torch.Tensor.to))))
-            stack.enter_context(_attribute("cuda", _Method(torch.Tensor.cuda, _to_device)))
+            stack.enter_context(patched(torch.Tensor, "to", _Method(torch.Tensor.to, _indexed(torch.Tensor.to))))
+            stack.enter_context(patched(torch.Tensor, "cuda", _Method(torch.Tensor.cuda, _to_device)))
             for name in ("tensor", "as_tensor"):
                 stack.enter_context(patched(torch, name, _indexed(getattr(torch, name))))
             for name, answer in self._functions().items():
@@ -112,7 +111,7 @@ class Answers:
             self.asked[f"Tensor.{name}"] = None
             return value
 
-        with _attribute(name, property(read)):
+        with patched(torch.Tensor, name, property(read)):
             yield
 
     def _watched(self, enable: Callable[..., None]) -> Callable[..., None]:
@@ -153,15 +152,6 @@ class _Method:
 
     def __hash__(self) -> int:
         return hash(self._original)
-
-
-@contextmanager
-def _attribute(name: str, replacement: Any) -> Iterator[None]:
-    setattr(torch.Tensor, name, replacement)
-    try:
-        yield
-    finally:
-        delattr(torch.Tensor, name)  # what the C++ base class has shows again
 
 
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:

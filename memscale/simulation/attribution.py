@@ -63,6 +63,8 @@ class SimulatedStep:
             found.update(repr(about).encode())
         books = (ledger.events, ledger.event_ops, ledger.steps, ledger.trims, clock.steps, clock.begins, clock.ends)
         found.update(repr((*books, clock.stalls, clock.end, self.notes, sorted(self.by_tier.items()))).encode())
+        for copy in clock.transfers:
+            found.update(repr((copy.begin, copy.end, copy.direction, copy.tier, copy.nbytes, copy.awaited)).encode())
         return found.hexdigest()
 
     def shares(self, paths: Sequence[str]) -> Shares:

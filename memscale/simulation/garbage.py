@@ -7,6 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 100_000  # objects: about as many as a large step makes
+_EVERY = 500  # operators, so that a cycle of the step's, and the tensors in it, goes soon, as in reality
+
+
+class StepCollections:
+    """Collections while a step is simulated, by how far it has come.
+
+    Python's own come by how many objects there are, with those of whatever the process did before: a step whose tensors
+    are in cycles would let go of them at other moments, and hold other bytes, each time. Where Python's are turned off,
+    so are these.
+    """
+
+    def __init__(self) -> None:
+        self._on = gc.isenabled()
+        if self._on:
+            gc.disable()  # whoever simulates turns it on again: see `process_kept`
+            gc.collect(1)  # what is young now is none of the step's
+
+    def after(self, operators: int) -> None:
+        """The step has run so many operators."""
+        if operators % _EVERY == 0 and self._on:
+            gc.collect(1)
 
 
 @contextmanager

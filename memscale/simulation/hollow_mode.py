@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction, host_seconds, knows_copies
 from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
+from memscale.simulation.garbage import StepCollections
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.cuda_programs import in_order
@@ -84,6 +85,7 @@ class HollowMode(TorchDispatchMode):
         self._effects = CallEffects(kernels, self.hollow)
         self._operators: dict[int, Operator] = {}  # by id: the hash of an OpOverload is a function in Python
         self._sum: Sum | None = None  # the last one
+        self._collections = StepCollections()
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
         self._first_node = torch._C._autograd._get_sequence_nr()
 
@@ -250,6 +252,7 @@ class HollowMode(TorchDispatchMode):
             self._clock.operator(seconds)
         ledger.ops.append(OpCall(operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds))
         at = len(ledger.ops) - 1
+        self._collections.after(at)
         for library, nbytes in effect.workspaces.items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
@@ -335,7 +338,11 @@ class HollowMode(TorchDispatchMode):
     def _compute(
         self, operator: Operator, args: Any, kwargs: Any, records: list[StorageRecord], effect: CallEffect
     ) -> Any:
-        result = self._note(operator, operator.op(*args, **kwargs), effect)
+        result = operator.op(*args, **kwargs)
+        if operator.leaves:  # what was in the memory before is different each time
+            with _disable_current_modes():
+                result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
+        self._note(operator, result, effect)
         self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(records))
         return result
 
@@ -349,7 +356,7 @@ class HollowMode(TorchDispatchMode):
         elif (whole := self.values.of(source)) is not None:
             values, guess = whole, self.storages.record(source).guess
         else:
-            values = torch.empty_like(source)
+            values = torch.zeros_like(source)
         chosen = operator.op(*(values if arg is source else arg for arg in args), **kwargs)
         result = integers_of(chosen, effect.layout.build(self.hollow, tensors))
         self._note(operator, result, effect)

@@ -24,6 +24,7 @@ class CountingRuntimes:
         away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
         references: how many tensors refer to a storage for the simulation's own sake.
         on_trim: called where a runtime has the device give back what it only caches.
+        on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
 
     Attributes:
         at_home: what lives on another tier in the simulation, by storage.
@@ -35,11 +36,13 @@ class CountingRuntimes:
         away: Callable[[int], torch.Tensor],
         references: Callable[[torch.UntypedStorage], int],
         on_trim: Callable[[], object],
+        on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
     ) -> None:
         self.clock = clock
         self.away = away
         self.references = references
         self.on_trim = on_trim
+        self.on_copy = on_copy
         self.at_home: dict[int, Home] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
@@ -97,7 +100,7 @@ class CountingRuntime(Runtime):
         hardware = self._step.clock.hardware
         caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
         backend = ClockedBackend(caps, self._step.clock) if knows_copies(hardware) else TraceBackend(caps)
-        backend.on_trim = self._step.on_trim
+        backend.on_trim, backend.on_copy = self._step.on_trim, self._step.on_copy
         self._backends.append(backend)
         return backend
 

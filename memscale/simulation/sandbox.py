@@ -21,12 +21,14 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
+from memscale.simulation.carried import CarriedValues
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode, is_distributed
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
+from memscale.simulation.process_state import begin_alike, patched, process_kept
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
@@ -88,13 +90,11 @@ class Simulation:
     def __enter__(self) -> Simulation:
         stack = self._stack
         try:
-            # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its
-            # hollow ones, which have no values, not for the caller.
-            stack.callback(torch.clear_autocast_cache)
-            torch.clear_autocast_cache()
+            stack.enter_context(process_kept())
             if torch.get_default_device().type == "meta":  # left over from building the model
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
+            begin_alike()
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
@@ -107,6 +107,7 @@ class Simulation:
                 partial(_away, self.mode),
                 partial(_references, self._aliases),
                 on_trim=self.mode.ledger.trim,
+                on_copy=CarriedValues(self.mode.storages).copied,
             )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -348,11 +349,8 @@ def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
         finally:
             mode.modules.pop()
 
-    nn.Module.__call__ = followed  # type: ignore[method-assign]
-    try:
+    with patched(nn.Module, "__call__", followed):
         yield
-    finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -377,14 +375,9 @@ def _reads_checked(mode: HollowMode) -> Iterator[None]:
         mode.storages.resized(storage, nbytes)
         return storage
 
-    patched: list[tuple[type, str]] = []
-    try:
-        for name in ("tolist", "numpy"):
-            setattr(torch.Tensor, name, checked(name))
-            patched.append((torch.Tensor, name))
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
-        patched.append((torch.UntypedStorage, "resize_"))
+    with (
+        patched(torch.Tensor, "tolist", checked("tolist")),
+        patched(torch.Tensor, "numpy", checked("numpy")),
+        patched(torch.UntypedStorage, "resize_", resize),
+    ):
         yield
-    finally:
-        for owner, name in patched:
-            delattr(owner, name)  # what the C++ base class has shows again

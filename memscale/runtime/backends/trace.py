@@ -45,11 +45,13 @@ class TraceBackend:
 
     Attributes:
         on_trim: called where a device would give back what it only caches.
+        on_copy: called with the source and the target of each copy.
         spilled_bytes: by tier, the most at once that it took for want of room on a tier above.
     """
 
     def __init__(self, caps: Mapping[str, int | None]) -> None:
         self.on_trim: Callable[[], object] = lambda: None
+        self.on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object] = lambda source, target: None
         self.tiers = tuple(caps)
         self._caps = dict(caps)
         self._used = dict.fromkeys(caps, 0)
@@ -117,6 +119,7 @@ class TraceBackend:
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
         """See `Backend.copy`."""
+        self.on_copy(source, target)
         return _Passed()
 
     def wait(self, event: Event, stream: int | None = None) -> None:

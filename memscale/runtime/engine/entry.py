@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-from memscale.core import changed_error, described, version
+from memscale.core import changed_error, described, found_once, version
 from memscale.runtime.backends.protocol import Event
 from memscale.runtime.engine.link import Copy
 from memscale.runtime.engine.loader import ALIGNMENT, Loadable, State
@@ -193,7 +192,7 @@ def _references(storage: int) -> int:
     return int(torch._C._storage_Use_Count(storage)) - _references_of_no_tensor()
 
 
-@functools.cache
+@found_once
 def _references_of_no_tensor() -> int:
     # Asking for a storage's address makes a Python object, which PyTorch then keeps with the storage; whether that one
     # counts has changed between versions.

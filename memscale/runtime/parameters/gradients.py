@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 
 import torch
 
+from memscale.core import found_once
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import is_unshared
 from memscale.runtime.engine.link import Copy
@@ -116,7 +116,7 @@ def _is_alone(gradient: torch.Tensor) -> bool:
     return gradient._use_count() == _uses_by_python() and is_unshared(gradient)  # type: ignore[attr-defined]
 
 
-@functools.cache
+@found_once
 def _uses_by_python() -> int:
     """What PyTorch counts for a tensor that only Python refers to."""
     return int(torch.empty(0)._use_count())  # type: ignore[attr-defined]

@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 
 from memscale.core import ConfigError
+from memscale.simulation.process_state import patched
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
 Capability = tuple[int, int]
@@ -254,20 +254,6 @@ _RULES: Mapping[Kernel, Callable[[_AttentionCall, Capability, AttentionFlags], b
     "cudnn": _takes_cudnn,
     "math": _takes_math,
 }
-
-
-@contextmanager
-def patched(owner: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """``owner.name`` is ``function``, for those who look it up when they call it.
-
-    Not by a mode: those are off while ``Tensor.backward`` runs, and so while a checkpoint recomputes.
-    """
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextmanager

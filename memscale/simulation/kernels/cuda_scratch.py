@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from memscale.simulation.kernels.attention import patched
 from memscale.simulation.kernels.cuda_programs import cuda_program
 from memscale.simulation.kernels.programs import Capability, most_held
+from memscale.simulation.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
 from memscale.hardware import Hardware, Seconds, Work, seconds
 from memscale.runtime import Home, home_of
-from memscale.simulation.kernels.attention import cuda_attention, patched
+from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
@@ -29,6 +29,7 @@ from memscale.simulation.kernels.cuda_scratch import (
 )
 from memscale.simulation.kernels.programs import RESULTS, Program, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
+from memscale.simulation.process_state import patched
 
 _LINEAR = F.linear
 _HISTOGRAM = torch.histc

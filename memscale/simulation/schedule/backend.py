@@ -84,6 +84,7 @@ class ClockedBackend(TraceBackend):
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
         """See `Backend.copy`."""
+        self.on_copy(source, target)
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
         asked = max((event.op for event in after if isinstance(event, _Point)), default=len(self._clock.ends))

@@ -1,0 +1,219 @@
+"""The same step has the same simulation, byte for byte, whatever the process did before; which stays as it was."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import BuiltinFunctionType, FunctionType, GetSetDescriptorType, MethodDescriptorType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memscale as ms
+from memscale.simulation import garbage, process_state
+from memscale.simulation.profiler import MemoryProfiler
+
+
+class Block(nn.Module):
+    """Attention, experts that are chosen by what comes in, and a cycle that keeps a tensor until Python collects."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.heads = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = self.heads(self.norm(x)).chunk(3, -1)
+        x = x + F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1)
+        chosen = self.router(x).argmax(-1)
+        routed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)
+            routed[rows] = expert(x[rows]) * (0.5 + random.random())
+        ring = SimpleNamespace(kept=routed.detach() * 2)
+        ring.itself = ring
+        return x + routed
+
+
+class Conv(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(width, width, 3, padding=1), nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        return self.norm(F.relu(self.conv(x.mT).mT)) + x
+
+
+PLANS = {
+    "plain": None,
+    "offload": ms.offload(min_bytes=0),
+    "params": ms.offload(what="params", min_bytes=0),
+    "params+checkpoint": ms.compose(ms.offload(what="params", min_bytes=0), ms.checkpoint()),
+}
+
+
+def simulated(*step, **options):
+    return step_of(*step, **options).digest()
+
+
+def step_of(block=Block, plan=None, hardware="h100"):
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*[block() for _ in range(2)]), torch.empty(8, 16, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = None if plan is None else {"*": plan}
+    profiler = MemoryProfiler(model, optimizer, loss=lambda y, _: y.square().sum(), plan=plan, hardware=hardware)
+    return profiler.simulated(batch, accumulate=1 if plan is None else 2)
+
+
+def caches():
+    """Everything of memscale's that is found once in a process; not its runtime, which owns what it moved."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("memscale."):
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper) and value.__name__ != "default_runtime":
+                    yield value
+
+
+def after_nothing():
+    for cache in caches():
+        cache.cache_clear()
+
+
+def after_a_real_step():
+    model = ms.transform(nn.Sequential(*[Block() for _ in range(2)]), {"*": ms.offload(min_bytes=0)})
+    model(torch.randn(8, 16, 64)).sum().backward()
+    torch.manual_seed(random.randrange(100))
+    random.seed(7)
+
+
+def after_garbage():
+    after_garbage.kept = [[index] for index in range(60_000)], [torch.empty(size % 13) for size in range(999)]
+
+
+def after_an_error():
+    def fail(y, _):
+        raise ArithmeticError("on purpose")
+
+    profiler = MemoryProfiler(nn.Linear(8, 8), loss=fail, hardware="h100", plan={"": PLANS["params"]})
+    with pytest.raises(ArithmeticError):
+        profiler.simulated(torch.ones(2, 8))
+
+
+BEFORE = [after_nothing, after_a_real_step, after_garbage, after_an_error]
+
+
+@pytest.mark.parametrize(
+    ("block", "plan", "hardware"),
+    [
+        (Block, "plain", "h100"),
+        (Block, "offload", "h100"),
+        (Block, "params+checkpoint", "h100"),
+        (Conv, "params", "cpu"),
+    ],
+)
+def test_a_simulation_does_not_depend_on_what_was_before(block, plan, hardware):
+    expected = simulated(block, PLANS[plan], hardware)
+    for before in BEFORE:
+        before()
+        assert simulated(block, PLANS[plan], hardware) == expected, before
+    with ThreadPoolExecutor(1) as new:  # where autograd has numbered no node yet
+        assert new.submit(simulated, block, PLANS[plan], hardware).result() == expected
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr(garbage, "_EVERY", 30)  # these steps are short
+    monkeypatch.setattr(garbage, "_YOUNG", 2000)
+
+
+def test_where_collections_are_off_cycles_stay_as_they_do_in_reality():
+    expected = simulated()
+    gc.disable()
+    try:
+        assert simulated() != expected
+    finally:
+        gc.enable()
+
+
+OTHER = {
+    "gradients": False,
+    "how often it comes": (100, 5, 5),
+    "threads": 1 + torch.get_num_threads() % 2,
+}
+
+
+@pytest.mark.parametrize("name", process_state.SETTINGS)
+def test_a_setting_that_a_step_changes_comes_back(name):
+    read, put = process_state.SETTINGS[name]
+    before = read()
+    model = nn.Linear(4, 4)
+
+    def step():
+        torch.set_grad_enabled(True)
+        model(torch.ones(2, 4)).sum().backward()
+        put(OTHER.get(name, not before))
+
+    ms.profile(step, hardware="h100")
+    try:
+        assert read() == before
+    finally:
+        put(before)
+
+
+def test_pytorch_is_patched_by_nothing_that_stays():
+    kinds = (FunctionType, BuiltinFunctionType, MethodDescriptorType, GetSetDescriptorType, property, bool)
+
+    def attributes():
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] != "torch" or module is None:
+                continue
+            owners = [module, *(each for each in vars(module).values() if issubclass(type(each), type))]
+            for owner in owners:
+                for attribute, value in list(vars(owner).items()):
+                    if issubclass(type(value), kinds):
+                        found[name, getattr(owner, "__qualname__", ""), attribute] = id(value)
+        return found
+
+    simulated(plan=PLANS["params+checkpoint"])  # loads what is loaded when it is needed
+    after_an_error()
+    before = attributes()
+    simulated(plan=PLANS["params+checkpoint"])
+    after_an_error()
+    now = attributes()
+    assert [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)] == []
+
+
+def test_what_libraries_keep_of_answers_about_the_device_is_asked_again(monkeypatch):
+    @functools.lru_cache
+    def is_cuda_here():
+        return torch.cuda.is_available()
+
+    monkeypatch.setattr(sys.modules[__name__], "is_cuda_here", is_cuda_here, raising=False)
+    process_state._kept_answers.cache_clear()
+    assert is_cuda_here() == torch.cuda.is_available()
+    model, told = nn.Linear(4, 4), []
+
+    def step():
+        told.append(is_cuda_here())
+        model(torch.ones(2, 4)).sum().backward()
+
+    ms.profile(step, hardware="h100")
+    assert all(told)
+    assert is_cuda_here() == torch.cuda.is_available()
+    process_state._kept_answers.cache_clear()
+
+
+def test_weights_that_came_from_another_tier_have_no_known_values():
+    def rows(plan):
+        ledger = step_of(Block, PLANS[plan]).ledger
+        return [record.shape for record in ledger.records if ledger.ops[record.op].name == "aten::nonzero"]
+
+    assert rows("params")[:4] == rows("plain")[:4]  # the router chooses at random, not by what was in the memory
+    assert len(set(rows("params"))) > 2
