@@ -26,6 +26,7 @@ FLOORS = (
     ("transforms", "optimizers", "policies", "config"),
     ("simulation",),
     ("planning", "inspection", "reports"),
+    ("history", "testing"),
     ("legacy",),
     ("integrations",),
     ("cli",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -113,14 +115,30 @@ class Plan:
         """
         return Plan([(rule.pattern, rule.transform) for rule in self if is_of_optimizers(rule.transform)])
 
+    @property
+    def hash(self) -> str:
+        """The sha256 of the rules, in hexadecimal: equal plans have it alike in every process and on every machine.
+
+        >>> import memscale as ms
+        >>> ms.Plan({"layers.*": ms.checkpoint()}).hash[:12]
+        '7eedab98243b'
+
+        Raises:
+            PlanError: as `to_json`.
+        """
+        text = json.dumps(self._rules_data(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _rules_data(self) -> list[dict[str, Any]]:
+        return [{"path": rule.pattern, "transform": rule.transform.to_data()} for rule in self.rules]
+
     def to_json(self) -> str:
         """The plan as JSON text, with a schema version.
 
         Raises:
             PlanError: a transform holds something that has no JSON form, such as a policy of the user's own.
         """
-        rules = [{"path": rule.pattern, "transform": rule.transform.to_data()} for rule in self.rules]
-        return _DOCUMENT.write({"rules": rules}, indent=2)
+        return _DOCUMENT.write({"rules": self._rules_data()}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from memscale.cli import history
 from memscale.cli.demo import demo
 from memscale.cli.plan import AllowOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
@@ -20,6 +21,8 @@ from memscale.core import MemscaleError
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
+_history = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
+app.add_typer(_history, name="history")
 
 
 def _whole_number(text: str | int) -> int:
@@ -98,6 +101,12 @@ _Python = Annotated[
 ]
 
 
+_Plan = Annotated[
+    str | None,
+    typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
+]
+
+
 @app.command("predict")
 def predict_command(
     hf: _Hf,
@@ -106,10 +115,7 @@ def predict_command(
     optimizer: _Optimizer = "adamw",
     gpu: _Gpu = None,
     dtype: _Dtype = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
-    ] = None,
+    plan: _Plan = None,
     accumulate: _Accumulate = 1,
     budget: Annotated[
         str | None,
@@ -269,6 +275,77 @@ def tune_command(
     step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return tune(TuneOptions(step, allowed, objective, budget, at_least, at_most, confirm, json, plot, html, python))
+
+
+_Name = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this name.")]
+
+
+@_history.command("check")
+def history_check_command(
+    hf: _Hf,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|REF", help="A file of runs, or a git reference whose runs are in the history, such as main."
+        ),
+    ],
+    batch: _Batch = 1,
+    seq: _Seq = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
+    plan: _Plan = None,
+    accumulate: _Accumulate = 1,
+    tolerance: Annotated[str, typer.Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0",
+    update: Annotated[
+        bool, typer.Option("--update", help="Write this run into the file, in the old one's place.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Simulate a step and compare it with what it took before.
+
+    Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline.
+    """
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    return history.check(history.CheckOptions(step, plan, baseline, tolerance, update, as_json))
+
+
+@_history.command("list")
+def history_list_command(
+    name: _Name = None,
+    last: Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="So many of the newest.")] = 20,
+) -> int:
+    """Show the runs of the history, the newest last."""
+    return history.show_list(name, last)
+
+
+@_history.command("show")
+def history_show_command(
+    run_id: Annotated[str, typer.Argument(metavar="ID", help="How a run's id begins, or last.")],
+) -> int:
+    """Show one run."""
+    return history.show_run(run_id)
+
+
+@_history.command("compare")
+def history_compare_command(
+    first: Annotated[str, typer.Argument(metavar="ID", help="How a run's id begins, or last.")],
+    second: Annotated[str, typer.Argument(metavar="ID", help="Likewise.")] = "last",
+) -> int:
+    """Show what changed from one run to another, by category and module."""
+    return history.compare(first, second)
+
+
+@_history.command("export")
+def history_export_command(
+    to: Annotated[str, typer.Option(metavar="KIND", help="csv, json, mlflow, tensorboard, trackio or wandb.")] = "csv",
+    name: _Name = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where csv and json go; by default to stdout.")
+    ] = None,
+) -> int:
+    """Give the runs to other tools."""
+    return history.export(to, name, out)
 
 
 def run(arguments: list[str]) -> int:

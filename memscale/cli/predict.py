@@ -66,7 +66,7 @@ def predict(options: Options) -> int:
             step.optimizer,
             hardware=step.hardware,
             loss=subject.loss,
-            plan=None if options.plan is None else _plan(options.plan, subject.model, step.hardware),
+            plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
             accumulate=options.step.accumulate,
             progress=progress,
         )
@@ -92,7 +92,7 @@ def _check(options: Options) -> None:
         raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
 
-def _plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
+def read_plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
     """The plan of a JSON file, or that of names such as ``checkpoint+tile``."""
     if Path(text).is_file():
         return Plan.from_json(Path(text).read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from memscale.core.errors import (
     RuntimeUnavailable,
     TransformError,
 )
-from memscale.core.folders import folder_on_disk, is_in_memory
+from memscale.core.folders import filesystem_of, folder_on_disk, is_in_memory
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.core.misuse import by_name, shown
 from memscale.core.modes import found_once
@@ -60,6 +60,7 @@ __all__ = [
     "described",
     "device_type",
     "factory",
+    "filesystem_of",
     "folder_on_disk",
     "format_bytes",
     "format_flops",

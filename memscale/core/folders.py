@@ -28,13 +28,18 @@ def folder_on_disk() -> str:
 
 def is_in_memory(folder: str) -> bool:
     """Whether a folder is on a filesystem that lives in RAM; False where the system does not say."""
+    return filesystem_of(folder) in ("tmpfs", "ramfs")
+
+
+def filesystem_of(folder: str) -> str:
+    """The kind of filesystem that a folder is on, such as ``"ext4"``; ``""`` where the system does not say."""
     try:
         device = os.stat(folder).st_dev
     except OSError:
-        return False
+        return ""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in read_or_empty(Path("/proc/self/mountinfo")).splitlines():
         mount, _, filesystem = line.partition(" - ")
         if mount.split()[2] == number:
-            return filesystem.split()[0] in ("tmpfs", "ramfs")
-    return False
+            return filesystem.split()[0]
+    return ""

@@ -22,6 +22,7 @@ from memscale.planning.blocks import repeated_blocks
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.engine import Budget, DecisionEngine, frontier, plan
 from memscale.planning.evidence import Decision, Evidence, Figures
+from memscale.planning.fingerprint import simulator
 from memscale.planning.grid import SizeGrid
 from memscale.planning.largest import LargestBatch
 from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
@@ -56,5 +57,6 @@ __all__ = [
     "planned",
     "repeated_blocks",
     "shorthands",
+    "simulator",
     "taken_bytes",
 ]

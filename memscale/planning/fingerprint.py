@@ -44,7 +44,7 @@ def fingerprint(
     """
     leaves, spec = batches.flatten(batch)
     parts = {
-        "versions": _versions(),
+        "versions": simulator(),
         "settings": _settings(),
         "model": list(_modules(model, _Seen())),
         "batch": (str(spec), _Seen().text(leaves)),
@@ -190,7 +190,8 @@ def _settings() -> list[Any]:
 
 
 @functools.cache
-def _versions() -> list[Any]:
+def simulator() -> list[Any]:
+    """What else a prediction depends on than on what is predicted: memscale's own code, PyTorch and its like."""
     own = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):

@@ -1,0 +1,189 @@
+"""``memscale history``: what was predicted before, and whether a step takes more memory now."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from memscale.cli.predict import read_plan
+from memscale.cli.step import Step, StepOptions, batch_of, read_step
+from memscale.config import Config
+from memscale.core import ConfigError, budget_bytes, format_bytes, format_seconds
+from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, commit_of, record
+from memscale.planning import taken_bytes
+from memscale.simulation import MemoryProfiler
+
+REGRESSION = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckOptions:
+    """The command line of ``memscale history check``, as typed."""
+
+    step: StepOptions
+    plan: str | None
+    baseline: str
+    tolerance: str
+    update: bool
+    as_json: bool
+
+
+def check(options: CheckOptions) -> int:
+    """Simulate the step, compare it with its baseline, print; return 0, or 3 if it takes more.
+
+    Raises:
+        ConfigError: an option is wrong, there is no such baseline, or the step cannot be simulated.
+        RuntimeUnavailable: a package is not there.
+    """
+    options.step.check()
+    tolerance_bytes = (
+        0 if options.tolerance == "0" else budget_bytes(options.tolerance, 1 << 40, argument="--tolerance")
+    )
+    torch.manual_seed(0)  # a model may route, or drop layers, at random
+    step = read_step(options.step)
+    source = _source(options)
+    run = _simulated(step, options)
+    before = _before(source, run)
+    if before is None and not options.update:
+        raise ConfigError(
+            f"--baseline {options.baseline!r} has no run of {run.name!r} on {run.hardware!r}; write the first with "
+            "--update into a file, or set $MEMSCALE_HISTORY where the baseline's commit is checked"
+        )
+    if options.update:
+        assert isinstance(source, Baseline), "checked before"
+        source.write(run)
+    comparison = None if before is None else Comparison(before, run, tolerance_bytes)
+    _tell(run, comparison, options)
+    return REGRESSION if comparison is not None and comparison.is_regression and not options.update else 0
+
+
+def _source(options: CheckOptions) -> Baseline | str:
+    """The file of runs, or the commit whose runs are in the history."""
+    path = Path(options.baseline)
+    if options.update or path.exists() or path.suffix:
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise ConfigError(f"--baseline {options.baseline!r} must be a file in a folder that exists")
+        return Baseline(path)
+    commit = commit_of(options.baseline)
+    if not commit:
+        raise ConfigError(
+            f"--baseline {options.baseline!r} is neither a file nor a git reference here; pass one of them, or make "
+            "the file with --update"
+        )
+    return commit
+
+
+def _before(source: Baseline | str, run: Run) -> Run | None:
+    if isinstance(source, Baseline):
+        return source.run(run.name, run.hardware)
+    with History() as history:
+        return next(iter(history.runs(name=run.name, hardware=run.hardware, commit=source, last=1)), None)
+
+
+def _simulated(step: Step, options: CheckOptions) -> Run:
+    asked, subject = options.step, step.subject
+    plan = None if options.plan is None else read_plan(options.plan, subject.model, step.hardware)
+    profiler = MemoryProfiler(
+        subject.model,
+        step.optimizer,
+        loss=subject.loss,
+        plan=plan,
+        hardware=step.hardware,
+        config=Config(use_empirical_fallback=False),
+    )
+    profile = profiler.profile(batch_of(subject, asked.batch, step.seq), accumulate=asked.accumulate)
+    # What was asked for, and not what it came to: that a plan now means something else is what a check is for.
+    name = f"{asked.hf} batch={asked.batch} seq={step.seq} accumulate={asked.accumulate} optimizer={asked.optimizer}"
+    name += f" dtype={asked.dtype}" * (asked.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
+    return record(profile, name, plan=plan) or Run.of(profile, name, plan=plan)
+
+
+def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> None:
+    if options.as_json:
+        told: dict[str, Any] = {"verdict": "new", "run": run.summary()}
+        if comparison is not None:
+            told = {
+                "verdict": comparison.verdict,
+                "changed_bytes": comparison.changed_bytes,
+                "by_category": comparison.diff.by_category,
+                "by_module": comparison.diff.by_module,
+                "before": comparison.before.summary(),
+                "run": run.summary(),
+            }
+        print(json.dumps(told))
+        return
+    _print(
+        f"new: {run.name} on {run.hardware}: {format_bytes(taken_bytes(run.profile))}"
+        if comparison is None
+        else str(comparison)
+    )
+    if options.update:
+        _print(f"{options.baseline} has this run now")
+
+
+def show_list(name: str | None, last: int) -> int:
+    """Print the newest runs as a table."""
+    if last < 1:
+        raise ConfigError(f"--last must be at least 1, got {last}")
+    with History() as history:
+        runs = history.runs(name=name, last=last)
+    rows = [("id", "made", "commit", "hardware", "peak", "step", "name"), *map(_row, runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    seconds = run.profile.step_seconds
+    return (
+        *(run.id, run.made, run.commit[:12] + "+" * run.commit.endswith("+"), run.hardware),
+        *(format_bytes(taken_bytes(run.profile)), "" if seconds is None else format_seconds(seconds), run.name),
+    )
+
+
+def show_run(start: str) -> int:
+    """Print one run."""
+    with History() as history:
+        run = history.run(start)
+    for name, value in run.summary().items():
+        _print(f"{name:20}  {value}")
+    _print(str(run.profile))
+    return 0
+
+
+def compare(first: str, second: str) -> int:
+    """Print what changed from one run to another."""
+    with History() as history:
+        _print(str(Comparison(history.run(first), history.run(second))))
+    return 0
+
+
+def export(to: str, name: str | None, out: Path | None) -> int:
+    """Write the runs as text, or send them to a tracker."""
+    if to not in TEXTS and to not in TRACKERS:
+        raise ConfigError(f"--to must be one of {', '.join([*TEXTS, *TRACKERS])}, got {to!r}")
+    if out is not None and to in TRACKERS:
+        raise ConfigError(f"--out is for the text of json and csv; {to} has a place of its own")
+    with History() as history:
+        runs: Sequence[Run] = history.runs(name=name)
+    if to in TRACKERS:
+        TRACKERS[to](runs)
+    elif out is None:
+        print(TEXTS[to](runs), end="")
+    else:
+        try:
+            out.write_text(TEXTS[to](runs), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+    return 0
+
+
+def _print(text: str) -> None:
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)

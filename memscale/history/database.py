@@ -1,0 +1,179 @@
+"""Runs in one SQLite file, which several processes of one machine may add to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from memscale.core import ConfigError, filesystem_of
+from memscale.history.run import Run
+
+VARIABLE = "MEMSCALE_HISTORY"
+
+_SCHEMA = 1
+_TABLE = """
+CREATE TABLE run (id TEXT PRIMARY KEY, name TEXT NOT NULL, hardware TEXT NOT NULL, commit_ TEXT NOT NULL,
+                  document TEXT NOT NULL) WITHOUT ROWID;
+"""
+_BUSY_SECONDS = 5.0
+# Where the memory that WAL shares between processes is not shared.
+_ELSEWHERE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
+
+_log = logging.getLogger(__name__)
+
+
+class History:
+    """The runs of a file. Nothing is changed that was added; a process that dies leaves every run that was added.
+
+    >>> import tempfile, torch, memscale as ms
+    >>> from memscale.history import History, Run
+    >>> profile = ms.profile(torch.nn.Linear(64, 64), torch.ones(8, 64), loss=lambda y, _: y.sum())
+    >>> with tempfile.TemporaryDirectory() as folder, History(f"{folder}/runs.db") as history:
+    ...     history.add(Run.of(profile, "layer"))
+    ...     [run.profile.peak_bytes for run in history.runs(name="layer")]
+    [39680]
+
+    Args:
+        path: the file, made with the first run that is added; None is ``$MEMSCALE_HISTORY``.
+
+    Raises:
+        ConfigError: no path is known; the file is on a network filesystem, cannot be written, or is of a newer version
+            of memscale. A file that is no database, or a damaged one, is set aside under another name, which is logged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        chosen = os.environ.get(VARIABLE) if path is None else os.fspath(path)
+        if not chosen:
+            raise ConfigError(f"there is no history: pass the path of a file, or set ${VARIABLE} to one")
+        self.path = Path(chosen)
+        filesystem = filesystem_of(str(self.path.resolve().parent))
+        if filesystem in _ELSEWHERE:
+            raise ConfigError(
+                f"the history {chosen!r} is on {filesystem}, where processes of several machines would spoil it; use a "
+                "file on a disk of this machine, and `memscale history export` to share runs"
+            )
+        with self._told():
+            try:
+                self._open()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # locked, read-only, no room: the file itself is sound
+                    raise
+                self._set_aside()
+                self._open()
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._connection.close()
+
+    def add(self, run: Run) -> None:
+        """Keep a run; it is on disk when this returns.
+
+        Raises:
+            ConfigError: the file cannot be written, or another process is writing for seconds.
+        """
+        row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
+        with self._told(), self._writing():
+            self._connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?)", row)
+
+    def runs(
+        self,
+        *,
+        name: str | None = None,
+        hardware: str | None = None,
+        commit: str | None = None,
+        last: int | None = None,
+    ) -> list[Run]:
+        """The runs with these, the oldest first.
+
+        Args:
+            name, hardware: as of `Run`.
+            commit: of the repository, without ``"+"``: runs of changed files count as the commit's.
+            last: so many of the newest; None is all.
+        """
+        wanted = {"name": name, "hardware": hardware, "commit_": commit}
+        given = {column: value for column, value in wanted.items() if value is not None}
+        where = " AND ".join(f"{column} = ?" for column in given) or "1"
+        limit = -1 if last is None else last
+        with self._told():
+            rows = self._connection.execute(
+                f"SELECT document FROM run WHERE {where} ORDER BY id DESC LIMIT ?", (*given.values(), limit)
+            ).fetchall()
+        return [Run.from_json(document) for (document,) in reversed(rows)]
+
+    def run(self, start: str) -> Run:
+        """The run whose id begins with `start`; ``"last"`` is the newest.
+
+        Raises:
+            ConfigError: there is none, or more than one.
+        """
+        if start == "last":
+            found = self.runs(last=1)
+        else:
+            with self._told():
+                rows = self._connection.execute(
+                    "SELECT document FROM run WHERE substr(id, 1, length(?)) = ? LIMIT 2", (start, start)
+                ).fetchall()
+            found = [Run.from_json(document) for (document,) in rows]
+        if len(found) != 1 or not start:
+            many = "several runs begin" if found else "no run begins"
+            raise ConfigError(f"{many} with {start!r} in {str(self.path)!r}; `memscale history list` shows their ids")
+        return found[0]
+
+    def _open(self) -> None:
+        self._connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
+        try:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            with self._writing():
+                (schema,) = self._connection.execute("PRAGMA user_version").fetchone()
+                if schema > _SCHEMA:
+                    raise ConfigError(
+                        f"the history {str(self.path)!r} has schema version {schema}, and this version of memscale "
+                        f"knows {_SCHEMA}; use a newer memscale, or another file"
+                    )
+                if schema == 0:
+                    self._connection.execute(_TABLE)
+                    self._connection.execute(f"PRAGMA user_version = {_SCHEMA}")
+        except BaseException:
+            self._connection.close()
+            raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        # At once, for a transaction that becomes a writer later fails where another writes, however long it would wait.
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the history {str(self.path)!r} cannot be used: {error}; check that it is a file in a folder that you "
+                "may write to, on a disk with room, or use another one"
+            ) from error
+
+    def _set_aside(self) -> None:
+        aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        for suffix in ("-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                os.replace(f"{self.path}{suffix}", f"{aside}{suffix}")
+        os.replace(self.path, aside)
+        _log.warning("the history %s is no database, or damaged; it is now %s, and a new one begins", self.path, aside)

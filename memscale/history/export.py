@@ -1,0 +1,112 @@
+"""Runs for other tools: as JSON lines and CSV, and for trackers where they are installed."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from memscale.core import RuntimeUnavailable
+from memscale.history.run import Run
+
+_PROJECT = "memscale"
+
+
+def to_json_lines(runs: Sequence[Run]) -> str:
+    """The runs as JSON, a line each, which `Run.from_json` reads."""
+    return "".join(f"{run.to_json()}\n" for run in runs)
+
+
+def to_csv(runs: Sequence[Run]) -> str:
+    """The runs' figures as CSV, a row each; a cell that a spreadsheet would take for a formula begins with ``'``."""
+    rows = [run.summary() for run in runs]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def to_mlflow(runs: Sequence[Run]) -> None:
+    """Log each run to MLflow's present tracking server.
+
+    Raises:
+        RuntimeUnavailable: mlflow is not installed; likewise below.
+    """
+    mlflow = _imported("mlflow")
+    for run in runs:
+        with mlflow.start_run(run_name=run.name):
+            mlflow.set_tags(_texts(run))
+            mlflow.log_metrics(_metrics(run))
+
+
+def to_wandb(runs: Sequence[Run]) -> None:
+    """Log each run to Weights & Biases."""
+    _logged(_imported("wandb"), runs)
+
+
+def to_trackio(runs: Sequence[Run]) -> None:
+    """Log each run to trackio."""
+    _logged(_imported("trackio"), runs)
+
+
+def to_tensorboard(runs: Sequence[Run]) -> None:
+    """Write each run's figures as scalars, the n-th run of a name at step n, into ``runs/``."""
+    tensorboard = _imported("torch.utils.tensorboard", "tensorboard")
+    steps: dict[str, int] = {}
+    for run in runs:
+        step = steps[run.name] = steps.get(run.name, -1) + 1
+        writer = tensorboard.SummaryWriter(comment=f"-{run.name}".replace("/", "_"))
+        for name, value in _metrics(run).items():
+            writer.add_scalar(name, value, step)
+        writer.close()
+
+
+#: What `memscale history export --to` knows: those that give text, and those that send it on.
+TEXTS: Mapping[str, Callable[[Sequence[Run]], str]] = {"json": to_json_lines, "csv": to_csv}
+TRACKERS: Mapping[str, Callable[[Sequence[Run]], None]] = {
+    "mlflow": to_mlflow,
+    "tensorboard": to_tensorboard,
+    "trackio": to_trackio,
+    "wandb": to_wandb,
+}
+
+
+def _logged(tracker: ModuleType, runs: Sequence[Run]) -> None:
+    """By the functions that W&B has, and those who follow it."""
+    for run in runs:
+        tracker.init(project=_PROJECT, name=run.name, config=_texts(run))
+        tracker.log(_metrics(run))
+        tracker.finish()
+
+
+def _metrics(run: Run) -> dict[str, float]:
+    profile = run.profile
+    found = {
+        "memscale/peak_bytes/predicted": profile.peak_bytes,
+        "memscale/reserved_peak_bytes/predicted": profile.reserved_peak_bytes,
+        "memscale/step_seconds/predicted": profile.step_seconds,
+        **{f"memscale/{name}/measured": value for name, value in run.measured.items()},
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _texts(run: Run) -> dict[str, str]:
+    return {name: str(value) for name, value in run.summary().items() if not isinstance(value, (int, float))}
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _imported(module: str, package: str | None = None) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RuntimeUnavailable(
+            f"{package or module} is not installed; pip install {package or module}, or export to csv or json"
+        ) from error

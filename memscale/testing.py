@@ -1,0 +1,64 @@
+"""For users' own test suites: a test that fails when a training step would take more memory than it may."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from memscale.config import Config
+from memscale.core import budget_bytes, format_bytes
+from memscale.hardware import Hardware
+from memscale.planning import taken_bytes
+from memscale.simulation import MemoryProfiler, Profile, as_hardware
+
+Test = TypeVar("Test", bound=Callable[..., object])
+
+
+def limit_peak(limit: int | float | str, *, hardware: Hardware | str | None = None) -> Callable[[Test], Test]:
+    """Let a test, whose body is one training step, fail where the step would take more than `limit` on a device.
+
+    The body is simulated, twice in a row, and never run: it takes a second and next to no memory for a model of any
+    size, and needs no card. Models and optimizers may be made in it, or come from outside, as from fixtures; those stay
+    as they are. The second time counts as well, in which an optimizer from outside has its states.
+
+    >>> import torch, memscale as ms
+    >>> from memscale.testing import limit_peak
+    >>> @limit_peak("1GiB", hardware="rtx-4090")
+    ... def test_a_step_of_the_large_model():
+    ...     model = torch.nn.Sequential(*[torch.nn.Linear(8192, 8192) for _ in range(4)])
+    ...     model(torch.ones(16, 8192)).square().mean().backward()
+    >>> test_a_step_of_the_large_model()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    AssertionError: test_a_step_of_the_large_model takes 2.03 GiB of NVIDIA GeForce RTX 4090, over its limit of 1.00 GiB
+    ...
+
+    Args:
+        limit: bytes, ``"22GiB"``, or a share of the device's memory, ``"90%"``; compared with what the caching
+            allocator holds at its most, or on a CPU with the bytes of live tensors.
+        hardware: as in `memscale.profile`; None is the CPU at hand.
+
+    Raises:
+        AssertionError: of the test: the step takes more; the message has the table of the profile.
+        ConfigError: the limit or the hardware is none; of the test: its body reads what only a real run computes.
+    """
+    device = as_hardware(hardware, "cpu")
+    limit_bytes = budget_bytes(limit, device.usable_bytes, argument="limit")
+
+    def limited(test: Test) -> Test:
+        @functools.wraps(test)
+        def simulated(*args: Any, **kwargs: Any) -> None:
+            body = functools.partial(test, *args, **kwargs)
+            config = Config(use_empirical_fallback=False)
+            profile = MemoryProfiler(body, hardware=device, config=config).profile()
+            taken = taken_bytes(profile)
+            assert taken <= limit_bytes, _too_much(test.__name__, taken, limit_bytes, profile)
+
+        return simulated  # type: ignore[return-value]
+
+    return limited
+
+
+def _too_much(name: str, taken: int, limit_bytes: int, profile: Profile) -> str:
+    over = f"over its limit of {format_bytes(limit_bytes)}"
+    return f"{name} takes {format_bytes(taken)} of {profile.hardware.name}, {over}\n{profile}"
