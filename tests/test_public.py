@@ -86,20 +86,20 @@ memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document Loss MemscaleError Misfit
     PlanError PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes
     batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_loss check_tier compute_capability
-    described device_type factory folder_on_disk format_bytes format_flops format_seconds found_once from_data integer
-    is_in_memory
-    is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type
-    simulating simulation spellings tensors unflatten validate version versions
+    described device_type factory filesystem_of folder_on_disk format_bytes format_flops format_seconds found_once
+    from_data integer is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss
+    shown simulated_device_type simulating simulation spellings tensors unflatten validate version versions
 memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate host_seconds
     issue_seconds knows_copies seconds work_of
+memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of record to_csv to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states quantize_states
-    step_in_backward step_in_groups transformed without_states
+memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states quantize_states step_in_backward
+    step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
-    repeated_blocks shorthands taken_bytes
+    repeated_blocks shorthands simulator taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
     Scope Snapshot Streams accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
     is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages

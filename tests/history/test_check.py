@@ -55,8 +55,8 @@ REGRESSIONS = {
     "a larger vocabulary": ("1000", "1200", "(root)"),
     "a buffer": ("self.drop =", "self.register_buffer('b', torch.ones(999)); self.drop =", "blocks"),
     "a copy of the stream": ("x = block(x)", "x = block(x * 1.0 + x.sigmoid())", "(root)"),
-    "logits twice": ("return self.head(x)", "return self.head(x) + self.head(x).tanh()", "head"),
-    "the norm's output is kept": ("return x + self.drop", "return x * hidden.mean() + self.drop", "blocks"),
+    "logits twice": ("return self.head(x)", "return self.head(x) + self.head(x).tanh()", "(root)"),
+    "one more activation": ("self.down(hidden))", "self.down(hidden)).tanh()", "blocks"),
 }  # fmt: skip
 NEUTRAL = {
     "a comment": ("def make():", "# makes it\ndef make():"),
