@@ -101,9 +101,9 @@ memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidenc
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
-    Scope Snapshot Streams accelerators arguments as_it_was code_names functorch_state hidden_changes holds hooks_around
-    is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding stand_for storages
-    uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
+    Scope Snapshot Streams accelerators arguments as_it_was code_names counted_states functorch_state hidden_changes
+    holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding
+    stand_for storages uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
     plot_timelines profile_text write_frontier write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats

@@ -4,6 +4,7 @@ from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
+from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments
 from memscale.regions.rewind import Rewind
 from memscale.regions.saved_tensors import hooks_around, recomputes, recomputing
@@ -48,6 +49,7 @@ __all__ = [
     "arguments",
     "as_it_was",
     "code_names",
+    "counted_states",
     "functorch_state",
     "hidden_changes",
     "holds",

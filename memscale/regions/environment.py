@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 
-from memscale.core import CorrectnessError, found_once, simulated_device_type, simulating
+from memscale.core import CorrectnessError, found_once, simulated_device_type
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -46,6 +46,7 @@ class Environment:
         self._random: list[tuple[torch.Generator, torch.Tensor]] | None = [
             (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
         ]
+        self._counted = randomness.counted_states([state for _, state in self._random or ()])
         self._position = randomness.position()  # of the first
         self._host_positions = randomness.host_positions()
         takes_host = host_random or not randomness.can_notice()
@@ -74,9 +75,8 @@ class Environment:
                 if randomness.position() != self._position:
                     used.append(first)
             used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
-            # A simulation counts what operators make, and no operator makes a state.
-            self._counted = [torch.empty(state.shape, dtype=state.dtype) for _, state in used] if simulating() else ()
             self._random = used or None
+            del self._counted[len(used) :]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:
@@ -101,7 +101,8 @@ class Environment:
     def enter(self, undo: list[Callable[[], Any]]) -> None:
         """Go back to this environment; `undo` receives the steps that return to the present, in order."""
         for generator, state in self._random or ():
-            undo.append(partial(generator.set_state, generator.get_state()))
+            present = generator.get_state()
+            undo.append(partial(_set_state, generator, present, randomness.counted_states([present])))
             generator.set_state(state)
         if self._host is not None:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
@@ -138,6 +139,11 @@ class Environment:
     def dispatched(self) -> bool:
         """Whether operators of the region went to a dispatch mode from outside."""
         return self._modes.dispatched
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor, counted: list[torch.Tensor]) -> None:
+    generator.set_state(state)
+    counted.clear()
 
 
 def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from memscale.core import simulated_device_type
+
 
 def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """The generators of PyTorch that operators on the CPU and on `devices` draw from; that of the CPU first."""
@@ -26,6 +28,13 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
             index = torch.xpu.current_device() if device.index is None else device.index
             found.append(torch.xpu.default_generators[index])
     return found
+
+
+def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a simulation of a CPU counts for `states`: it sees what operators make, and no operator makes a state."""
+    if simulated_device_type() != "cpu":  # beside an accelerator they lie on the host
+        return []
+    return [torch.empty(state.shape, dtype=state.dtype) for state in states]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -120,7 +120,7 @@ class CallEffects:
             seconds=self._kernels.seconds(op, args, kwargs, work),
             workspaces=self._kernels.workspaces(op, args),
             # The generator of a card has its state on the host.
-            draws=self._kernels.device_type == "cpu" and operator.draws,
+            draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
             has_numbers=any(map(stands_in, results_of(shown))),
         )
         if key is not None:
@@ -158,3 +158,11 @@ class CallEffects:
         hollow = {id(tensor): self._hollow.like(tensor) for tensor in tensors if tensor.is_floating_point()}
         result = op(*exchanged(args, hollow), **exchanged(kwargs, hollow))  # the caller's tensors stay out of it
         return result_layout(result, [hollow.get(id(tensor), tensor) for tensor in tensors])
+
+
+def _drops_nothing(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether this is attention that could drop numbers and does not, and so draws none."""
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return not (args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -61,8 +59,39 @@ def plan_tiled_head():
         def forward(self, ids):
             return F.cross_entropy(self.head(self.body(self.embed(ids))).flatten(0, 1), ids.flatten())
 
-    training = train(Language(), torch.arange(90).reshape(6, 15), loss=None, plan={"head": ms.tile(chunks=3)})
-    return dataclasses.replace(training, random_states=1)
+    return train(Language(), torch.arange(90).reshape(6, 15), loss=None, plan={"head": ms.tile(chunks=3)})
+
+
+class Attending(nn.Module):
+    """Draws no random number where `drop` is 0, though its attention could; the state of a generator is 5,056 bytes."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.mixed, self.mlp = nn.Linear(16, 48), nn.Sequential(mlp(16, 16), nn.Dropout(drop))
+
+    def forward(self, x):
+        q, k, v = self.mixed(x).unsqueeze(1).chunk(3, -1)
+        return x + self.mlp(F.scaled_dot_product_attention(q, k, v).squeeze(1))
+
+
+def _attending(drop, transform):
+    plan = {"*": transform, "*.mlp": ms.tile(chunks=4)}
+    return train(nn.Sequential(*[Attending(drop) for _ in range(3)]), x(8, 24, 16), plan=plan)
+
+
+@case
+def plan_random_states_that_nobody_keeps():
+    return _attending(0.0, ms.checkpoint())
+
+
+@case
+def plan_random_states():
+    return _attending(0.1, ms.checkpoint())
+
+
+@case
+def plan_random_states_of_a_policy():
+    return _attending(0.1, ms.checkpoint(policy=ms.policies.dots_saveable))
 
 
 SELECTIONS = {

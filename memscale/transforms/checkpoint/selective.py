@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from memscale.core import CorrectnessError
 from memscale.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
-from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded
+from memscale.regions import OperatorWatch, counted_states, is_stand_in, is_unrecorded, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.labels import listeners
@@ -82,6 +82,7 @@ class Recorder(_Numbering):
         self.needed = 0  # how many operators had run when autograd last saved a tensor
         self.changed_later: set[int] = set()
         self.random_after: dict[int, list[tuple[torch.Generator, torch.Tensor]]] = {}
+        self._counted: list[torch.Tensor] = []
 
     def __enter__(self) -> Recorder:
         listeners.stack.append(self._on_label)
@@ -131,7 +132,9 @@ class Recorder(_Numbering):
             generators = [torch.default_generator]
             if tensors[0].is_cuda:
                 generators.append(torch.cuda.default_generators[tensors[0].device.index])
-            self.random_after[index] = [(generator, generator.get_state()) for generator in generators]
+            states = [generator.get_state() for generator in generators]
+            self.random_after[index] = list(zip(generators, states, strict=True))
+            self._counted += counted_states(states)
 
     def _on_label(self, tensor: torch.Tensor, label: str) -> None:
         made = self._made.get(tensor.untyped_storage()._cdata)
