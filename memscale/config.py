@@ -95,6 +95,16 @@ def _path(value: object) -> str:
     return text
 
 
+def _port(value: object) -> int | str:
+    if not isinstance(value, str):
+        number: int = integer(0, _MAX_PORT)(value)
+        return number
+    address, _, digits = value.rpartition(":")
+    if not address or not digits.isdecimal() or int(digits) > _MAX_PORT:
+        raise Misfit("must be a port, or an address and a port such as '0.0.0.0:9464'; 0 is any free port")
+    return value
+
+
 def _async_config(value: object) -> AsyncOffloadConfig:
     if isinstance(value, AsyncOffloadConfig):
         return value
@@ -126,7 +136,8 @@ class Config:
         warmup_steps: real steps to run before measuring one.
         enable_logging: log the hardware, the plan and what is skipped, at level INFO.
         log_file: path of a file that gets the same lines, appended; None is no file.
-        observability_port: local port that serves live figures, 0 for any free one; None serves nothing.
+        observability_port: local port that serves live figures for Prometheus, 0 for any free one, or
+            ``"address:port"`` to be reached from elsewhere; None serves nothing.
         verify_correctness: prove the wrapped model's numbers on ``sample_input`` before returning it.
         async_offload: move tensors, and while the device computes. Not with ``enable_offloading=False``.
         async_config: sizes of that engine; None takes the defaults of :class:`AsyncOffloadConfig`.
@@ -157,7 +168,7 @@ class Config:
     warmup_steps: int = 2
     enable_logging: bool = True
     log_file: str | os.PathLike[str] | None = None
-    observability_port: int | None = None
+    observability_port: int | str | None = None
     verify_correctness: bool = False
     async_offload: bool = False
     async_config: AsyncOffloadConfig | None = None
@@ -249,6 +260,6 @@ _CONFIG_CHECKS: dict[str, Check] = {
     "target_gpu_utilization": _real("above 0 and at most 1", "pass a share such as 0.85", lambda share: 0 < share <= 1),
     "warmup_steps": integer(0),
     "log_file": optional(_path),
-    "observability_port": optional(integer(0, _MAX_PORT)),
+    "observability_port": optional(_port),
     "async_config": optional(_async_config),
 }

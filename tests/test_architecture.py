@@ -25,7 +25,7 @@ FLOORS = (
     ("algebra", "regions", "runtime", "hardware"),
     ("transforms", "optimizers", "policies", "config"),
     ("simulation",),
-    ("planning", "inspection", "reports"),
+    ("planning", "inspection", "reports", "observability"),
     ("history", "testing"),
     ("legacy",),
     ("integrations",),

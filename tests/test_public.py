@@ -95,6 +95,7 @@ memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of recor
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
+memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
 memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states quantize_states step_in_backward
     step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
@@ -121,7 +122,7 @@ memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.transforms: cast checkpoint listeners name offload tile
 memscale.transforms.cast:
-memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view
+memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view recomputed_regions
 memscale.transforms.offload:
 memscale.transforms.tile:
 memscale.transforms.tile.head:

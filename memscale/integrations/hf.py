@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from memscale.algebra import Plan, PlanLike
 from memscale.config import Config
 from memscale.core import RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
-from memscale.legacy import Executor
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -26,15 +24,12 @@ from memscale.integrations.batch_size import BatchSize, find_batch_size, predict
 
 __all__ = ["BatchSize", "MemScaleCallback", "find_batch_size", "predict"]
 
-_GIB = 1 << 30
-
 
 class MemScaleCallback(TrainerCallback, ExportableState):
     """Wraps the model of a Trainer: when the Trainer is made, and again when it trains another one (``model_init``).
 
     The model is detached at the end of training. After an exception it stays wrapped, and can be wrapped again. The
-    plan is in ``trainer_state.json``; the logs have ``memory/peak_allocated_gib``, ``memory/peak_reserved_gib`` and
-    ``memory/predicted_gib``, as far as they are known: peaks since the process began, which are read and never reset.
+    plan is in ``trainer_state.json``; the logs have the keys of `Executor.as_log`.
 
     Args:
         config: as in `wrap`.
@@ -85,7 +80,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
         """Add the memory's keys."""
         if self.log_memory and logs is not None and self.wrapping.executor is not None:
-            logs.update(_memory(self.wrapping.executor))
+            logs.update(self.wrapping.executor.as_log())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Undo what this callback did."""
@@ -137,13 +132,3 @@ def _check(args: Any) -> None:
             f"this Trainer has {args.n_gpu} GPUs in one process and would use nn.DataParallel, whose replicas run the "
             "original's weights; start it with torchrun --nproc-per-node, or set CUDA_VISIBLE_DEVICES to one GPU"
         )
-
-
-def _memory(executor: Executor) -> dict[str, float]:
-    found: dict[str, int] = {}
-    if torch.cuda.is_initialized():
-        found["memory/peak_allocated_gib"] = torch.cuda.max_memory_allocated()
-        found["memory/peak_reserved_gib"] = torch.cuda.max_memory_reserved()
-    if executor.predicted_bytes is not None:
-        found["memory/predicted_gib"] = executor.predicted_bytes
-    return {name: round(nbytes / _GIB, 6) for name, nbytes in found.items()}

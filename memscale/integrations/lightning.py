@@ -31,6 +31,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         config: as in `wrap`.
         plan: to train under, instead of one that is planned; its paths are those of what is wrapped.
         sample_input: what that is called with, as in `wrap`. None plans at the first call.
+        log_memory: whether loggers get the keys of `Executor.as_log`, at logging steps.
 
     Raises:
         ConfigError: `config` is no `Config`.
@@ -42,9 +43,17 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
     MemScaleCallback(plan={'layers.*': checkpoint()})
     """
 
-    def __init__(self, config: Config | None = None, *, plan: PlanLike | None = None, sample_input: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        plan: PlanLike | None = None,
+        sample_input: Any = None,
+        log_memory: bool = True,
+    ) -> None:
         super().__init__()
         self.wrapping = Wrapping(config, plan, sample_input)
+        self.log_memory = log_memory
         self._late: weakref.ref[nn.Module] | None = None  # the module whose configure_model is waited for
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -64,8 +73,12 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
             self._late = weakref.ref(pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The first one knows the plan."""
+        """Log the keys of `Executor.as_log` where Lightning logs; the first batch knows the plan."""
         self.wrapping.after_step()
+        executor, step = self.wrapping.executor, trainer.global_step
+        if self.log_memory and executor is not None and step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(executor.as_log(), step=step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Detach."""

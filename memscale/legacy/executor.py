@@ -21,6 +21,7 @@ from memscale.legacy.offloading import runtime_of_plan
 from memscale.legacy.reality import Reality
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
+from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
@@ -90,6 +91,8 @@ class Executor:
         self._between_steps = True
         self._reality: Reality | None = None
         self._steps: Any = None  # the hook that counts them
+        self._metrics: Metrics | None = None
+        self._server: Server | None = None
         self._lock = threading.RLock()
         self._take(verdict, None if batch is None else shapes_of(batch))
 
@@ -118,6 +121,48 @@ class Executor:
             return self.plan.evidence.planned.peak_bytes
         return None if self.profile is None or self.plan else self.step_bytes
 
+    @property
+    def predicted(self) -> dict[str, int]:
+        """The predicted peak of a step by kind: what is ``allocated``, and on CUDA what its allocator has reserved."""
+        found = {} if self.predicted_bytes is None else {"allocated": self.predicted_bytes}
+        if isinstance(self.plan, ProvenPlan) and self.hardware.device_type == "cuda":
+            found["reserved"] = self.plan.evidence.planned.taken_bytes
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter is; a CPU if it has none."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The paths of the plan's regions."""
+        return tuple(self._seen)
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where live figures are served; None where ``config.observability_port`` asks for none or is taken."""
+        return None if self._server is None else self._server.url
+
+    def as_log(self) -> dict[str, float]:
+        """What a training log may say of memory now, in GiB: for ``wandb.log`` and the like, at logging steps.
+
+        >>> import torch, memscale as ms
+        >>> model = ms.wrap(torch.nn.Linear(2, 2), ms.Config(enable_logging=False), torch.ones(1, 2))
+        >>> sorted(model._memscale_executor.as_log())
+        ['memory/predicted_gib']
+        """
+        return memory_keys(self)
+
+    def serve(self) -> None:
+        """Serve live figures, where the config asks for that."""
+        if self.config.observability_port is not None and self._server is None:
+            self._metrics = Metrics(self)
+            self._server = serve(self._metrics, self.config.observability_port)
+            if self._server is not None:
+                weakref.finalize(self, self._server.close)
+                say(self.config, f"live figures at {self._server.url}")
+
     def detach(self) -> None:
         """Undo everything; does nothing the second time.
 
@@ -138,6 +183,9 @@ class Executor:
         self.uninstall()
         if self._steps is not None:
             self._steps()
+        if self._server is not None:
+            self._server.close()
+        self._metrics = self._server = None
         caches_on(self.model, self._caching)
         del self.model.__dict__[ATTRIBUTE]
         moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
@@ -230,6 +278,8 @@ class Executor:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._between_steps = True
+        if self._metrics is not None:
+            self._metrics.after_step()
         if not self._looked:
             self._looked = True
             if (idle := self.idle_text()) is not None:
@@ -313,7 +363,8 @@ class Executor:
             say(self.config, f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
 
     def __getstate__(self) -> dict[str, Any]:
-        gone = dict.fromkeys(("_lock", "_optimizer", "_steps", "profile"))  # of another model, and the last one long
+        # Of another model, or of this process, or long.
+        gone = dict.fromkeys(("_lock", "_optimizer", "_steps", "_metrics", "_server", "profile"))
         return {**self.__dict__, **gone, "_plans": [], "_seen": {}, "_model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,13 +6,34 @@ import logging
 from datetime import datetime
 
 from memscale.config import Config
+from memscale.observability import rank
 
 LOG = logging.getLogger("memscale")
 
 
+class _Unheard(logging.NullHandler):
+    """What a library's logger has of its own: nothing is printed but warnings that no other handler hears."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        heard = logging.root.handlers or len(LOG.handlers) > 1
+        if not heard and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
+        return True
+
+
+if not LOG.handlers:
+    LOG.addHandler(_Unheard())
+
+
 def say(config: Config, message: str, level: int = logging.INFO) -> None:
-    """One log record, and the same text in ``config.log_file``."""
+    """One log record, and the same text in ``config.log_file``.
+
+    All processes of a run have the same to say: beyond rank 0, what is no warning is at level DEBUG, not in the file.
+    """
     if not config.enable_logging:
+        return
+    if level < logging.WARNING and rank() != 0:
+        LOG.debug(message)
         return
     LOG.log(level, message)
     if config.log_file is not None:

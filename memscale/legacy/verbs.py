@@ -22,13 +22,13 @@ from memscale.legacy.decision import Verdict, decide, hardware_of, resident_byte
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
+from memscale.observability import check_can_serve
 from memscale.runtime import AsyncOffloadConfig
 
 _Target = TypeVar("_Target")
 
 # What a caller can set and nothing looks at yet: (field of Config, what would be needed).
 _NOT_USED = {
-    "observability_port": "there are no live figures to serve yet",
     "auto_policy": "there are no policies to choose from yet",
 }
 
@@ -268,6 +268,7 @@ def _wrapped(
         executor.detach()
         raise
     executor.report()
+    executor.serve()
     return executor
 
 
@@ -318,6 +319,8 @@ def _config_in_force(
             "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "
             "for bit, and what the second allows rounds differently; leave one of the two unset"
         )
+    if config.observability_port is not None:
+        check_can_serve()
     if config.log_file is not None and config.enable_logging:
         try:
             with open(config.log_file, "a", encoding="utf-8"):

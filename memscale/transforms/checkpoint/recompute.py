@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import CorrectnessError, changed_error, described
+from memscale.core import CorrectnessError, changed_error, described, simulating
 from memscale.regions import (
     Habits,
     Rewind,
@@ -36,6 +36,12 @@ from memscale.transforms.checkpoint.selective import Recorder, Replayer
 _autograd = torch._C._autograd
 Record = Callable[[list[torch.Tensor]], Recorder]  # makes a recorder of a region with these inputs
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
+_reruns = [0]  # of this process; two threads at once may count as one
+
+
+def recomputed_regions() -> int:
+    """How many regions backward passes of this process have run again, apart from simulated ones."""
+    return _reruns[0]
 
 
 class Memory:
@@ -232,6 +238,8 @@ class _Frame:
                     _autograd._pop_saved_tensors_default_hooks()
             self.streams = streams
         rerun.check()
+        if not simulating():
+            _reruns[0] += 1
         # Not before: what a rerun that failed has found must not be used, and would only take memory.
         for placeholder in live:
             if placeholder is not None:

@@ -1,0 +1,7 @@
+"""What the process of a wrapped model says of itself: live figures, for Prometheus and for training logs."""
+
+from memscale.observability.metrics import Metrics, memory_keys
+from memscale.observability.ranks import local_rank, rank
+from memscale.observability.server import Server, check_can_serve, serve
+
+__all__ = ["Metrics", "Server", "check_can_serve", "local_rank", "memory_keys", "rank", "serve"]

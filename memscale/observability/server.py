@@ -1,0 +1,144 @@
+"""`serve`: the figures of a process over HTTP, in the format of Prometheus. Off unless a config names a port."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from memscale.core import RuntimeUnavailable
+from memscale.observability.metrics import Family, Metrics
+from memscale.observability.ranks import local_rank
+
+_LOG = logging.getLogger("memscale")
+_OPEN: weakref.WeakSet[Server] = weakref.WeakSet()
+_watching_forks: list[bool] = []
+
+
+class Server:
+    """An HTTP server in a thread of its own.
+
+    Attributes:
+        url: where the figures are.
+    """
+
+    def __init__(self, server: Any, thread: Any, url: str) -> None:
+        self._server = server
+        self._thread = thread
+        self.url = url
+
+    def close(self) -> None:
+        """Stop, and free the port; does nothing the second time."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            self._thread.join()
+
+    def forsake(self) -> None:
+        """Close the copy of the socket that a forked process has: the port is its parent's."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.socket.close()
+
+
+def check_can_serve() -> None:
+    """Do nothing where `serve` can work.
+
+    Raises:
+        RuntimeUnavailable: prometheus-client is not installed.
+    """
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise RuntimeUnavailable(
+            "Config(observability_port=...) needs prometheus-client; pip install 'memscale-transforms[metrics]', or "
+            "leave the port unset"
+        )
+
+
+def serve(metrics: Metrics, port: int | str) -> Server | None:
+    """Serve `metrics`; None where the port is taken, with a warning.
+
+    Args:
+        metrics: what is served.
+        port: on 127.0.0.1, or ``"address:port"``. Process i of a machine takes port + i; 0 is any free one.
+
+    Raises:
+        RuntimeUnavailable: prometheus-client is not installed.
+    """
+    check_can_serve()
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    address, number = ("127.0.0.1", port) if isinstance(port, int) else _parts(port)
+    if number:
+        number += local_rank()
+    registry = CollectorRegistry()
+    registry.register(_Collector(metrics))
+    try:
+        server, thread = start_http_server(number, addr=address, registry=registry)
+    except (OSError, OverflowError) as error:
+        _LOG.warning(
+            "observability_port: %s:%s cannot be listened on (%s); training goes on without figures. "
+            "Give another port, or 0 for any free one",
+            address,
+            number,
+            error,
+        )
+        return None
+    host = f"[{address}]" if ":" in address else address
+    found = Server(server, thread, f"http://{host}:{server.server_port}/metrics")
+    _OPEN.add(found)
+    if not _watching_forks and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forsake_all)
+        _watching_forks.append(True)
+    return found
+
+
+def _forsake_all() -> None:
+    for server in list(_OPEN):
+        server.forsake()
+
+
+def _parts(port: str) -> tuple[str, int]:
+    address, _, number = port.rpartition(":")
+    return address.strip("[]"), int(number)
+
+
+class _Collector:
+    """The families of `Metrics` as prometheus-client wants them, made anew for each scrape."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Any]:
+        """Nothing: what there is depends on the device."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """What is served."""
+        for family in self._metrics.collect():
+            if family.samples:
+                yield _family(family)
+
+
+def _family(family: Family) -> Any:
+    from prometheus_client import core
+
+    found: Any
+    names = list(family.samples[0][0])
+    if family.kind == "histogram":
+        histogram = core.HistogramMetricFamily(family.name, family.help, labels=names)
+        for labels, (buckets, total) in family.samples:
+            histogram.add_metric([labels[name] for name in names], buckets, total)
+        return histogram
+    if family.kind == "info":
+        found = core.GaugeMetricFamily(f"{family.name}_info", family.help, labels=names)
+    elif family.kind == "counter":
+        found = core.CounterMetricFamily(family.name, family.help, labels=names)
+    else:
+        found = core.GaugeMetricFamily(family.name, family.help, labels=names)
+    for labels, value in family.samples:
+        found.add_metric([labels[name] for name in names], value)
+    return found
