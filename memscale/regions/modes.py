@@ -81,7 +81,9 @@ def _set_function(stack: tuple[Any, ...]) -> None:
 
 
 def _set_dispatch(stack: tuple[Any, ...]) -> None:
-    for _ in range(_c._len_torch_dispatch_stack()):
+    # Held meanwhile: PyTorch frees a mode that nothing but its stack holds before it returns it (a crash on 2.10).
+    leaving = _dispatch_modes()
+    for _ in leaving:
         _pop_mode()
     for mode in stack:
         _push_mode(mode)

@@ -141,7 +141,14 @@ def measure(
         named_bytes = sum(start_by_role.values())
         start_by_role["other"] = max(0, torch.cuda.memory_allocated(device) - named_bytes)
 
-    with _quietly(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with (
+        _quietly(),
+        profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # without it, torch 2.10 warns
+        ) as recording,
+    ):
         began_ns, began = time.time_ns(), time.perf_counter()
         step()
         if device.type == "cuda":

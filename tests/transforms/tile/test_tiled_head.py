@@ -644,7 +644,9 @@ def test_the_logits_never_exist():
 
 def largest_bytes(step):
     """The largest single allocation of `step`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recording:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recording:
         step()
     sizes = []
     pending = list(recording.profiler.kineto_results.experimental_event_tree())
