@@ -202,6 +202,8 @@ class Method(OfModule, Assembled):
         functools.update_wrapper(forward, original)
         # Who follows this would arrive at the module's own forward.
         del forward.__wrapped__  # type: ignore[attr-defined]
+        # A method has the attributes of its function, and Dynamo of PyTorch 2.10 asks the function for them.
+        forward.fn = fn  # type: ignore[attr-defined]
         module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = inspect.signature(fn)
         forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])  # type: ignore[attr-defined]
