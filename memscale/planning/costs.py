@@ -6,8 +6,9 @@ simulated step, and what one of them held before, during and after its own turn 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +18,14 @@ from memscale.core import MemscaleError
 from memscale.hardware import Hardware, host_seconds
 from memscale.planning.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts import Part
+from memscale.planning.short_stack import left_out
 from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
 
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
 _STATE_PASSES = 8
+# Of a sum of the same times in another order.
+_SAME_TIME = 1e-9
 _MOVES = frozenset({"offload", "stream"})
 
 #: A candidate for each part, by number; the last is that of what is outside.
@@ -98,8 +102,8 @@ class Costs:
         )
 
 
-#: Simulates forward and backward with these rules.
-Simulate = Callable[[Rules], SimulatedStep]
+#: Simulates forward and backward with these rules, of the model without the parts at these paths.
+Simulate = Callable[[Rules, frozenset[str]], SimulatedStep]
 
 
 def measured_costs(
@@ -115,12 +119,12 @@ def measured_costs(
         plain: the step as it is, with its update.
         parts: of the model.
         menus: their candidates, `AS_IT_IS` first; parts that are alike have the same.
-        simulate: a step with rules.
+        simulate: a step with rules, of the model without some parts.
         trials: of candidates that were tried before; those that are tried here are added.
     """
     paths = [part.path for part in parts]
     base = plain.attribution(paths)
-    rejected = _Trials(paths, parts, menus, simulate).run(trials)
+    rejected = _Trials(base, parts, menus, simulate).run(trials)
     found: list[tuple[Candidate, ...]] = []
     effects: list[tuple[Effect, ...]] = []
     for row, menu in enumerate(menus):
@@ -165,15 +169,18 @@ class _Trials:
     """The simulations: as few as there are candidates for each part that none is alike to."""
 
     def __init__(
-        self, paths: list[str], parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
+        self, base: Attribution, parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
     ) -> None:
-        self.paths = paths
+        self.base = base
+        self.parts = parts
+        self.paths = [part.path for part in parts]
         self.menus = menus
         self.simulate = simulate
         self.families: dict[object, list[int]] = {}
         for row, part in enumerate(parts):
             self.families.setdefault(part.alike, []).append(row)
         self.families[None] = [len(parts)]
+        self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
 
     def run(self, done: Trials) -> dict[str, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
@@ -204,7 +211,7 @@ class _Trials:
             for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
         ]
         try:
-            found = self.simulate(tuple(rules)).attribution(self.paths)
+            found = self._found(tuple(rules), chosen)
         except Exception as error:  # a transform refuses its region, or the model's own code does
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()
@@ -218,6 +225,29 @@ class _Trials:
             return
         for row, key in chosen.items():
             done[key] = _Trial(row, found, frozenset(chosen))
+
+    def _found(self, rules: Rules, tried: Iterable[int]) -> Attribution:
+        """The step with these rules; without most blocks where only what is outside of them tries something."""
+        outside = len(self.parts)
+        away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
+        if away:
+            with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
+                if away not in self._tells:
+                    self._tells[away] = False
+                    self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
+                if self._tells[away]:
+                    return self.simulate(rules, away).attribution(self.paths)
+        return self.simulate(rules, frozenset()).attribution(self.paths)
+
+    def _is_alike(self, found: Attribution, part: int) -> bool:
+        """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""
+        base, columns = self.base, {station: at for at, station in enumerate(self.base.stations)}
+        # Trials do not update, and have no states.
+        held = [base.held_bytes[part, columns[station]] - base.states_bytes[part] for station in found.stations]
+        forward_backward = slice(0, 2)
+        return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
+            found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
+        )
 
 
 def _spread(rows: list[int], wanted: int) -> list[int]:

@@ -31,6 +31,7 @@ from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Found, Proven, Search
+from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
 from memscale.transforms import cast
@@ -280,26 +281,33 @@ class DecisionEngine:
 
         def simulate(plan: Plan) -> Profile:
             self._say("a plan of before")
-            return self._profiler(plan).simulated(self.batch, accumulate=self.accumulate).profile()
+            return (
+                self._profiler(plan, self.model, self.optimizer)
+                .simulated(self.batch, accumulate=self.accumulate)
+                .profile()
+            )
 
         allowed = self._techniques(self._link(), self.config) | (self.config.eligible() & {"cast"})
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
 
-    def _simulate(self, rules: Rules, updates: bool) -> SimulatedStep:
+    def _simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> SimulatedStep:
         self._say("the step as it is" if not rules else "candidates" if not updates else "a plan")
         self.simulations += 1
-        return self._profiler(Plan(rules)).simulated(self.batch, accumulate=self.accumulate, updates=updates)
+        if left_out:
+            assert not updates, "the optimizer has the parameters of the whole model"
+            profiler = self._profiler(Plan(rules), shortened(self.model, left_out), None)
+        else:
+            profiler = self._profiler(Plan(rules), self.model, self.optimizer)
+        return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
 
     def _say(self, what: str) -> None:
         if self._progress is not None:
             self._progress(what, self.simulations, None)
 
-    def _profiler(self, plan: Plan) -> MemoryProfiler:
-        return MemoryProfiler(
-            self.model, self.optimizer, loss=self.loss, plan=plan if plan else None, hardware=self.hardware
-        )
+    def _profiler(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryProfiler:
+        return MemoryProfiler(model, optimizer, loss=self.loss, plan=plan if plan else None, hardware=self.hardware)
 
     @property
     def searches(self) -> list[Search]:

@@ -28,8 +28,9 @@ _MARGIN = 1e-3
 
 _LOOKS = 3
 
-#: Simulates the step with these rules, with its update or without.
-Simulate = Callable[[Rules, bool], SimulatedStep]
+#: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
+Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
+_WHOLE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +114,7 @@ class Search:
     ) -> None:
         self.always = always
         self.trials = {} if trials is None else dict(trials)
-        self.plain = plain if plain is not None else simulate(always, True)
+        self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
         parts = parts_of(model, self.plain)
         menus: list[tuple[Candidate, ...]] = []
@@ -124,7 +125,11 @@ class Search:
             menus.append(by_family[part.alike])
         menus.append(menu.for_outside(model, parts))
         self.costs = measured_costs(
-            self.plain, parts, menus, lambda rules: simulate(self._with(rules), False), self.trials
+            self.plain,
+            parts,
+            menus,
+            lambda rules, away: simulate(self._with(rules), False, away),
+            self.trials,
         )
         self._link = link
         self._proofs: dict[Assignment, Proven] = {}
@@ -211,7 +216,7 @@ class Search:
         """The step under an assignment, simulated."""
         if assignment not in self._proofs:
             rules = self._with(self.costs.rules(assignment))
-            step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True)
+            step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True, _WHOLE)
             found = step.attribution([part.path for part in self.costs.parts])
             held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
             thought = self.costs.held_bytes(assignment).tolist()

@@ -1,0 +1,78 @@
+"""Trials of the loss head on a stack that most blocks are left out of: as on the whole one, or on the whole one."""
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.planning import costs, engine
+from memscale.planning.short_stack import shortened
+
+_BLOCKS = 20
+
+
+class _Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(1024, 1024)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(_BLOCKS)
+        )
+        self.head = nn.Linear(1024, 16384)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _AddsOutside(_Stack):
+    """What is outside of the blocks computes as often as there are blocks."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class _ByNumber(_Stack):
+    def forward(self, x):
+        x = self.stem(x)
+        for number in range(_BLOCKS):
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+def _head_costs(model):
+    batch = torch.empty(8192, 1024, device="meta")
+    only_tiles = ms.Config(mode="aggressive", enable_checkpointing=False, enable_offloading=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    step = {"optimizer": optimizer, "loss": lambda y, _: y.logsumexp(-1).mean(), "config": only_tiles}
+    found = ms.DecisionEngine(model, batch, hardware="h100", **step).searches[0].costs
+    assert len(found.effects[-1]) == 4  # as it is, and in 4, 16 and 64 pieces
+    return [(each.held_bytes.tolist(), each.slack_bytes.tolist(), each.seconds) for each in found.effects[-1]]
+
+
+@pytest.mark.parametrize(("kind", "stacks"), [(_Stack, 4), (_AddsOutside, 1), (_ByNumber, 1)])
+def test_the_head_costs_what_it_costs_in_the_whole_stack(monkeypatch, kind, stacks):
+    made = []
+    monkeypatch.setattr(engine, "shortened", lambda *given: made.append(given) or shortened(*given))
+    with torch.device("meta"):
+        model = kind()
+    found = _head_costs(model)
+    assert len(made) == stacks
+    monkeypatch.setattr(costs, "left_out", lambda *_: frozenset())
+    assert found == _head_costs(model)
+    assert len(made) == stacks
+
+
+def test_a_short_stack_is_another_tree_over_the_same_parameters():
+    with torch.device("meta"):
+        model = _Stack()
+    short = shortened(model, [f"blocks.{at}" for at in range(1, _BLOCKS)])
+    assert len(model.blocks) == _BLOCKS
+    assert [id(each) for each in short.parameters()] == [
+        id(each) for path, each in model.named_parameters() if "blocks" not in path or path.startswith("blocks.0.")
+    ]
