@@ -40,8 +40,9 @@ class Effect:
         held_bytes: [station] the most that the part holds there.
         slack_bytes: [station] what the sum over the parts is above what is held at once, at the part's own stations.
         forward_seconds, backward_seconds: of its operators.
-        out_bytes, in_bytes: what moves to another tier, from its forward on, and back, until its backward.
-        update_seconds: of the optimizer on the host, for parameters that live there.
+        out_bytes: what moves to another tier, from its forward on, until its backward.
+        waits_seconds: how long the device stands still for what it moves.
+        update_seconds: of the optimizer on the host, for parameters that live there, less what it saves the device.
     """
 
     held_bytes: Bytes
@@ -49,13 +50,18 @@ class Effect:
     forward_seconds: float
     backward_seconds: float
     out_bytes: int = 0
-    in_bytes: int = 0
+    waits_seconds: float = 0.0
     update_seconds: float = 0.0
 
     @property
+    def moving_seconds(self) -> float:
+        """What it takes beside its operators, since it moves something."""
+        return self.waits_seconds + self.update_seconds
+
+    @property
     def seconds(self) -> float:
-        """What it adds to the step, if no copy is waited for."""
-        return self.forward_seconds + self.backward_seconds + self.update_seconds
+        """What it adds to the step."""
+        return self.forward_seconds + self.backward_seconds + self.moving_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +102,7 @@ class Costs:
         return held
 
     def seconds(self, assignment: Assignment) -> float:
-        """The time of the step under an assignment if no copy is waited for."""
+        """The time of the step under an assignment."""
         return self.fixed_seconds + sum(
             menu[number].seconds for menu, number in zip(self.effects, assignment, strict=True)
         )
@@ -185,7 +191,7 @@ class _Trials:
     def run(self, done: Trials) -> dict[str, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
         waiting = {
-            family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
+            family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
             for family, rows in self.families.items()
         }
         rejected: dict[str, str] = {}
@@ -250,6 +256,14 @@ class _Trials:
         )
 
 
+def _apart(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates with those that move something between others, so that none waits for the copies of another."""
+    still = [each for each in candidates if not each.techniques & _MOVES]
+    moving = [each for each in candidates if each.techniques & _MOVES]
+    pairs = itertools.zip_longest(still, moving)
+    return [each for pair in pairs for each in pair if each is not None]
+
+
 def _spread(rows: list[int], wanted: int) -> list[int]:
     """At most `wanted` of the rows, as far from each other and from the ends as can be."""
     if wanted >= len(rows):
@@ -295,7 +309,7 @@ def _effect(
         if answers and source is not None:
             slack[at] = found.slack_bytes[source]
     taken = np.maximum(0.0, found.seconds[donor] + base.seconds[row] - base.seconds[donor])
-    return Effect(held, slack, float(taken[0]), float(taken[1]))
+    return Effect(held, slack, float(taken[0]), float(taken[1]), waits_seconds=float(found.waits_seconds[donor]))
 
 
 def _beside(base: Attribution, row: int, donor: int, number: int, donated: int) -> Bytes:
@@ -393,19 +407,21 @@ def _with_moves(
 ) -> Effect:
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
     moves = candidate.techniques & _MOVES
-    if not moves:
-        return effect
-    out = back = 0
+    out = 0
     turn = next(
         (at for at, station in enumerate(base.stations) if station.phase is Phase.BACKWARD), len(base.stations) - 1
     )
     if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
-        out = back = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
-    if "stream" in moves:
-        parameters_bytes = int(base.parameters_bytes[row])
-        out += int(base.gradients_bytes[row])
-        back += 2 * parameters_bytes
-        # Parameters and gradients are read and parameters written; states go through several loops with temporaries.
-        traffic = 2 * parameters_bytes + int(base.gradients_bytes[row]) + _STATE_PASSES * int(base.states_bytes[row])
-        return replace(effect, out_bytes=out, in_bytes=back, update_seconds=host_seconds(traffic, hardware))
-    return replace(effect, out_bytes=out, in_bytes=back)
+        out = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
+    if "stream" not in moves:
+        # Where nothing moves, nothing is waited for, whatever neighbours of the trial did.
+        return replace(effect, out_bytes=out, waits_seconds=effect.waits_seconds if moves else 0.0)
+    parameters_bytes, states_bytes = int(base.parameters_bytes[row]), int(base.states_bytes[row])
+    # Parameters and gradients are read and parameters written; states go through several loops with temporaries.
+    traffic = 2 * parameters_bytes + int(base.gradients_bytes[row]) + _STATE_PASSES * states_bytes
+    saved = float(base.seconds[:, 2].sum()) * parameters_bytes / max(1, int(base.parameters_bytes.sum()))
+    return replace(
+        effect,
+        out_bytes=out + int(base.gradients_bytes[row]),
+        update_seconds=max(0.0, host_seconds(traffic, hardware) - saved),
+    )

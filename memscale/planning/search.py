@@ -18,11 +18,11 @@ from memscale.simulation import Profile, SimulatedStep
 
 # A plan that uses this share of the budget is not worth another round.
 _USED = 0.97
-# Nor is one that is as fast as was thought.
-_AS_THOUGHT = 1.005
-_ROUNDS, _ROUNDS_WITH_MOVES = 6, 3
-# After as many choices that turn out not to fit, the next are to leave as much room as the last one lacked.
-_MISSES = 2
+# Nor is one that is as fast as was thought; of copies less is known.
+_AS_THOUGHT, _AS_THOUGHT_WITH_MOVES = 1.005, 1.02
+_ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
+# A smallest plan that holds no more than this share of what was thought to be the least is it.
+_LEAST = 1.005
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
 
@@ -66,9 +66,7 @@ class Proven:
 
     def correct(self, chooser: Chooser) -> None:
         """Let the chooser know what this step held and took."""
-        waits = self.profile.exposed_seconds
-        late = waits.get("room", 0.0), waits.get("input", 0.0) + waits.get("disk", 0.0)
-        chooser.correct(self.assignment, self.held_bytes, self.part_seconds, late)
+        chooser.correct(self.assignment, self.held_bytes, self.part_seconds, self.seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,17 +157,16 @@ class Search:
         found.correct(chooser)
         seen: set[Assignment] = set()
         overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
-        rounds, misses = _ROUNDS_WITH_MOVES if moves else _ROUNDS, 0
-        while rounds:
-            rounds -= 1
-            choice = chooser.fastest(safe_bytes - overhead, moves=moves)
+        spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
+        for _ in range(_ROUNDS_WITH_MOVES if moves else _ROUNDS):
+            choice = chooser.fastest(safe_bytes - overhead - spare, moves=moves)
             if choice is None and misses:
                 # What some choices were seen to hold is not held by all: back to what was thought, with room to spare.
                 chooser.forget()
                 self.prove(self.costs.as_it_is).correct(chooser)
                 lacked, misses = found.taken_bytes - safe_bytes, 0
-                for overhead in (lacked, lacked // 2, lacked // 4):
-                    choice = choice or chooser.fastest(safe_bytes - overhead, moves=moves)
+                for room in (lacked, lacked // 2, lacked // 4):
+                    choice = choice or chooser.fastest(safe_bytes - room, moves=moves)
                 choice = None if choice is not None and choice.assignment in seen else choice
             if choice is None:
                 break
@@ -179,15 +176,19 @@ class Search:
             found = self.prove(choice.assignment)
             found.correct(chooser)
             seen.add(choice.assignment)
-            fits = found.taken_bytes <= safe_bytes
-            as_thought = found.seconds <= _AS_THOUGHT * thought
-            if fits and (known or (as_thought and found.taken_bytes >= _USED * safe_bytes)):
-                break
-            overhead = found.taken_bytes - found.profile.peak_bytes
-            if not fits:
-                misses += 1
-                # What it holds is known now; of what is chosen next it was not foreseen twice.
-                overhead += (found.taken_bytes - safe_bytes) if known or misses > _MISSES else 0
+            kept = found.taken_bytes - found.profile.peak_bytes
+            lacked = found.taken_bytes - safe_bytes
+            if lacked <= 0:
+                as_thought = found.seconds <= (_AS_THOUGHT_WITH_MOVES if moves else _AS_THOUGHT) * thought
+                if known or (as_thought and found.taken_bytes >= _USED * safe_bytes):
+                    break
+                overhead, spare = kept, 0
+                continue
+            # What it holds is known now. What an allocator keeps depends on what is chosen, and of what is chosen next
+            # more was not foreseen.
+            misses += 1
+            overhead = max(overhead, kept)
+            spare += lacked if known or misses > 1 else 0
         return bound
 
     def smallest(self) -> Proven:
@@ -201,7 +202,10 @@ class Search:
                 if choice.assignment in seen:
                     break
                 seen.add(choice.assignment)
-                self.prove(choice.assignment).correct(chooser)
+                found = self.prove(choice.assignment)
+                found.correct(chooser)
+                if found.profile.peak_bytes <= _LEAST * choice.bound:
+                    break
             # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
             for _ in range(_LOOKS):
                 least = min(self._proofs.values(), key=lambda each: each.taken_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memscale.core import RuntimeUnavailable
-from memscale.planning.costs import Assignment, Bytes, Costs, Effect
+from memscale.planning.costs import Assignment, Bytes, Costs
 
 # How far from the best a choice may be, as a share of the step's time, and the nodes of the search tree after which
 # the best one found so far is taken: a limit in seconds would make the plan depend on the machine. What is found is
@@ -27,6 +27,9 @@ _TOLERANCE = 1e-7
 _WHOLE = 300
 _INTEGRAL = 1 - 1e-6
 _MIB = 2.0**20
+
+# Of what candidates that move bytes are thought to wait, at least and at most what one step may show.
+_LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,7 +64,7 @@ class Chooser:
         link: None if nothing moves.
 
     Attributes:
-        late_seconds: by how much more copies out and back are late than is thought, as steps have shown.
+        moving_scale: how much longer moves hold the step up than is thought, as a step has shown.
         beside_bytes: [candidate of what is outside, station] what steps have shown to be held beside what the costs add
             up to. Exactly one of these candidates is chosen, so that each brings its own correction.
     """
@@ -77,65 +80,47 @@ class Chooser:
             alike = costs.parts[row].alike if row < len(costs.parts) else row
             self._families.setdefault(alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
-        self._moves = self._out + np.array([effect.in_bytes for effect in flat])
+        self._moving = np.array([effect.moving_seconds for effect in flat])
+        self._moves = np.array([bool(effect.out_bytes or effect.moving_seconds) for effect in flat])
         self.forget()
-        self._ways = () if link is None else self._copies(flat, link)
 
     def forget(self) -> None:
         """Drop what steps have shown."""
-        self.late_seconds: tuple[float, ...] = (0.0, 0.0)
+        self.moving_scale = 1.0
         self.beside_bytes = np.zeros((len(self.costs.effects[-1]), len(self.costs.stations)))
         self._shown: set[int] = set()
-        self._seconds = np.array([effect.seconds for menu in self.costs.effects for effect in menu])
+        self._operators = np.array(
+            [effect.forward_seconds + effect.backward_seconds for menu in self.costs.effects for effect in menu]
+        )
 
-    def _copies(self, flat: list[Effect], link: LinkRates) -> tuple[tuple[Floats, Floats, Floats], ...]:
-        """For each way: the seconds of each candidate's copies, those of its operators, and what comes between."""
-        outside = self.costs.effects[-1][0]
-        moves = (
-            (self._out / link.out_bytes_per_second, "forward_seconds"),
-            (np.array([effect.in_bytes for effect in flat]) / link.in_bytes_per_second, "backward_seconds"),
-        )
-        # Between the last part's forward and its backward is the head, which is most of what is outside.
-        return tuple(
-            (copies, np.array([getattr(effect, name) for effect in flat]), np.array(getattr(outside, name)))
-            for copies, name in moves
-        )
+    @property
+    def _seconds(self) -> Floats:
+        """[candidate] what it adds to the step."""
+        found: Floats = self._operators + self.moving_scale * self._moving
+        return found
 
     def seconds(self, assignment: Assignment) -> float:
         """The time of the step under an assignment, as far as is thought."""
-        chosen = [offset + number for offset, number in zip(self._offsets, assignment, strict=False)]
-        return self.costs.fixed_seconds + float(self._seconds[chosen].sum()) + sum(self.late(assignment))
+        return self.costs.fixed_seconds + float(self._seconds[self._columns(assignment)].sum())
 
-    def correct(
-        self, assignment: Assignment, held_bytes: Bytes, part_seconds: Floats, late_seconds: tuple[float, float]
-    ) -> None:
-        """Learn from a simulated step: what it held and waited for beside what was thought, what candidates took."""
+    def _columns(self, assignment: Assignment) -> list[int]:
+        return [offset + number for offset, number in zip(self._offsets, assignment, strict=False)]
+
+    def correct(self, assignment: Assignment, held_bytes: Bytes, part_seconds: Floats, step_seconds: float) -> None:
+        """Learn from a simulated step: what it held beside what was thought, what candidates and their moves took."""
         self._shown.add(assignment[-1])
         # Of those that no step has shown this one tells most.
         for number in {*range(len(self.beside_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
             self.beside_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
-        thought = self.late(assignment)
-        self.late_seconds = tuple(
-            known + max(0.0, shown - each)
-            for known, shown, each in zip(self.late_seconds, late_seconds, thought, strict=True)
-        )
+        if thought := float(self._moving[self._columns(assignment)].sum()):
+            shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
+            self.moving_scale = min(max(shown / thought, _LEAST_SCALE), _MOST_SCALE)
         # Parts that are alike are to have the same, or which of them has which candidate would be decided by traces.
         for rows in self._families.values():
             for number in {assignment[row] for row in rows}:
                 shown = np.mean([part_seconds[row] for row in rows if assignment[row] == number])
                 for row in rows:
-                    self._seconds[self._offsets[row] + number] = shown + self.costs.effects[row][number].update_seconds
-
-    def late(self, assignment: Assignment) -> tuple[float, float]:
-        """The seconds that the step waits for copies out and back, as far as is thought."""
-        parts = [offset + number for offset, number in zip(self._offsets, assignment, strict=False)][:-1]
-        found = []
-        for (copies, operators, between), known in zip(self._ways, self.late_seconds, strict=False):
-            from_here = np.cumsum(copies[parts][::-1])
-            behind = np.cumsum(operators[parts][::-1]) - operators[parts][::-1]
-            late = np.max(from_here - behind, initial=0.0) - float(between) + known
-            found.append(max(0.0, late) if copies[parts].any() else 0.0)
-        return (found[0], found[1]) if found else (0.0, 0.0)
+                    self._operators[self._offsets[row] + number] = shown
 
     def fastest(self, limit_bytes: float, *, moves: bool = True) -> Choice | None:
         """The fastest choice that holds at most `limit_bytes` at each station, None if there is none.
@@ -156,7 +141,7 @@ class Chooser:
 
     def smallest(self) -> Choice:
         """The choice whose most bytes are the fewest."""
-        choice = self._solve(np.zeros(len(self._seconds)), None)
+        choice = self._solve(np.zeros(len(self._moving)), None)
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
@@ -184,9 +169,8 @@ class Chooser:
         infinity = highspy.kHighsInf
         unit = 1.0 if least else max(self.costs.seconds(self.costs.as_it_is), 1e-12)
         columns = len(cost)
-        allowed = np.ones(columns) if moves else (self._moves == 0).astype(np.float64)
-        # Beside the binaries: what forward and backward wait for the link, or the peak.
-        extra = 1 if least else 2
+        allowed = np.ones(columns) if moves else (~self._moves).astype(np.float64)
+        extra = 1 if least else 0  # beside the binaries: the peak
         solver.addVars(columns + extra, np.zeros(columns + extra), np.r_[allowed, np.full(extra, infinity)])
         solver.changeColsCost(
             columns + extra, np.arange(columns + extra), np.r_[cost / unit, np.ones(extra)].astype(np.float64)
@@ -201,13 +185,17 @@ class Chooser:
             if least:
                 which, held = np.r_[which, columns], np.r_[held, -1.0]
             solver.addRow(-infinity, 0.0 if limit is None else limit, len(which), which, held)
-        if self.link is not None and not least:
-            self._add_link(solver, unit, columns, infinity)
+        counts = self._count_streamed(solver, highspy)
+        cap_bytes = None if self.link is None else self.link.cap_bytes
+        if cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
+            solver.addRow(-infinity, cap_bytes / _MIB, len(which), which, self._out[which] / _MIB)
         relaxed = None
         if columns > _WHOLE:
             if not _is_solved(solver, highspy):
                 return None
-            relaxed = np.array(solver.getSolution().col_value[:columns]), solver.getInfo().objective_function_value
+            info = solver.getInfo()
+            best = info.mip_dual_bound if counts else info.objective_function_value
+            relaxed = np.array(solver.getSolution().col_value[:columns]), best
         solver.changeColsIntegrality(columns, np.arange(columns), np.full(columns, highspy.HighsVarType.kInteger))
         # What the relaxed program has decided may leave no way to decide the rest: then each fourth part is free as
         # well, and at last all are.
@@ -244,42 +232,38 @@ class Chooser:
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
 
-    def _add_link(self, solver: Any, unit: float, columns: int, infinity: float) -> None:
-        """What is waited for: all copies out of a part and those after it have the rest of forward to be through.
+    def _count_streamed(self, solver: Any, highspy: Any) -> int:
+        """How many of those that are alike stream is an integer of its own; returns how many such there are.
 
-        Backward is the same from its end: what a part and those after it need has to be back when its turn comes.
+        To stream one more costs so much more than all else that a bound rests on this number, and where a binary of one
+        part is decided another takes its place: 7 s for a Llama of 32 blocks, and 0.3 s with this.
         """
-        assert self.link is not None
-        for way, (copies, operators, between) in enumerate(self._ways):
-            if not copies.any():
-                continue
-            for low in self._offsets[:-2]:
-                coefficients = copies[low:].copy()
-                # The time of the parts behind this one; what is outside has a part of its own, the last.
-                after = self._offsets[self._offsets.index(low) + 1]
-                coefficients[after - low : self._offsets[-2] - low] -= operators[after : self._offsets[-2]]
-                which = np.flatnonzero(coefficients)
+        counts = 0
+        for rows in self._families.values():
+            menu = self.costs.candidates[rows[0]]
+            streams = [number for number, each in enumerate(menu) if "stream" in each.techniques]
+            if len(rows) > 1 and streams:
+                which = [self._offsets[row] + number for row in rows for number in streams]
+                solver.addVar(0.0, float(len(rows)))
+                count = solver.getNumCol() - 1
+                solver.changeColIntegrality(count, highspy.HighsVarType.kInteger)
                 solver.addRow(
-                    -infinity,
-                    (float(between) - self.late_seconds[way]) / unit,
-                    len(which) + 1,
-                    np.r_[which + low, columns + way],
-                    np.r_[coefficients[which] / unit, -1.0],
+                    0.0, 0.0, len(which) + 1, np.array([*which, count]), np.array([*np.ones(len(which)), -1.0])
                 )
-        if self.link.cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
-            solver.addRow(-infinity, self.link.cap_bytes / _MIB, len(which), which, self._out[which] / _MIB)
+                counts += 1
+        return counts
 
     def _polished(self, assignment: Assignment, limit: float) -> Assignment:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
         held = self._held_now()
         held = held[:, _stations_that_matter(held)]
-        moves = self._moves
+        seconds, moves = self._seconds, self._out
         part_of = np.repeat(np.arange(len(assignment)), np.diff(self._offsets))
         chosen = np.array([offset + number for offset, number in zip(self._offsets, assignment, strict=False)])
         for _ in range(len(assignment)):
             now = chosen[part_of]  # of each candidate, the one in whose place it would be
             free = limit - held[chosen].sum(axis=0)
-            faster = self._seconds[now] - self._seconds  # by how much each exchange is
+            faster = seconds[now] - seconds  # by how much each exchange is
             more = held - held[now]
             same = moves == moves[now]
             single = np.where(same & (more <= free).all(axis=1), faster, 0.0)
@@ -291,7 +275,7 @@ class Chooser:
                 if gain.max() > best * (1 + 1e-9):
                     best = gain.max()
                     pair = (one, int(gain.argmax()))
-            if best <= 1e-6 * self._seconds[chosen].sum():
+            if best <= 1e-6 * seconds[chosen].sum():
                 break
             for each in pair:
                 chosen[part_of[each]] = each

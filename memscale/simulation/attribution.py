@@ -108,6 +108,7 @@ class Attribution:
         parameters_bytes: [part] its parameters on the device.
         kept_bytes: [part] what waits for backward when backward begins, without parameters and the like.
         seconds: [part, phase] the time of its operators, in the order forward, backward, optimizer.
+        waits_seconds: [part] how long the device stands still for what the part moves.
         handed_bytes: by (holder, maker), two rows: [station] the most that the first holds of what the second made.
     """
 
@@ -119,6 +120,7 @@ class Attribution:
     parameters_bytes: Bytes
     kept_bytes: Bytes
     seconds: npt.NDArray[np.float64]
+    waits_seconds: npt.NDArray[np.float64]
     handed_bytes: Mapping[tuple[int, int], Bytes]
 
 
@@ -240,6 +242,16 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     seconds = np.zeros((parts, len(_PHASES)))
     for op, taken, part in zip(ledger.ops[first_op:], _op_seconds(ledger, clock), of_op, strict=True):
         seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += taken
+    copies = {transfer.end: transfer for transfer in clock.transfers}
+    waits = np.zeros(parts)
+    for stall in clock.stalls:
+        transfer = copies.get(stall.end)
+        if transfer is None or stall.cause == "host" or stall.begin < clock.steps[-1]:
+            continue
+        # Who waits for memory that is to be used again need not be who sent away what is in it.
+        at = (stall.op if transfer.direction == "in" else transfer.asked - 1) - first_op
+        part = of_op[min(max(at, 0), len(of_op) - 1)] if of_op else OUTSIDE
+        waits[outside if part == OUTSIDE else part] += stall.end - stall.begin
     return Attribution(
         stations=tuple(stations),
         held_bytes=held,
@@ -249,6 +261,7 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
         parameters_bytes=resident["parameter"],
         kept_bytes=kept,
         seconds=seconds,
+        waits_seconds=waits,
         handed_bytes=handed,
     )
 

@@ -74,4 +74,5 @@ def test_small_parameters_that_stay_bring_no_states_of_streamed_ones_along():
         choice = (*[streamed] * rows, *[0] * (4 - rows), 0)
         proven = search.prove(choice).profile.peak_bytes
         assert costs.held_bytes(choice).max() == pytest.approx(proven, rel=0.05)
+        assert costs.seconds(choice) == pytest.approx(search.prove(choice).seconds, rel=0.25)
     assert proven < 0.5 * search.prove(costs.as_it_is).profile.peak_bytes

@@ -26,7 +26,7 @@ def _costs(seed, parts, menu):
                 float(random.uniform(0.1, 0.5)),
                 float(random.uniform(0.1, 0.5)),
                 int(random.integers(0, 1 << 29)) if choice == 2 and part < parts - 1 else 0,
-                int(random.integers(0, 1 << 29)) if choice == 2 and part < parts - 1 else 0,
+                float(random.uniform(0.0, 0.4)) if choice == 2 and part < parts - 1 else 0.0,
             )
             for choice in range(menu)
         )
@@ -40,25 +40,6 @@ def _all(costs):
     return itertools.product(*(range(len(menu)) for menu in costs.effects))
 
 
-def _waits(costs, assignment, link):
-    """Copies leave after their part's forward and are through before backward; the last part is what is outside."""
-    if link is None:
-        return 0.0
-    chosen = [menu[at] for menu, at in zip(costs.effects, assignment, strict=True)][:-1]
-    outside = costs.effects[-1][0]
-    waits = []
-    for nbytes, rate, time in (
-        ("out_bytes", link.out_bytes_per_second, "forward_seconds"),
-        ("in_bytes", link.in_bytes_per_second, "backward_seconds"),
-    ):
-        late = 0.0
-        for first in range(len(chosen)):
-            copies = sum(getattr(each, nbytes) for each in chosen[first:]) / rate
-            late = max(late, copies - sum(getattr(each, time) for each in chosen[first + 1 :]) - getattr(outside, time))
-        waits.append(late)
-    return sum(waits)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 8), st.floats(0.3, 1.1), st.sampled_from([None, LinkRates(1e9, 1e9)]))
 def test_the_fastest_is_that_of_all(seed, parts, share, link):
@@ -69,10 +50,9 @@ def test_the_fastest_is_that_of_all(seed, parts, share, link):
     if not fitting:
         assert choice is None
         return
-    best = min(costs.seconds(each) + _waits(costs, each, link) for each in fitting)
+    best = min(costs.seconds(each) for each in fitting)
     assert costs.held_bytes(choice.assignment).max() <= limit * (1 + 1e-6)
-    found = costs.seconds(choice.assignment) + _waits(costs, choice.assignment, link)
-    assert found <= 1.01 * best
+    assert costs.seconds(choice.assignment) <= 1.01 * best
     assert choice.bound <= best * (1 + 1e-5)
 
 
