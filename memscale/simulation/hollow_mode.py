@@ -253,10 +253,6 @@ class HollowMode(TorchDispatchMode):
         ledger.ops.append(OpCall(operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds))
         at = len(ledger.ops) - 1
         self._collections.after(at)
-        for library, nbytes in effect.workspaces.items():
-            if (library, in_backward) not in self._workspaces:
-                self._workspaces.add((library, in_backward))
-                ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
         scratch: list[int] = []  # what the kernel holds beside its results
         for nbytes in effect.program:
             if nbytes > 0:
@@ -267,6 +263,13 @@ class HollowMode(TorchDispatchMode):
                 ledger.death(last)
             else:
                 self._take(operator, result, new, at, path, known)
+        for (
+            library,
+            nbytes,
+        ) in effect.workspaces.items():  # asked for with the handle, when there is room for the result
+            if (library, in_backward) not in self._workspaces:
+                self._workspaces.add((library, in_backward))
+                ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
         for number in reversed(scratch):
             ledger.death(number)
         return result

@@ -82,6 +82,7 @@ class Simulation:
         self.clock = Clock(kernels.hardware)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
+        self._order = {key: at for at, key in enumerate(self._paths)}
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # how many of them each storage has
         self.mode: HollowMode
@@ -114,7 +115,7 @@ class Simulation:
             stack.enter_context(_calls_followed(self.mode, self._paths))
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for tensor in self._tensors:
+            for tensor in (*self._moved_first(), *self._tensors):
                 if not tensor.is_meta:
                     self.mode.storages.record(tensor)
             stack.enter_context(_reads_checked(self.mode))
@@ -179,6 +180,26 @@ class Simulation:
                 for part in _parts([tensor.grad]):
                     storages.mark(part, "gradient", storages.record(_parts([tensor])[0]).path)
 
+    def _moved_first(self) -> list[torch.Tensor]:
+        """What modules have, in the order of `Module.to`: what lies beside what decides where there is room later."""
+        found: list[torch.Tensor | None] = []
+        seen: set[int] = set()
+
+        def visit(module: nn.Module) -> None:
+            if id(module) not in seen:
+                seen.add(id(module))
+                for child in module.children():
+                    visit(child)
+                found.extend((*module._parameters.values(), *module._buffers.values()))
+
+        for module in sorted(self.scope.modules, key=self._place):
+            visit(module)
+        return _parts([tensor for tensor in found if tensor is not None])
+
+    def _place(self, module: nn.Module) -> int:
+        """Where a module stands in the tree; those that are in none come last."""
+        return self._order.get(id(module), len(self._order))
+
     def _residents(self) -> dict[int, tuple[str, str]]:
         """The category and the name of each storage that is there before the step."""
         found: dict[int, tuple[str, str]] = {}
@@ -188,8 +209,7 @@ class Simulation:
                 found.setdefault(part.untyped_storage()._cdata, (category, name))
 
         # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
-        order = {key: at for at, key in enumerate(self._paths)}
-        for module in sorted(self.scope.modules, key=lambda module: order.get(id(module), len(order))):
+        for module in sorted(self.scope.modules, key=self._place):
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)

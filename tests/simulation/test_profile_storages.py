@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import memscale as ms
 from tests.support.profiled import ROWS, Forward, mlp, train, x
 from tests.support.steps import assert_exact
 
@@ -499,3 +500,22 @@ def mixed_precision_by_hand():
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
 def test_a_simulated_step_takes_what_a_real_one_takes(make):
     assert_exact(make())
+
+
+def test_what_was_there_before_lies_in_the_order_in_which_it_was_moved_there():
+    """`Module.to` moves children first; a cuBLAS workspace comes when there is room for the first product's result."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(300))
+            self.inner = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale.sum()
+
+    profiler = ms.MemoryProfiler(Outer(), loss=lambda y, _: y.sum(), hardware="h100")
+    records = profiler.simulated(torch.ones(2, 4)).ledger.records
+    assert [record.path for record in records[:4]] == ["inner.0.weight", "inner.1.weight", "inner.1.bias", "scale"]
+    product = next(at for at, record in enumerate(records) if record.category == "workspace")
+    assert (records[product - 1].shape, records[product].path) == ((2, 8), "cuBLAS")
