@@ -36,6 +36,7 @@ finally:
 
 if TYPE_CHECKING:
     from memscale.config import Config, OptimizationMode
+    from memscale.crashes import Explanation, explain
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
@@ -65,6 +66,7 @@ __all__ = [
     "CorrectnessError",
     "DecisionEngine",
     "Executor",
+    "Explanation",
     "Frontier",
     "Hardware",
     "LossScale",
@@ -88,6 +90,7 @@ __all__ = [
     "checkpoint",
     "compose",
     "detach",
+    "explain",
     "frontier",
     "functional",
     "identity",
@@ -116,6 +119,7 @@ _LOADED_WHEN_ASKED = {
     "Config": "memscale.config",
     "DecisionEngine": "memscale.planning",
     "Executor": "memscale.legacy",
+    "Explanation": "memscale.crashes",
     "Frontier": "memscale.planning",
     "Hardware": "memscale.hardware",
     "LossScale": "memscale.optimizers",
@@ -129,6 +133,7 @@ _LOADED_WHEN_ASKED = {
     "Tuning": "memscale.planning",
     "Verification": "memscale.inspection",
     "detach": "memscale.legacy",
+    "explain": "memscale.crashes",
     "frontier": "memscale.planning",
     "measure": "memscale.simulation.measured",
     "offload_states": "memscale.optimizers",

@@ -26,7 +26,7 @@ FLOORS = (
     ("transforms", "optimizers", "policies", "config"),
     ("simulation",),
     ("planning", "inspection", "reports", "observability"),
-    ("history", "testing"),
+    ("history", "testing", "crashes"),
     ("legacy",),
     ("integrations",),
     ("cli",),

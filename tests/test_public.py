@@ -19,6 +19,7 @@ NAMES = [
     "CorrectnessError",
     "DecisionEngine",
     "Executor",
+    "Explanation",
     "Frontier",
     "Hardware",
     "LossScale",
@@ -42,6 +43,7 @@ NAMES = [
     "checkpoint",
     "compose",
     "detach",
+    "explain",
     "frontier",
     "functional",
     "identity",
@@ -89,6 +91,7 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     described device_type factory filesystem_of folder_on_disk format_bytes format_flops format_seconds found_once
     from_data integer is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss
     shown simulated_device_type simulating simulation spellings tensors unflatten validate version versions
+memscale.crashes: Explanation Holder explain
 memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate host_seconds
     issue_seconds knows_copies seconds work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of record to_csv to_json_lines
@@ -106,7 +109,7 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding
     stand_for storages uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
-    plot_timelines profile_text write_frontier write_html write_trace
+    plot_timelines profile_text write_frontier write_held write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
     Visit default_runtime home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend

@@ -10,6 +10,7 @@ import typer
 
 from memscale.cli import history
 from memscale.cli.demo import demo
+from memscale.cli.explain import ExplainOptions, explain_snapshot
 from memscale.cli.plan import AllowOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
 from memscale.cli.step import StepOptions
@@ -346,6 +347,32 @@ def history_export_command(
 ) -> int:
     """Give the runs to other tools."""
     return history.export(to, name, out)
+
+
+@app.command("explain")
+def explain_command(
+    snapshot: Annotated[Path, typer.Argument(help="A file that torch.cuda.memory._dump_snapshot wrote.")],
+    device: Annotated[
+        int | None, typer.Option(parser=_whole_number, metavar="N", help="Whose memory; by default where it ran out.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Where a page about it goes, a .html.")] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit."),
+    ] = None,
+    batch: _Batch = 1,
+    seq: _Seq = None,
+    optimizer: _Optimizer = "adamw",
+    gpu: _Gpu = None,
+    dtype: _Dtype = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help=f"What its step may take: {_SIZES}.")] = None,
+) -> int:
+    """Explain a crash: what held the memory when it ran out, and which plan would have fitted.
+
+    The file is read as plain data; one that names anything is refused. Exits with 0, with 2 if an option is wrong.
+    """
+    step = None if hf is None else StepOptions(hf, batch, seq, optimizer, gpu, dtype, 1)
+    return explain_snapshot(ExplainOptions(snapshot, device, step, budget, html))
 
 
 def run(arguments: list[str]) -> int:

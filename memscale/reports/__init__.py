@@ -5,6 +5,7 @@ what they ask for.
 """
 
 from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
+from memscale.reports.held import write_held
 from memscale.reports.html import write_html
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.sizes import TriedSize, plot_sizes
@@ -23,6 +24,7 @@ __all__ = [
     "plot_timelines",
     "profile_text",
     "write_frontier",
+    "write_held",
     "write_html",
     "write_trace",
 ]

@@ -1,0 +1,222 @@
+"""`explain`: from an out-of-memory error or a memory snapshot to what held the memory, and what would have fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import ConfigError, Loss
+from memscale.crashes.explanation import Explanation, Holder
+from memscale.crashes.snapshot import Frame, Moment, check_snapshot, moment_of, read_snapshot
+from memscale.hardware import Hardware
+from memscale.planning import Budget, OOMPredictor
+
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+# Parts of the paths of files that are not what a reader looks for.
+_LIBRARY = ("/torch/", "\\torch\\", "<frozen", "<string>")
+# Functions of modules that place parameters, of optimizers that make or load states, and files that begin backward.
+_PLACES = (
+    "_apply",
+    "cuda",
+    "to",
+    "to_empty",
+    "__init__",
+    "reset_parameters",
+    "load_state_dict",
+    "_load_from_state_dict",
+)
+_STATES = ("_init_group", "__setstate__", "load_state_dict")
+_BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
+
+
+def explain(
+    subject: Any,
+    *,
+    device: int | None = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Loss | None = None,
+    hardware: Hardware | str | None = None,
+    budget: Budget | None = None,
+) -> Explanation:
+    """What held the memory when an allocation failed, by category and by line of code; how much was fragmentation.
+
+    A snapshot knows where each tensor was made if history was recorded: call
+    ``torch.cuda.memory._record_memory_history()`` first, and ``torch.cuda.memory._dump_snapshot(path)`` where the error
+    is caught. What was freed since is put back. Files are read as plain data: one that names anything is refused.
+
+    >>> import torch, memscale as ms
+    >>> print(ms.explain(torch.OutOfMemoryError(
+    ...     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB "
+    ...     "is free. Of the allocated memory 4.00 GiB is allocated by PyTorch, and 2.50 GiB is reserved by PyTorch "
+    ...     "but unallocated.")).message)
+    cuda:0: 2.00 GiB more could not be had; 4.00 GiB were in tensors, 2.50 GiB of what the allocator held were free, \
+enough but for fragmentation: less in its largest piece
+
+    Args:
+        subject: the path of a snapshot, a snapshot, or a ``torch.OutOfMemoryError``. With an error, what the allocator
+            of this process holds now is looked at too; the error keeps what its frames hold.
+        device: of a snapshot with several; None is the one where an allocation failed.
+        model, batch, optimizer, loss: of the step, to find the plan that would have fitted; as in `OOMPredictor`.
+        hardware: the card; None is the model's device.
+        budget: what the step may take, where that is less than what the process could have, as under a limit.
+
+    Raises:
+        ConfigError: `subject` is none of these, or a snapshot that is not made of plain data; or the step is wrong.
+        RuntimeUnavailable: the step can be neither simulated nor run here.
+    """
+    if isinstance(subject, (str, os.PathLike)):
+        found = _of_snapshot(read_snapshot(subject), device)
+    elif isinstance(subject, dict):
+        found = _of_snapshot(check_snapshot(subject), device)
+    elif isinstance(subject, torch.OutOfMemoryError):
+        found = _of_error(subject)
+    else:
+        raise ConfigError(
+            f"explain() takes a torch.OutOfMemoryError, the path of a memory snapshot or a snapshot, got "
+            f"{type(subject).__name__}; torch.cuda.memory._dump_snapshot(path) writes one"
+        )
+    if model is None:
+        return found
+    predictor = OOMPredictor(model, optimizer, loss=loss, hardware=hardware)
+    given = found.available_bytes if budget is None else budget
+    prediction = predictor.predict(batch, budget=given, recommend=True)
+    return dataclasses.replace(found, prediction=prediction)
+
+
+def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:
+    moment = moment_of(snapshot, device)
+    held = sum(moment.segments.values())
+    notes = []
+    if moment.requested_bytes is None:
+        notes.append("no allocation failed in the recorded history: this is the moment of the snapshot")
+    if not any(block.stack for block in moment.blocks):
+        notes.append("no stacks: call torch.cuda.memory._record_memory_history() before what is to be explained")
+    elif any(not block.recorded and not block.stack for block in moment.blocks):
+        notes.append("'other' was allocated before the recorded history begins")
+    holders = _holders(moment)
+    by_category: dict[str, int] = defaultdict(int)
+    for holder in holders:
+        by_category[holder.category] += holder.nbytes
+    return Explanation(
+        f"cuda:{moment.device}",
+        moment.requested_bytes,
+        sum(block.nbytes for block in moment.blocks),
+        held,
+        None if moment.device_free_bytes is None else held + moment.device_free_bytes,
+        max(_gaps(moment), default=0),
+        _where(moment.stack),
+        dict(by_category),
+        holders,
+        None,
+        tuple(notes),
+    )
+
+
+def _of_error(error: torch.OutOfMemoryError) -> Explanation:
+    text = str(error)
+
+    def size(pattern: str) -> int | None:
+        match = re.search(pattern.format(size=_SIZE), text)
+        return None if match is None else int(Fraction(match[1]) * _UNITS[match[2]])
+
+    requested = size("Tried to allocate {size}")
+    allocated = size("Of the allocated memory {size} is allocated by PyTorch")
+    free = size("and {size} is reserved by PyTorch but unallocated")
+    if requested is None:
+        raise ConfigError(f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}")
+    left = size("of which {size} is free")
+    limit = size("{size} allowed")
+    where = re.search(r"GPU (\d+)", text)
+    number = 0 if where is None else int(where[1])
+    reserved = None if allocated is None or free is None else allocated + free
+    available = limit if limit is not None else None if reserved is None or left is None else reserved + left
+    notes = ["numbers are those of the error's message, which rounds them"]
+    now = None
+    if torch.cuda.is_initialized():
+        now = _of_snapshot(check_snapshot(torch.cuda.memory._snapshot()), number)
+        notes.append("lines are those of what is held now, which may be less than at the failure")
+    return Explanation(
+        f"cuda:{number}",
+        requested,
+        allocated or 0,
+        reserved,
+        available,
+        None,
+        "" if now is None else now.failed_at,
+        {} if now is None else now.by_category,
+        () if now is None else now.holders,
+        None,
+        (*notes, *(() if now is None else now.notes)),
+    )
+
+
+def _holders(moment: Moment) -> tuple[Holder, ...]:
+    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for block in moment.blocks:
+        # Backward's own threads run no line of Python.
+        category = _category(block.stack) if block.stack else "backward" if block.recorded else "other"
+        found[category, _where(block.stack)].append(block)
+    holders = [
+        Holder(
+            sum(block.nbytes for block in blocks),
+            len(blocks),
+            category,
+            where,
+            tuple(_line(frame) for frame in blocks[0].stack if _is_python(frame)),
+        )
+        for (category, where), blocks in found.items()
+    ]
+    return tuple(sorted(holders, key=lambda holder: (-holder.nbytes, holder.where)))
+
+
+def _category(stack: Iterable[Frame]) -> str:
+    """What memory is for, by the innermost line that tells: the names of PyTorch's own functions."""
+    python = [frame for frame in stack if _is_python(frame)]
+    for frame in python:
+        file = frame.file.replace("\\", "/")
+        if "/optim/" in file:
+            return "optimizer state" if frame.name in _STATES else "temporary"
+        if "backward" in frame.name and file.endswith(_BACKWARD):
+            return "backward"
+        if frame.name == "forward" or frame.name in ("_call_impl", "_wrapped_call_impl"):
+            return "activation"
+        if file.endswith(("nn/modules/module.py", "nn/init.py")) and frame.name in _PLACES:
+            return "parameter"
+    return "input" if python else "backward"
+
+
+def _where(stack: Iterable[Frame]) -> str:
+    python = [frame for frame in stack if _is_python(frame)]
+    own = next((frame for frame in python if not any(part in frame.file for part in _LIBRARY)), None)
+    return "" if own is None else _line(own)
+
+
+def _line(frame: Frame) -> str:
+    return f"{frame.file}:{frame.line} in {frame.name}"
+
+
+def _is_python(frame: Frame) -> bool:
+    return frame.file.endswith(".py")
+
+
+def _gaps(moment: Moment) -> Iterable[int]:
+    """The sizes of what is free inside the segments."""
+    blocks = sorted((block.address, block.nbytes) for block in moment.blocks)
+    for begin, nbytes in moment.segments.items():
+        at, end = begin, begin + nbytes
+        for address, size in blocks[bisect_left(blocks, (begin, 0)) : bisect_left(blocks, (end, 0))]:
+            yield max(0, address - at)
+            at = max(at, address + size)
+        yield end - at

@@ -1,0 +1,157 @@
+"""`Explanation`: what held a device's memory when an allocation failed, as frozen data that prints and draws itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+
+from memscale.algebra import Plan
+from memscale.core import format_bytes
+from memscale.planning import OOMPrediction
+from memscale.reports import write_held
+
+_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Memory in use that one line of code asked for.
+
+    Attributes:
+        nbytes: together.
+        count: in how many pieces.
+        category: what it is for, as far as its stack says.
+        where: the line, ``file:line in function``; ``""`` where no stack was recorded.
+        stack: the whole of it, the innermost line first, frames of C++ left out.
+    """
+
+    nbytes: int
+    count: int
+    category: str
+    where: str
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a device had no memory left, as `explain` found. Prints as a report, `html` is a page.
+
+    >>> from memscale.crashes import Explanation
+    >>> found = Explanation("cuda:0", 2**30, 3 * 2**30, 2**32, None, 2**29, "", {"activation": 3 * 2**30}, ())
+    >>> found.fragmentation_bytes == 2**30
+    True
+
+    Attributes:
+        device: which, as ``"cuda:0"``.
+        requested_bytes: of the allocation that failed; None if none did.
+        allocated_bytes: what tensors held.
+        reserved_bytes: what the allocator held of the device; None if that is not known.
+        available_bytes: what the process could have in all: what it held, and what the device had left or a limit let.
+            None if that is not known.
+        largest_free_bytes: the largest free piece of what the allocator held; None if that is not known.
+        failed_at: the line of code whose allocation failed, ``""`` if that is not known.
+        by_category: what tensors held by what they are for.
+        holders: by the line that asked for it, the most first.
+        prediction: of the step, where the model was given: with the plan that would have fitted.
+        notes: what is not known, and why.
+    """
+
+    device: str
+    requested_bytes: int | None
+    allocated_bytes: int
+    reserved_bytes: int | None
+    available_bytes: int | None
+    largest_free_bytes: int | None
+    failed_at: str
+    by_category: Mapping[str, int]
+    holders: tuple[Holder, ...]
+    prediction: OOMPrediction | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What the allocator held and no tensor used, in pieces; None if that is not known."""
+        return None if self.reserved_bytes is None else max(0, self.reserved_bytes - self.allocated_bytes)
+
+    @property
+    def fragmentation_bytes(self) -> int | None:
+        """What was free and in one piece would have been enough for the allocation that failed: `free_bytes`, or 0.
+
+        None if that is not known.
+        """
+        free = self.free_bytes
+        if free is None or self.requested_bytes is None:
+            return None
+        return free if free >= self.requested_bytes else 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan under which the step fits, of what was simulated; None if there is none, or no model was given."""
+        recommended = () if self.prediction is None else self.prediction.recommendations
+        capacity = 0 if self.prediction is None else self.prediction.capacity_bytes
+        return next((each.plan for each in recommended if each.plan and each.peak_bytes <= capacity), None)
+
+    @property
+    def message(self) -> str:
+        """What happened, in a sentence."""
+        held = f"{format_bytes(self.allocated_bytes)} were in tensors"
+        if self.requested_bytes is None:
+            return f"{self.device}: no allocation failed; {held}"
+        where = f" at {self.failed_at}" if self.failed_at else ""
+        text = f"{self.device}: {format_bytes(self.requested_bytes)} more could not be had{where}; {held}"
+        free = self.free_bytes
+        if free is None:
+            return text
+        text += f", {format_bytes(free)} of what the allocator held were free"
+        if self.fragmentation_bytes:
+            largest = self.largest_free_bytes
+            piece = "less in its largest piece" if largest is None else f"{format_bytes(largest)} in the largest piece"
+            return f"{text}, enough but for fragmentation: {piece}"
+        return f"{text}, too little in any arrangement"
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write one HTML page that needs no other file.
+
+        Raises:
+            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+        """
+        rows = [
+            (
+                format_bytes(each.nbytes),
+                str(each.count),
+                each.category,
+                each.where or "(no stack)",
+                "\n".join(each.stack),
+            )
+            for each in self.holders
+        ]
+        write_held(path, self.message, self.by_category, rows, [*self._advice(), *self.notes])
+
+    def _advice(self) -> list[str]:
+        if self.prediction is None:
+            return []
+        lines = [f"simulated: {self.prediction.message}"]
+        for each in self.prediction.recommendations:
+            fits = "fits" if each.peak_bytes <= self.prediction.capacity_bytes else "does not fit"
+            lines.append(f"{each.action}: peak {format_bytes(each.peak_bytes)}, {fits}")
+        return lines
+
+    def __str__(self) -> str:
+        lines = self.message.split("; ")
+        if self.reserved_bytes is not None and self.available_bytes is not None:
+            lines.append(
+                f"the allocator held {format_bytes(self.reserved_bytes)} of the {format_bytes(self.available_bytes)} "
+                "that it could have"
+            )
+        lines += [
+            f"  {category:<16} {format_bytes(nbytes):>10}"
+            for category, nbytes in sorted(self.by_category.items(), key=lambda item: -item[1])
+        ]
+        if self.holders:
+            lines.append("asked for by")
+        for each in self.holders[:_ROWS]:
+            lines.append(f"  {format_bytes(each.nbytes):>10} in {each.count:>4}  {each.where or '(no stack)'}")
+        if (rest := self.holders[_ROWS:]) and (nbytes := sum(each.nbytes for each in rest)):
+            lines.append(f"  {format_bytes(nbytes):>10} elsewhere, by {len(rest)} more lines")
+        return "\n".join([*lines, *self._advice(), *(f"note: {note}" for note in self.notes)])

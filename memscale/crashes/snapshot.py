@@ -1,0 +1,227 @@
+"""A memory snapshot of PyTorch's CUDA allocator, read without running anything that the file says.
+
+``torch.cuda.memory._dump_snapshot`` writes a pickle, and a pickle is a program. A snapshot needs none of what a program
+can do: it is made of dictionaries, lists, strings and numbers.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memscale.core import ConfigError
+
+_MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes one"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a segment that is in use.
+
+    Attributes:
+        stack: where it was allocated, the innermost frame first; empty where that was not recorded, as for what
+            backward allocates in a thread of its own.
+        recorded: whether its allocation is in the recorded history.
+    """
+
+    address: int
+    nbytes: int
+    stack: tuple[Frame, ...]
+    recorded: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One device when an allocation failed, or when the snapshot was taken if none did.
+
+    Attributes:
+        device: its index.
+        requested_bytes: of the allocation that failed; None if none did.
+        device_free_bytes: what the driver had left then.
+        stack: where it failed.
+        segments: address and size of what the allocator held.
+        blocks: what was in use.
+    """
+
+    device: int
+    requested_bytes: int | None
+    device_free_bytes: int | None
+    stack: tuple[Frame, ...]
+    segments: Mapping[int, int]
+    blocks: tuple[Block, ...]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds containers, strings and numbers, and refuses every name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ConfigError(
+            f"this file is no memory snapshot: it names {module}.{name}, and a snapshot names nothing; it may be made "
+            "to run something, and nothing of it was run"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise ConfigError("this file is no memory snapshot: it refers to something outside of itself")
+
+
+def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The snapshot in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not made of plain data only.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the snapshot {str(path)!r} cannot be read ({error.strerror}); {_MADE_BY}") from error
+    # What this process has unpickled by a registered number would be taken from here, and no name asked for.
+    copyreg.clear_extension_cache()
+    try:
+        found = _PlainUnpickler(io.BytesIO(content)).load()
+    except ConfigError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from None
+    except Exception as error:  # whatever a file that is no pickle provokes
+        raise ConfigError(
+            f"{str(path)!r} is no memory snapshot ({type(error).__name__}: {error}); {_MADE_BY}"
+        ) from error
+    return check_snapshot(found)
+
+
+def check_snapshot(found: Any) -> dict[str, Any]:
+    """`found`, which is a snapshot.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(found, dict) or not all(
+        isinstance(found.get(key), list) for key in ("segments", "device_traces")
+    ):
+        raise ConfigError(
+            f"a memory snapshot is a dictionary with lists of 'segments' and 'device_traces', got "
+            f"{type(found).__name__}; {_MADE_BY}"
+        )
+    return found
+
+
+def moment_of(snapshot: Mapping[str, Any], device: int | None = None) -> Moment:
+    """The last allocation of `snapshot` that failed, and what was held then.
+
+    Args:
+        snapshot: from `read_snapshot`.
+        device: whose; None is the one where an allocation failed, or which holds most.
+
+    Raises:
+        ConfigError: the snapshot has no such device, or something in it is not what it has to be.
+    """
+    traces = [_list(trace, "device_traces") for trace in snapshot["device_traces"]]
+    segments = [_dict(segment, "segments") for segment in snapshot["segments"]]
+    if device is None:
+        failed = [index for index, trace in enumerate(traces) if any(_action(event) == "oom" for event in trace)]
+        held = [_int(segment, "device") for segment in segments]
+        device = failed[-1] if failed else max(held, key=held.count, default=0)
+    if not 0 <= device < max(len(traces), 1):
+        raise ConfigError(f"the snapshot has no device {device}; it has {len(traces)}")
+    trace = traces[device] if traces else []
+    at = max((index for index, event in enumerate(trace) if _action(event) == "oom"), default=None)
+    state = _State.of(segment for segment in segments if _int(segment, "device") == device)
+    known = {_address(event): event for event in (trace if at is None else trace[:at]) if _action(event) == "alloc"}
+    for event in reversed(trace[at + 1 :] if at is not None else []):
+        state.undo(event, known)
+    blocks = [
+        Block(address, nbytes, stack or _stack(known.get(address, {})), address in known)
+        for address, (nbytes, stack) in state.blocks.items()
+    ]
+    failure = None if at is None else trace[at]
+    return Moment(
+        device,
+        None if failure is None else _int(failure, "size"),
+        None if failure is None else _int(failure, "device_free"),
+        () if failure is None else _stack(failure),
+        state.segments,
+        tuple(blocks),
+    )
+
+
+class _State:
+    """What an allocator holds, as events are undone, the last one first."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, int] = {}
+        self.blocks: dict[int, tuple[int, tuple[Frame, ...]]] = {}
+
+    @classmethod
+    def of(cls, segments: Any) -> _State:
+        state = cls()
+        for segment in segments:
+            state.segments[_address(segment)] = _int(segment, "total_size")
+            address = _address(segment)
+            for block in _list(segment.get("blocks", []), "blocks"):
+                nbytes = _int(_dict(block, "blocks"), "size")
+                address = _int(block, "address") if "address" in block else address
+                if block.get("state") != "inactive":  # what is being freed is not free yet
+                    state.blocks[address] = (nbytes, _stack(block))
+                address += nbytes
+        return state
+
+    def undo(self, event: Any, known: Mapping[int, Any]) -> None:
+        action = _action(event)
+        if action == "alloc":
+            self.blocks.pop(_address(event), None)
+        elif action == "free_completed":
+            address = _address(event)
+            self.blocks[address] = (_int(event, "size"), _stack(known.get(address, {})))
+        elif action in ("segment_alloc", "segment_map"):
+            self.segments.pop(_address(event), None)
+        elif action in ("segment_free", "segment_unmap"):
+            self.segments[_address(event)] = _int(event, "size")
+
+
+def _stack(record: Mapping[str, Any]) -> tuple[Frame, ...]:
+    frames = _list(record.get("frames") or [], "frames")
+    return tuple(
+        Frame(str(frame.get("filename", "")), _int({"line": 0, **frame}, "line"), str(frame.get("name", "")))
+        for frame in (_dict(each, "frames") for each in frames)
+    )
+
+
+def _action(event: Any) -> str:
+    return str(_dict(event, "device_traces").get("action"))
+
+
+def _address(record: Mapping[str, Any]) -> int:
+    # Events have other names for it than segments, and those of older versions others again.
+    return _int(record, "addr" if "addr" in record else "address")
+
+
+def _int(record: Mapping[str, Any], key: str) -> int:
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"the memory snapshot has {key}={value!r} where a whole number has to be; {_MADE_BY}")
+    return value
+
+
+def _list(value: Any, key: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"the memory snapshot has {key} of type {type(value).__name__}, not a list; {_MADE_BY}")
+    return value
+
+
+def _dict(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"the memory snapshot has {type(value).__name__} among {key}, not a dictionary; {_MADE_BY}")
+    return value

@@ -1,0 +1,210 @@
+"""A crash explained: what a snapshot says of the moment of failure, and that a file is read as data only."""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.cli import app
+
+# Of a training loop under a limit of 200 MiB, with the CUDA build of PyTorch 2.13 on stand-in libraries (tests/ghost):
+# three blocks of width 256, AdamW, 8,192 rows, stacks="python". The error said 146.29 MiB allocated, 31.71 MiB free.
+SNAPSHOT = Path(__file__).parent / "out-of-memory.pickle"
+
+
+def snapshot() -> Any:
+    return pickle.loads(SNAPSHOT.read_bytes())
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def test_the_moment_of_the_failure_is_put_together_again() -> None:
+    found = ms.explain(SNAPSHOT)
+    assert found.requested_bytes == 32 * 2**20
+    assert round(found.allocated_bytes / 2**20, 2) == 146.29  # as the error said, though much was freed since
+    assert found.reserved_bytes is not None
+    assert round((found.reserved_bytes - found.allocated_bytes) / 2**20, 2) == 31.71
+    assert found.failed_at == "/home/user/train.py:16 in forward"
+    assert found.holders[0].where == found.failed_at
+    assert found.holders[0].nbytes == found.by_category["activation"]
+    assert 112 <= found.by_category["activation"] / 2**20 < 112.2  # of up, gelu and down, and what cuBLAS took
+    parameters = sum(each.numel() for each in nn.Sequential(*[Block(256) for _ in range(3)]).parameters())
+    # Blocks of the allocator are multiples of 512 bytes.
+    assert 0 <= found.by_category["parameter"] - 4 * parameters < 12 * 512
+    assert 0 <= found.by_category["optimizer state"] - 8 * parameters < 24 * 512
+    assert sum(found.by_category.values()) == found.allocated_bytes
+    assert "too little in any arrangement" in found.message
+
+
+def test_what_is_free_in_pieces_is_called_so() -> None:
+    data = snapshot()
+    (failure,) = [event for event in data["device_traces"][0] if event["action"] == "oom"]
+    failure["size"] = 20 * 2**20
+    found = ms.explain(data)
+    assert found.largest_free_bytes is not None
+    assert found.largest_free_bytes < 20 * 2**20 < (found.fragmentation_bytes or 0)
+    assert "enough but for fragmentation: 8.00 MiB in the largest piece" in str(found)
+
+
+@pytest.mark.deep
+def test_the_plan_that_would_have_fitted() -> None:
+    model = nn.Sequential(*[Block(256) for _ in range(3)])
+    step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda y, _: y.square().mean()}
+    found = ms.explain(SNAPSHOT, model=model, batch=torch.ones(8192, 256), hardware="t4", budget="200MiB", **step)
+    assert found.plan is not None
+    profile = ms.profile(model, torch.ones(8192, 256), plan=found.plan, hardware="t4", **step)
+    assert profile.reserved_peak_bytes is not None
+    assert profile.reserved_peak_bytes <= 200 * 2**20
+
+
+def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
+    found = ms.explain(SNAPSHOT)
+    path = tmp_path / "crash.html"
+    found.html(path)
+    page = path.read_text()
+    assert "/home/user/train.py:16 in forward" in page
+    assert "<script" not in page
+    with pytest.raises(ms.ConfigError, match=r"must end in \.html"):
+        found.html(tmp_path / "crash.txt")
+
+
+def test_a_snapshot_without_history_says_what_it_lacks() -> None:
+    data = snapshot()
+    data["device_traces"] = [[]]
+    for segment in data["segments"]:
+        for block in segment["blocks"]:
+            block.pop("frames", None)
+    found = ms.explain(data)
+    assert found.requested_bytes is None
+    assert set(found.by_category) == {"other"}
+    assert any("_record_memory_history" in note for note in found.notes)
+    assert found.message.startswith("cuda:0: no allocation failed")
+
+
+def test_an_error_alone_tells_its_numbers() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 32.00 MiB. GPU 1 has a total capacity of 14.56 GiB of which 13.89 GiB "
+        "is free. 200.00 MiB allowed; Of the allocated memory 146.29 MiB is allocated by PyTorch, and 31.71 MiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    found = ms.explain(torch.OutOfMemoryError(text))
+    assert (found.device, found.requested_bytes, found.available_bytes) == ("cuda:1", 32 * 2**20, 200 * 2**20)
+    assert found.fragmentation_bytes == 0
+    with pytest.raises(ms.ConfigError, match="this one says: something else"):
+        ms.explain(torch.OutOfMemoryError("something else"))
+    with pytest.raises(ms.ConfigError, match=r"takes a torch\.OutOfMemoryError"):
+        ms.explain(3)
+
+
+class Runs:
+    def __init__(self, how: Any, *arguments: Any) -> None:
+        self.how, self.arguments = how, arguments
+
+    def __reduce__(self) -> Any:
+        return self.how, self.arguments
+
+
+class Reduced:
+    """Plain in itself, with a state that is set."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("was run")
+
+
+RAN: list[int] = []
+
+
+def attack_by_name(protocol: int) -> bytes:
+    return pickle.dumps({"segments": [Runs(RAN.append, 1)], "device_traces": []}, protocol)
+
+
+def global_opcode(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n(S'x'\ntR.".encode()
+
+
+ATTACKS: dict[str, bytes] = {
+    **{f"a call, protocol {each}": attack_by_name(each) for each in range(6)},
+    "os.system": global_opcode("os", "system"),
+    "builtins.eval": global_opcode("builtins", "eval"),
+    "a name of ours": global_opcode("memscale.crashes.snapshot", "read_snapshot"),
+    "a dotted name": b"\x80\x04\x8c\x08builtins\x8c\x0fgetattr.__call__\x93.",
+    "INST": b"(S'x'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'x'\no.",
+    "NEWOBJ": b"cbuiltins\nlist\n)\x81.",
+    "a persistent name": b"Pos.system\n.",
+    "a binary persistent name": b"S'x'\nQ.",
+    "an instance": pickle.dumps(Reduced()),
+    "a tensor": pickle.dumps(torch.ones(1)),
+    "a set that is built": b"\x80\x04]\x8c\x01x\x86b.",
+    "an out-of-band buffer": b"\x80\x05\x97.",
+    "a registered number": b"\x80\x02\x82\xf0.",
+    "nothing": b"",
+    "a cut file": SNAPSHOT.read_bytes()[:5000],
+    "text": b"hello",
+    "a huge frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b".",
+    "another thing": pickle.dumps([1, 2]),
+    "segments of another kind": pickle.dumps({"segments": {}, "device_traces": []}),
+    "a size that is text": pickle.dumps(
+        {"segments": [{"device": 0, "address": 0, "total_size": "x", "blocks": []}], "device_traces": [[]]}
+    ),
+    "a stack that is text": pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "frames": "x"}]]}),
+    "a line that is text": pickle.dumps(
+        {
+            "segments": [
+                {"device": 0, "address": 0, "total_size": 1, "blocks": [{"size": 1, "frames": [{"line": "x"}]}]}
+            ],
+            "device_traces": [[]],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("content", ATTACKS.values(), ids=ATTACKS)
+def test_a_file_that_is_not_plain_data_is_refused_and_nothing_of_it_runs(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RAN.clear()
+    monkeypatch.setattr(os, "system", lambda *_: pytest.fail("was run"))
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(content)
+    with pytest.raises(ms.ConfigError, match="snapshot"):
+        ms.explain(path)
+    assert RAN == []
+
+
+def test_what_was_unpickled_by_a_number_before_is_not_taken_from_there(tmp_path: Path) -> None:
+    copyreg.add_extension(os.system.__module__, "system", 240)
+    try:
+        content = pickle.dumps({"segments": [], "device_traces": [os.system]}, 2)
+        assert b"\x82\xf0" in content
+        pickle.loads(content)  # from now on in the cache
+        path = tmp_path / "snapshot.pickle"
+        path.write_bytes(content)
+        with pytest.raises(ms.ConfigError, match=r"names \w+.system"):
+            ms.explain(path)
+    finally:
+        copyreg.remove_extension(os.system.__module__, "system", 240)
+
+
+def test_the_command_prints_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["explain", str(SNAPSHOT), "--html", str(tmp_path / "crash.html")]) == 0
+    assert "32.0 MiB more could not be had at /home/user/train.py:16 in forward" in capsys.readouterr().out
+    assert (tmp_path / "crash.html").exists()
+    assert app.run(["explain", str(tmp_path / "none.pickle")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
