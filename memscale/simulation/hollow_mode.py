@@ -38,6 +38,7 @@ from memscale.simulation.kernels.shapes import (
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.operators import Operator
+from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_wait
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 
@@ -49,7 +50,6 @@ _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
 
 _FROM_PYTHON = aten.lift_fresh.default
 _RESIZES = {aten.resize_.default, aten.resize_as_.default}
-_BETWEEN_PROCESSES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 class HollowMode(TorchDispatchMode):
@@ -76,6 +76,7 @@ class HollowMode(TorchDispatchMode):
         self.course = Course()
         self.searching = False  # the optimizer decides by values of the loss
         self.host = host
+        self.works = Works()
         self._kernels = kernels
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._clock = clock
@@ -108,10 +109,12 @@ class HollowMode(TorchDispatchMode):
             return NotImplemented  # a subclass takes itself apart, and its parts come back here
         operator = self._operators.get(id(op))
         if operator is None:
-            if getattr(op, "namespace", "") in _BETWEEN_PROCESSES:
-                raise is_distributed(str(op))
-            if op.__class__ is not OpOverload:  # collectives, of process groups; operators of higher order
+            if getattr(op, "namespace", "") == NAMESPACE:
+                return self._collective(op, args)
+            if op.__class__ is not OpOverload:  # operators of higher order
                 return op(*args, **kwargs)
+            if is_wait(op):
+                return args[0]
             operator = self._operators[id(op)] = Operator.of(op, self._kernels)
         device = kwargs.get("device") if kwargs else None
         if device is not None:
@@ -411,6 +414,16 @@ class HollowMode(TorchDispatchMode):
         self.values.trust([tensor for tensor in results_of(result) if id(tensor) in trusted], guess_of(deciding))
         return result
 
+    def _collective(self, op: Any, args: Any) -> Any:
+        call = collective(op, args)
+        given, written = self.storages.of_arguments(call.given), self.storages.of_arguments(call.written)
+        small = all(map(is_small, (*call.given, *call.written)))
+        if small and all(map(_KNOWN, (*given, *written))):
+            call.compute()
+        else:
+            self.values.forget(call.written)
+        return self.works.returned(op, args, call.written)
+
     def _assume(self, operator: Operator, records: list[StorageRecord]) -> None:
         # A model must not decide on a number that stands for another.
         decides = bool(self.modules or self.searching)
@@ -442,12 +455,3 @@ class HollowMode(TorchDispatchMode):
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self.storages.number(scores):
             self.ledger.sums.append(self._sum)
-
-
-def is_distributed(what: str) -> ConfigError:
-    """The error for a step that meets `what`."""
-    return ConfigError(
-        f"the step goes through {what}, which waits for other processes and takes this one's numbers to them; a "
-        "simulation is of one process: profile the module before it is distributed (model.module of a "
-        "DistributedDataParallel), and count what the distributed one holds beside it, such as buckets of gradients"
-    )

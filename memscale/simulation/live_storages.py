@@ -42,6 +42,7 @@ class LiveStorages:
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record
+        self._sizes: dict[int, int] = {}  # of those that were resized
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
@@ -104,6 +105,7 @@ class LiveStorages:
 
     def _died(self, key: int, _: Any) -> None:
         self._deaths.pop(key, None)
+        self._sizes.pop(key, None)
         number = self.live.pop(key, None)
         if number is not None:
             record = self.ledger.records[number]
@@ -121,6 +123,12 @@ class LiveStorages:
         fresh = StorageRecord(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
         self.live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
+
+        self._sizes[storage._cdata] = nbytes
+
+    def size(self, storage: torch.UntypedStorage) -> int:
+        """How many bytes `storage` has after all that it was resized to."""
+        return self._sizes.get(storage._cdata, storage.nbytes()) if self._sizes else storage.nbytes()
 
     def moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """Record that `tensor`, which grew, is over a new storage now, and `storage` free."""

@@ -23,19 +23,17 @@ from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
 from memscale.simulation.carried import CarriedValues
 from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.hollow_mode import HollowMode, is_distributed
+from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
+from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.process_state import begin_alike, patched, process_kept
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.step_scope import StepScope
 from memscale.simulation.values import NeedsValues
-
-# Where the classes of modules are whose forward and backward other processes take part in.
-_OF_PROCESSES = ("torch.nn.parallel.distributed", "torch.distributed.")
 
 
 class Simulation:
@@ -68,11 +66,9 @@ class Simulation:
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
         self.scope = StepScope(model, optimizer, step, batch)
-        for module in self.scope.modules:
-            if any(cls.__module__.startswith(_OF_PROCESSES) for cls in type(module).__mro__):
-                raise is_distributed(f"a {type(module).__name__}")
+        self._sharded = Sharded(self.scope.modules)
         inputs = _parts(batches.tensors(batch))
-        reached = [*(tensor for _, _, tensor in self.scope.tensors), *inputs]
+        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = _parts(self._leaves)
         self._inputs = inputs
@@ -96,8 +92,10 @@ class Simulation:
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
             begin_alike()
+            stack.enter_context(self._sharded.as_it_was())
             hollow = HollowStorages()
             stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
+            stack.enter_context(_wrapped_on_cpu(self._leaves))
             self._contents = stack.enter_context(_contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
@@ -126,7 +124,9 @@ class Simulation:
                 on_device = partial(_is_on_device, self.mode.storages)
                 self.answers = Answers(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.answers.given())
+            stack.enter_context(self._sharded.propagating())
             stack.enter_context(self.mode)
+            self._sharded.begin()
             self._send_home()
             stack.enter_context(self._kernels.chosen(self.scope.optimizers, self.runtimes.at_home))
         except BaseException:
@@ -275,11 +275,15 @@ def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            found += _parts([getattr(tensor, name) for name in names])
+            found += _parts([part for part in _wrapped(tensor).values() if isinstance(part, torch.Tensor)])
         else:
             found.append(tensor)
     return found
+
+
+def _wrapped(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a wrapper subclass is made of: tensors, and a DTensor's mesh."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
@@ -343,6 +347,23 @@ def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Hol
             torch._C._swap_tensor_impl(tensor, stand_in)
 
 
+@contextmanager
+def _wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Let wrappers say that they are where what they wrap is now."""
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor) and tensor.device.type != "cpu":
+                inner, (_, context) = _wrapped(tensor), tensor.__tensor_flatten__()
+                if all(part.device.type == "cpu" for part in _parts([tensor])):
+                    stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+                    _exchange(tensor, stand_in.detach(), swapped)
+        yield
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
 def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
     stand_in.requires_grad_(tensor.requires_grad)
@@ -395,9 +416,13 @@ def _reads_checked(mode: HollowMode) -> Iterator[None]:
         mode.storages.resized(storage, nbytes)
         return storage
 
+    def size(storage: torch.UntypedStorage) -> int:
+        return mode.storages.size(storage)
+
     with (
         patched(torch.Tensor, "tolist", checked("tolist")),
         patched(torch.Tensor, "numpy", checked("numpy")),
         patched(torch.UntypedStorage, "resize_", resize),
+        patched(torch.UntypedStorage, "size", size),
     ):
         yield

@@ -111,6 +111,12 @@ class Values:
             record.guess = SCALAR if later is None else guess_of(records)
             record.known, record.later = record.known and later is None and stands_in(tensor), later
 
+    def forget(self, written: list[torch.Tensor]) -> None:
+        """Note that `written` were written to by another process."""
+        for tensor in written:
+            record = self._storages.record(tensor)
+            record.known, record.later, record.guess = record.known and stands_in(tensor), None, SCALAR
+
     def begin_step(self) -> None:
         """Another step begins, which may read as often as the one before."""
         self._sites.clear()

@@ -1,0 +1,172 @@
+"""What FSDP2 and DDP keep about a model: made ready for a simulated step, and put back exactly as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memscale.core import ConfigError
+from memscale.regions import Place, read, write
+from memscale.simulation.process_state import patched
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_DDP = "torch.nn.parallel.distributed"
+_DTENSOR = "torch.distributed.tensor._sharding_prop"
+_REMOTE = "torch.distributed.nn"
+_CONTAINERS = (dict, list, set, deque)
+# Made at the first call, from when on state_dict() and load_state_dict() go through FSDP2.
+_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+class Sharded:
+    """The modules among those of a step that are one process's part of a distributed model.
+
+    Args:
+        modules: all that the step reaches.
+
+    Raises:
+        ConfigError: some are distributed in a way that one process cannot simulate.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
+            _check(module)
+        self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
+        self._states: list[Any] = _fsdp_states(modules)
+
+    @property
+    def _parameters(self) -> list[Any]:
+        groups = [group for state in self._states for group in state._fsdp_param_groups]
+        return [parameter for group in groups for parameter in group.fsdp_params]
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The parameters of this process, also where a forward has left the gathered ones in the modules."""
+        return [parameter.sharded_param for parameter in self._parameters]
+
+    @contextmanager
+    def propagating(self) -> Iterator[None]:
+        """Let DTensors find shapes with fake tensors, of which a mode that lies below sees what is theirs alone."""
+        if _DTENSOR not in sys.modules:
+            yield
+            return
+        propagator = sys.modules[_DTENSOR].ShardingPropagator
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = getattr(propagator, name)
+
+        def apart(self: Any, schema: Any) -> Any:
+            with _disable_current_modes():
+                return propagate(self, schema)
+
+        with patched(propagator, name, apart):
+            yield
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Put back after the body what FSDP2 keeps. What DDP keeps in Python are attributes of its module."""
+        places: list[tuple[Place, Any]] = []
+        _add(self._states, places, set())
+        for parameter in self._parameters:
+            module = parameter._module_info.module
+            places += [(hooks, read(hooks)) for name in _HOOKS if (hooks := module.__dict__.get(name)) is not None]
+        locals_of = [(tensor, tensor._local_tensor) for tensor in self.tensors]
+        try:
+            yield
+        finally:
+            for tensor, local in locals_of:
+                tensor._local_tensor = local
+            for place, content in places:
+                write(place, content)
+
+    def begin(self) -> None:
+        """Bring everything to where it is before a first step, with memory of the simulation's for what comes."""
+        for state in self._states:
+            for group in state._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # It frees what was gathered by resizing its memory, and would do that to the caller's.
+                    parameter._setattr_on_modules(parameter.sharded_param)
+                    parameter.sharded_state = type(parameter.sharded_state).SHARDED
+                    parameter.all_gather_outputs = []
+                    parameter.__dict__.pop("_unsharded_param", None)
+                    parameter.unsharded_accumulated_grad = None
+                group._sharded_state = type(group._sharded_state).SHARDED
+                group._reset_sharded_params = False  # their memory is another one now
+                group._all_gather_result = group._partial_reduce_output = None
+        for replica in self._replicas:
+            _renew(replica)
+
+
+def _check(module: nn.Module) -> None:
+    name = type(module).__name__
+    if _is_of(module, _FSDP1):
+        raise ConfigError(
+            f"a {name} is of FSDP1, which puts all parameters of a unit into one flat tensor in C++ and Python that "
+            "cannot be followed; shard the model with FSDP2: fully_shard(block) for each block, then fully_shard(model)"
+        )
+    if _is_of(module, _REMOTE):
+        raise ConfigError(
+            f"a {name} computes in another process; a simulation is of one: profile the module that is there"
+        )
+
+
+def _is_of(module: nn.Module, name: str) -> bool:
+    return any(cls.__module__.startswith(name) for cls in type(module).__mro__)
+
+
+def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
+    if f"{_FSDP2}._fsdp_state" not in sys.modules:
+        return []  # nothing can have been sharded, and importing it takes a second
+    state_of: Callable[[nn.Module], Any] = sys.modules[f"{_FSDP2}._fsdp_state"]._get_module_fsdp_state
+    found = {id(state): state for module in modules if (state := state_of(module)) is not None}
+    return list(found.values())
+
+
+def _add(thing: Any, places: list[tuple[Place, Any]], seen: set[int]) -> None:
+    """Add what FSDP2's objects hold, and the containers in them."""
+    if id(thing) in seen:
+        return
+    if isinstance(thing, _CONTAINERS):
+        seen.add(id(thing))
+        content = read(thing)
+        places.append((thing, content))
+        for part in content.values() if isinstance(content, dict) else content:
+            _add(part, places, seen)
+    elif isinstance(thing, tuple):
+        for part in thing:
+            _add(part, places, seen)
+    elif type(thing).__module__.startswith(_FSDP2) and not isinstance(thing, (nn.Module, torch.Tensor)):
+        _add(getattr(thing, "__dict__", ()), places, seen)
+
+
+def _renew(replica: Any) -> None:
+    """Give a DDP module another reducer.
+
+    Its own is in C++, waits for the gradients of the caller's parameters and remembers in which order they came, which
+    nobody can put back. The other one has its buckets in the simulation.
+    """
+    hooks = replica._comm_hooks
+    if any(
+        getattr(state, "__dict__", None) and not isinstance(state, torch.distributed.ProcessGroup) for _, state in hooks
+    ):
+        raise ConfigError(
+            "the DistributedDataParallel has a communication hook with a state of its own, which a simulated step "
+            "would change (PowerSGD's); profile it before register_comm_hook, and add what the hook keeps"
+        )
+    parameters, sparse = replica._build_params_for_reducer()
+    names = replica._build_debug_param_to_name_mapping(parameters)
+    replica._ddp_init_helper(parameters, sparse, names, replica.static_graph)
+    replica._has_rebuilt_buckets = False
+    if replica.static_graph:
+        replica.reducer._set_static_graph()
+        replica.logger._set_static_graph()
+    distributed: Any = torch.distributed
+    for hook, state in hooks:
+        distributed._register_comm_hook(replica.reducer, state, hook)

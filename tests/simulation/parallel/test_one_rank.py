@@ -1,0 +1,240 @@
+"""One process's step of FSDP2 and of DDP, simulated: as the allocator has it, and without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memscale as ms
+from tests.support.checks import bits
+from tests.support.whole_run import true_peaks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+    # Of a matrix product, that its output is a view: nobody changes it here.
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+]
+
+WIDTH = 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(301, WIDTH)  # rows that no number of processes divides
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        self.calls += 1
+        return x @ self.embed.weight.T
+
+
+TOKENS = torch.arange(8 * 40).view(8, 40) % 301
+
+
+@pytest.fixture
+def group():
+    """Makes the process a rank among others that are not there."""
+
+    def begin(world: int, rank: int = 0, backend: str = "fake") -> None:
+        if backend == "fake":
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
+
+    yield begin
+    dist.destroy_process_group()
+
+
+def sharded(*, plan=None, device="cpu", half=False, **options):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if half:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with torch.device(device):
+        model = Model()
+    if plan:
+        model = ms.transform(model, plan)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def replicated(**options):
+    return nn.parallel.DistributedDataParallel(Model(), **options)
+
+
+def trained(model, count=3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        model(TOKENS).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return optimizer, step
+
+
+def loss(output, _):
+    return output.float().logsumexp(-1).mean()
+
+
+HALF = {"half": True}
+CHECKPOINT = {"plan": {"blocks.*": ms.checkpoint()}}
+SHARDED = {
+    "2": (2, 0, {}),
+    "8": (8, 0, {}),
+    "8, the last rank has less": (8, 7, {}),
+    "64, bf16": (64, 0, HALF),
+    "8, kept gathered": (8, 0, {"reshard_after_forward": False}),
+    "8, checkpoint": (8, 0, CHECKPOINT),
+}
+
+
+@pytest.mark.parametrize(("world", "rank", "options"), SHARDED.values(), ids=SHARDED)
+def test_sharded_peaks_are_those_of_the_allocator(group, world, rank, options):
+    group(world, rank)
+    truth = true_peaks(lambda: trained(sharded(**options))[1])
+    model = sharded(**options)
+    optimizer, _ = trained(model)
+    profile = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss)
+    assert profile.method == "static"
+    assert profile.peak_bytes == pytest.approx(truth[-1], rel=1e-3)
+    assert profile.first_step_peak_bytes == pytest.approx(truth[0], rel=1e-3)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="DDP is refused by the results of fake collectives")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=["plain", "views", "static", "unused"],
+)
+def test_replicated_peaks_are_those_of_the_allocator(group, options):
+    group(1, backend="gloo")
+    truth = true_peaks(lambda: trained(replicated(bucket_cap_mb=1, **options))[1])
+    model = replicated(bucket_cap_mb=1, **options)
+    optimizer, _ = trained(model)
+    profile = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss)
+    assert profile.method == "static"
+    assert profile.peak_bytes == pytest.approx(truth[-1], rel=1e-3)
+
+
+def test_a_model_on_meta_is_simulated_as_one_with_numbers(group):
+    group(8)
+    found = []
+    for device in ("cpu", "meta"):
+        model = sharded(device=device)
+        found.append(ms.profile(model, TOKENS, optimizer=trained(model)[0], loss=loss).peak_bytes)
+        assert all(parameter.device.type == device for parameter in model.parameters())
+    assert found[0] == found[1]
+
+
+def state_of(model):
+    """All that FSDP2 and the model keep, by identity."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    found = {}
+    for path, module in model.named_modules():
+        found[path, "parameters"] = {name: id(value) for name, value in module._parameters.items()}
+        found[path, "hooks"] = [len(value) for value in module.__dict__.values() if isinstance(value, dict)]
+        state = _get_module_fsdp_state(module)
+        if state is None:
+            continue
+        found[path, "state"] = {name: id(value) for name, value in vars(state).items()}
+        for number, group in enumerate(state._fsdp_param_groups):
+            found[path, "group", number] = {name: id(value) for name, value in vars(group).items()}
+            for parameter in group.fsdp_params:
+                kept = {name: id(value) for name, value in vars(parameter).items()}
+                found[path, parameter._module_info.param_name] = kept
+                found[path, parameter._module_info.param_name, "local"] = id(parameter._sharded_local_tensor)
+                sizes = [output.untyped_storage().size() for output in parameter.all_gather_outputs]
+                found[path, parameter._module_info.param_name, "sizes"] = sizes
+    return found
+
+
+@pytest.mark.parametrize("warm", [0, 1], ids=["new", "trained"])
+def test_a_profile_leaves_a_sharded_model_as_it_was(group, warm):
+    group(4, 3)
+    model = sharded()
+    optimizer, step = trained(model)
+    for _ in range(warm):
+        step()
+    before, numbers = state_of(model), bits([parameter._local_tensor for parameter in model.parameters()])
+    ms.profile(model, TOKENS, optimizer=optimizer, loss=loss)
+    assert state_of(model) == before
+    assert bits([parameter._local_tensor for parameter in model.parameters()]) == numbers
+    step()  # it still can
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+@pytest.mark.parametrize("warm", [0, 2], ids=["new", "trained"])
+def test_a_profile_leaves_a_replicated_model_as_it_was(group, warm):
+    group(1, backend="gloo")
+    found = []
+    for profiled in (False, True):
+        model = replicated()
+        optimizer, step = trained(model)
+        for _ in range(warm):
+            step()
+        reducer = model.reducer
+        if profiled:
+            ms.profile(model, TOKENS, optimizer=optimizer, loss=loss)
+        assert model.reducer is reducer
+        for _ in range(2):
+            step()
+        found.append(bits(list(model.parameters())))
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+def test_every_process_is_taken_to_do_what_this_one_does(group):
+    group(4)
+    model = Model()
+
+    def step():
+        rows = torch.tensor([3, 5])
+        gathered = torch.empty(8, dtype=torch.long)
+        dist.all_gather(list(gathered.chunk(4)), rows)
+        assert gathered.tolist() == [3, 5] * 4
+        dist.all_reduce(rows)
+        assert rows.tolist() == [12, 20]
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+        assert rows.tolist() == [12, 20]
+        dist.barrier()
+        model(TOKENS).mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        model.zero_grad()
+
+    assert ms.profile(step).method == "static"
+
+
+def test_what_one_process_cannot_know_is_told(group):
+    group(2)
+    model = nn.Linear(4, 4)
+
+    def stage():
+        received = torch.empty(2, 4)
+        dist.recv(received, src=1)
+        model(received).sum().backward()
+
+    with pytest.raises(ms.ConfigError, match="profile the module of one stage by itself"):
+        ms.profile(stage)
