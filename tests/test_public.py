@@ -121,6 +121,7 @@ memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phas
     SimulatedStep Station as_hardware differences profile queues_of
 memscale.simulation.allocator:
 memscale.simulation.kernels:
+memscale.simulation.parallel:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.transforms: cast checkpoint listeners name offload tile
