@@ -118,6 +118,8 @@ def measured_costs(
     menus: Sequence[tuple[Candidate, ...]],
     simulate: Simulate,
     trials: Trials,
+    *,
+    most: int,
 ) -> Costs:
     """The costs of the candidates in `menus`, one menu for each part and one for what is outside.
 
@@ -127,10 +129,11 @@ def measured_costs(
         menus: their candidates, `AS_IT_IS` first; parts that are alike have the same.
         simulate: a step with rules, of the model without some parts.
         trials: of candidates that were tried before; those that are tried here are added.
+        most: the simulations that may be made for it; candidates that are left then are not tried.
     """
     paths = [part.path for part in parts]
     base = plain.attribution(paths)
-    rejected = _Trials(base, parts, menus, simulate).run(trials)
+    rejected = _Trials(base, parts, menus, simulate).run(trials, most)
     found: list[tuple[Candidate, ...]] = []
     effects: list[tuple[Effect, ...]] = []
     for row, menu in enumerate(menus):
@@ -188,14 +191,16 @@ class _Trials:
         self.families[None] = [len(parts)]
         self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
 
-    def run(self, done: Trials) -> dict[str, str]:
+    def run(self, done: Trials, most: int) -> dict[str, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
         waiting = {
             family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
             for family, rows in self.families.items()
         }
         rejected: dict[str, str] = {}
-        while any(waiting.values()):
+        for _ in range(most):
+            if not any(waiting.values()):
+                break
             chosen: dict[int, tuple[object, Candidate]] = {}
             for family, candidates in waiting.items():
                 rows = _spread(self.families[family], len(candidates))
@@ -203,7 +208,10 @@ class _Trials:
                     chosen[row] = (family, candidate)
                 del candidates[: len(rows)]
             self._try(chosen, done, rejected)
-        return rejected
+        left = {
+            str(each): "not tried: a step of so many operators takes long" for row in waiting.values() for each in row
+        }
+        return {**rejected, **left}
 
     def _try(
         self,

@@ -30,7 +30,7 @@ from memscale.planning.globs import with_globs
 from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
-from memscale.planning.search import Found, Proven, Search
+from memscale.planning.search import Found, Proven, Search, leaves_margin
 from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
@@ -211,7 +211,7 @@ class DecisionEngine:
     def plan(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
         limit = self._budget_bytes(budget)
-        if taken_bytes(self.plain) <= limit:
+        if leaves_margin(taken_bytes(self.plain), limit):
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
@@ -227,7 +227,7 @@ class DecisionEngine:
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
         limit = self._budget_bytes(budget)
-        if taken_bytes(self.plain) <= limit:
+        if leaves_margin(taken_bytes(self.plain), limit):
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
@@ -412,6 +412,12 @@ class DecisionEngine:
             if self._nominal
             else []
         )
+        tight = (
+            []
+            if leaves_margin(taken_bytes(profile), limit)
+            else ["it leaves less than 0.1 % of the budget, and a simulation may be off by as much"]
+        )
+        sought = dict.fromkeys(note for search in self._searches or () for note in search.notes)
         return Evidence(
             budget_bytes=limit,
             hardware=self.hardware,
@@ -422,7 +428,7 @@ class DecisionEngine:
             trace=trace,
             decisions=decisions,
             rejected=rejected,
-            notes=(*profile.notes, *nominal),
+            notes=(*profile.notes, *nominal, *tight, *sought),
             simulations=self.simulations if decisions else 1,
         )
 

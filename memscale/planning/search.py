@@ -26,7 +26,16 @@ _LEAST = 1.005
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
 
+
+def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
+    """Whether a step that takes so much by its simulation fits the budget on a device, too."""
+    return taken_bytes <= int(budget_bytes * (1 - _MARGIN))
+
+
 _LOOKS = 3
+# A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
+# are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
+_MOST_OPERATORS, _FEWEST = 500_000, 2
 
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
@@ -97,6 +106,8 @@ class Search:
 
     Attributes:
         trials: what was tried.
+        patience: at most so many simulations for trials, and so many for the choices of each search.
+        notes: what is not known for want of it.
     """
 
     def __init__(
@@ -114,6 +125,8 @@ class Search:
         self.trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
+        operators = self.plain.last_operators
+        self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
         parts = parts_of(model, self.plain)
         menus: list[tuple[Candidate, ...]] = []
         by_family: dict[object, tuple[Candidate, ...]] = {}
@@ -128,7 +141,14 @@ class Search:
             menus,
             lambda rules, away: simulate(self._with(rules), False, away),
             self.trials,
+            most=self.patience,
         )
+        self.notes: tuple[str, ...] = ()
+        if self.patience < _ROUNDS:
+            self.notes = (
+                f"a step of {operators} operators takes long to simulate, so that {self.patience} choices were tried; "
+                "one that was not may be better",
+            )
         self._link = link
         self._proofs: dict[Assignment, Proven] = {}
         self._least: Proven | None = None
@@ -158,7 +178,7 @@ class Search:
         seen: set[Assignment] = set()
         overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
         spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
-        for _ in range(_ROUNDS_WITH_MOVES if moves else _ROUNDS):
+        for _ in range(min(self.patience, _ROUNDS_WITH_MOVES if moves else _ROUNDS)):
             choice = chooser.fastest(safe_bytes - overhead - spare, moves=moves)
             if choice is None and misses:
                 # What some choices were seen to hold is not held by all: back to what was thought, with room to spare.
@@ -197,7 +217,7 @@ class Search:
             chooser = Chooser(self.costs, self._link)
             self.prove(self.costs.as_it_is).correct(chooser)
             seen: set[Assignment] = set()
-            for _ in range(_ROUNDS):
+            for _ in range(min(self.patience, _ROUNDS)):
                 choice = chooser.smallest()
                 if choice.assignment in seen:
                     break
@@ -207,7 +227,7 @@ class Search:
                 if found.profile.peak_bytes <= _LEAST * choice.bound:
                     break
             # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
-            for _ in range(_LOOKS):
+            for _ in range(min(self.patience, _LOOKS)):
                 least = min(self._proofs.values(), key=lambda each: each.taken_bytes)
                 faster = chooser.fastest(least.profile.peak_bytes)
                 if faster is None or faster.assignment in self._proofs:

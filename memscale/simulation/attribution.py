@@ -52,6 +52,11 @@ class SimulatedStep:
         with few_collections():
             return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
 
+    @property
+    def last_operators(self) -> int:
+        """How many operators its last step has."""
+        return len(self.ledger.ops) - self.ledger.steps[-1][1]
+
     def digest(self) -> str:
         """A hash of all that was simulated: two steps that share it hold the same, at the same moments, as long."""
         ledger, clock = self.ledger, self.clock

@@ -106,6 +106,30 @@ def test_what_fits_is_left_as_it_is():
     assert "smart skip" in plan.explain()
 
 
+def test_what_fits_to_the_last_byte_leaves_no_margin():
+    model, batch = _mlps(), torch.ones(512, 64)
+    engine = ms.DecisionEngine(model, **_step(model, batch))
+    exactly = engine.frontier(2)[-1].peak_bytes
+    evidence = engine.plan(exactly).evidence
+    assert evidence.planned.taken_bytes <= 0.999 * exactly
+    assert not any("leaves less" in note for note in evidence.notes)
+    model, batch = Recurrent(), torch.ones(8, 24, 8)  # where nothing frees anything, it is said
+    engine = ms.DecisionEngine(model, **_step(model, batch))
+    plan = engine.plan(engine.frontier(2)[-1].peak_bytes)
+    assert not plan
+    assert any("leaves less than 0.1 % of the budget" in note for note in plan.evidence.notes)
+
+
+def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
+    monkeypatch.setattr("memscale.planning.search._MOST_OPERATORS", 100)
+    model, batch = _mlps(3), torch.ones(512, 64)
+    engine = ms.DecisionEngine(model, **_step(model, batch))
+    evidence = engine.plan(0.8 * engine.frontier(2)[-1].peak_bytes / CPU.usable_bytes).evidence
+    assert engine.simulations <= 12
+    assert any("2 choices were tried" in note for note in evidence.notes)
+    assert any("not tried" in reason for reason in evidence.rejected.values())
+
+
 class Translator(nn.Module):
     """An encoder whose output every block of the decoder reads."""
 
