@@ -112,10 +112,11 @@ def switched(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def budgeted(model: torch.nn.Module, share: float) -> torch.nn.Module:
-    """AOTAutograd's memory budget, without a compiler behind it."""
+def budgeted(model: torch.nn.Module, share: float, backend: str) -> torch.nn.Module:
+    """AOTAutograd's memory budget, with a compiler behind it or without."""
+    torch._dynamo.reset()  # what was compiled for another budget would be taken again
     torch._functorch.config.activation_memory_budget = share
-    return torch.compile(model, backend="aot_eager")
+    return torch.compile(model, backend=backend)
 
 
 OTHERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
@@ -123,8 +124,10 @@ OTHERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
     "torch checkpoint, every 2nd block": partial(checkpointed, every=2),
     "torch checkpoint, products kept": keeping_products,
     "the model's own switch": switched,
-    "AOTAutograd, budget 0.3": partial(budgeted, share=0.3),
-    "AOTAutograd, budget 0.6": partial(budgeted, share=0.6),
+    "AOTAutograd, budget 0.3": partial(budgeted, share=0.3, backend="aot_eager"),
+    "AOTAutograd, budget 0.6": partial(budgeted, share=0.6, backend="aot_eager"),
+    "inductor, budget 0.3": partial(budgeted, share=0.3, backend="inductor"),
+    "inductor, budget 0.6": partial(budgeted, share=0.6, backend="inductor"),
 }
 
 
@@ -200,14 +203,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     names = [name for name in options.only.split(",") if name] or (PEERS if options.peers else MODELS)
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
-        found: dict[str, Any] = {}
-    for name in names:
-        print(name, flush=True)
-        found[name] = beside_peers(name) if options.peers else kept_budgets(name, options.budgets)
-    if options.output:
-        options.output.write_text(json.dumps({"environment": environment("cpu"), "results": found}, indent=2) + "\n")
+        for name in names:
+            print(name, flush=True)
+            found[name] = beside_peers(name) if options.peers else kept_budgets(name, options.budgets)
+            if options.output:  # after each, for whoever has no time for all
+                data = {"environment": environment("cpu"), "load": os.getloadavg(), "results": found}
+                options.output.write_text(json.dumps(data, indent=2) + "\n")
 
 
 if __name__ == "__main__":
