@@ -266,10 +266,8 @@ class HollowMode(TorchDispatchMode):
                 ledger.death(last)
             else:
                 self._take(operator, result, new, at, path, known)
-        for (
-            library,
-            nbytes,
-        ) in effect.workspaces.items():  # asked for with the handle, when there is room for the result
+        # Asked for with the handle, when there is room for the result.
+        for library, nbytes in effect.workspaces.items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
                 ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))

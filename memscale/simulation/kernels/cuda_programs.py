@@ -295,8 +295,40 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
 
 def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
+    if without_cudnn(args, capability):
+        return RESULTS, *taken(_columns(args))
     image, kernel = _in_one_format(*args[:2])
     return *taken(image), RESULTS, *taken(kernel)
+
+
+def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
+    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN has no bfloat16 before sm_80.
+
+    Source: ``ConvParams::use_cudnn`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    return args[0].dtype is torch.bfloat16 and capability < (8, 0)
+
+
+def by_products(args: Sequence[Any]) -> bool:
+    """Whether its own kernel does so by matrix products, and not channel by channel."""
+    return not args[8] == args[0].size(1) > 1
+
+
+def _columns(args: Sequence[Any]) -> int:
+    """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
+
+    Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
+    """
+    image, weight, _, stride, padding, dilation, transposed, *_ = args
+    kernel, places = weight.shape[2:], list(image.shape[2:])
+    is_product = not transposed and all(size == 1 for size in (*kernel, *stride)) and not any(padding)
+    if is_product or not by_products(args):
+        return 0
+    if not transposed:
+        for dim, size in enumerate(kernel):
+            at = min(dim, len(stride) - 1)
+            places[dim] = (places[dim] + 2 * padding[at] - dilation[at] * (size - 1) - 1) // stride[at] + 1
+    return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
 
 
 def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
@@ -305,13 +337,16 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
     Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
     """
     grad, wanted = args[0], args[-1]
-    copies = taken(*_in_one_format(*args[:3])[:2])
+    own = without_cudnn(args[1:], capability)
+    copies = () if own else taken(*_in_one_format(*args[:3])[:2])
+    columns = taken(_columns(args[1:])) if own else ()
     if not wanted[2]:
-        return *copies, RESULTS
+        return *copies, RESULTS, *columns
     dims = [dim for dim in range(grad.dim()) if dim != 1]
     bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
     scratch = _reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors)
-    return *copies, RESULTS, *(-nbytes for nbytes in reversed(copies)), *scratch
+    freed = (-nbytes for nbytes in (*columns, *reversed(copies)))
+    return *copies, RESULTS, *columns, *freed, *scratch
 
 
 #: The ops whose programs are known, by ``str(OpOverload)``; reductions have one rule for all.

@@ -20,7 +20,7 @@ from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
-from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
+from memscale.simulation.kernels.cuda_programs import by_products, cuda_program, on_host, order_of, without_cudnn
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -93,13 +93,17 @@ class Kernels:
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
-        if not self.is_cuda or op._opname not in _PRODUCTS:
+        if not self.is_cuda or not (op._opname in _PRODUCTS or self._convolves_by_products(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
         if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes(self.capability)):
             found["cuBLASLt"] = nbytes
         return found
+
+    def _convolves_by_products(self, op: OpOverload, args: Any) -> bool:
+        given = {"convolution": args, "convolution_backward": args[1:]}.get(op._opname)
+        return given is not None and without_cudnn(given, self.capability) and by_products(given)
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
         """What these modules do on the device that is not known, and which times are no measurements."""

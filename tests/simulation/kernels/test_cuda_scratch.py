@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import memscale as ms
-from memscale.simulation.kernels.cuda_programs import PROGRAMS
+from memscale.simulation.kernels.cuda_programs import PROGRAMS, cuda_program
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     cuda_scratch_bytes,
 )
+from memscale.simulation.kernels.programs import PLAIN, RESULTS, taken
 
 MIB = 1 << 20
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -308,3 +309,34 @@ def test_a_recurrent_layer_on_cuda_is_noted(layer):
 def test_a_model_without_recurrence_is_not_noted():
     profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.mean(), hardware="h100")
     assert profile.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("image", "weight", "options", "columns"),
+    [
+        ((8, 32, 4098), (32, 32, 3), {}, 786_432),  # as the CUDA build takes them on a T4
+        ((8, 1, 16_384), (32, 1, 8), {"stride": [4], "padding": [2]}, 65_536),
+        ((8, 32, 16), (64, 32, 1), {}, 0),
+        ((8, 32, 16), (32, 1, 3), {"groups": 32}, 0),
+        ((2, 8, 4, 4), (8, 6, 2, 2), {"stride": [2, 2], "transposed": True}, 6 * 4 * 16 * 2),
+    ],
+)
+def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(image, weight, options, columns):
+    options = {"stride": [1], "padding": [0], "dilation": [1] * (len(image) - 2), "transposed": False} | options
+    image, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (image, weight))
+    if len(image.shape) == 4:
+        options["padding"] = [0, 0]
+    given = (options["stride"], options["padding"], options["dilation"], options["transposed"], [0])
+    args = (image, weight, None, *given, options.get("groups", 1))
+    forward = torch.ops.aten.convolution.default(*args)
+    backward = (forward, image, weight, None, *args[3:], [True, True, False])
+    for op, arguments in (("convolution", args), ("convolution_backward", backward)):
+        assert cuda_program(f"aten.{op}.default", arguments, forward, (7, 5), 40) == (RESULTS, *taken(columns))
+        assert cuda_program(f"aten.{op}.default", arguments, forward, (8, 0), 108) == PLAIN
+
+
+def test_their_products_take_the_workspace_of_cublas():
+    model = torch.nn.Conv1d(32, 32, 3, dtype=torch.bfloat16, device="meta")
+    batch = torch.empty(2, 32, 64, dtype=torch.bfloat16, device="meta")
+    on = {card: ms.profile(model, batch, loss=lambda y, _: y.sum(), hardware=card) for card in ("t4", "a100-80")}
+    assert on["t4"].by_category["workspace"] - on["a100-80"].by_category.get("workspace", 0) >= 8_519_680
