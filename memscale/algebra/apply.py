@@ -10,6 +10,7 @@ import difflib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -281,8 +282,14 @@ def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _links(model: nn.Module) -> list[_Link]:
-    return [
-        (weakref.ref(module), f"{path}." if path else "", dict(module._parameters))
-        for path, module in model.named_modules()
-        if module._parameters
-    ]
+    links: list[_Link] = []
+    for path, module in model.named_modules():
+        if module._parameters:
+            shared = dict(module._parameters)
+            # With the model its parameters go: FSDP2 puts shards in their place, and nobody else would hold them.
+            links.append((weakref.ref(module, partial(_let_go, shared)), f"{path}." if path else "", shared))
+    return links
+
+
+def _let_go(shared: dict[str, nn.Parameter | None], _: object) -> None:
+    shared.clear()

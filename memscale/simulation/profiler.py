@@ -22,6 +22,7 @@ from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
+from memscale.simulation.parallel.asked import Parallel, check_parallel, one_rank
 from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
@@ -43,6 +44,8 @@ def profile(
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
     probe: bool = False,
+    parallel: Parallel | None = None,
+    world: int | None = None,
 ) -> Profile:
     """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
 
@@ -75,12 +78,18 @@ def profile(
             inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
             Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
             speeds of `hardware`. Answers of CPU kernels are kept in a cache on disk.
+        parallel: the step is one process's of several that train this model, under ``"fsdp2"`` (the repeated blocks and
+            the root sharded, as `fully_shard` does by default) or ``"ddp"``; the batch is this process's. None for a
+            model that is trained as it is, distributed already or not.
+        world: how many processes, with `parallel`.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
         RuntimeUnavailable: the step can be neither simulated nor run here.
     """
-    profiler = MemoryProfiler(model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe)
+    profiler = MemoryProfiler(
+        model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe, parallel=parallel, world=world
+    )
     return profiler.profile(batch, accumulate=accumulate)
 
 
@@ -99,7 +108,7 @@ class MemoryProfiler:
     640
 
     Args:
-        model, optimizer, loss, plan, hardware, probe: as in `profile`.
+        model, optimizer, loss, plan, hardware, probe, parallel, world: as in `profile`.
         config: None is ``Config()``.
     """
 
@@ -113,7 +122,11 @@ class MemoryProfiler:
         hardware: Hardware | str | None = None,
         config: Config | None = None,
         probe: bool = False,
+        parallel: Parallel | None = None,
+        world: int | None = None,
     ) -> None:
+        check_parallel(model, parallel, world)
+        self.parallel, self.world = parallel, world
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -210,6 +223,14 @@ class MemoryProfiler:
     @contextmanager
     def _under_rules(self) -> Iterator[MemoryProfiler]:
         """This, with the optimizer under its rules: only now, for some act on parameters as long as they are there."""
+        if self.parallel is not None and self.world is not None:
+            assert isinstance(self.model, nn.Module), "checked with the other arguments"
+            with one_rank(self.model, self.optimizer, self.parallel, self.world) as (part, over):
+                ranked = copy.copy(self)
+                ranked.parallel, ranked.model, ranked.optimizer = None, part, over
+                with ranked._under_rules() as each:
+                    yield each
+            return
         if not self._rules:
             yield self
             return
@@ -276,7 +297,13 @@ class MemoryProfiler:
             notes = (*notes, *simulation.answers.notes)
         simulation.mode.ledger.add_in_place()
         runtimes = simulation.runtimes
-        found = (*simulation.mode.values.assumptions, *self.kernels.notes(simulation.scope.modules), *runtimes.notes())
+        sent = simulation.mode.works.notes(on_card=self.kernels.is_cuda)
+        found = (
+            *sent,
+            *simulation.mode.values.assumptions,
+            *self.kernels.notes(simulation.scope.modules),
+            *runtimes.notes(),
+        )
         moved = runtimes.high_water_bytes()
         return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), moved)
 

@@ -66,7 +66,7 @@ class Simulation:
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
         self.scope = StepScope(model, optimizer, step, batch)
-        self._sharded = Sharded(self.scope.modules)
+        self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         inputs = _parts(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())

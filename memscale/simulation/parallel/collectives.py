@@ -72,16 +72,31 @@ def _factor(args: Any) -> int:
 
 
 class Works:
-    """What collectives return beside tensors: work that is done at once."""
+    """What collectives return beside tensors: work that is done at once.
+
+    Attributes:
+        of: the names of the collectives that were called.
+    """
 
     def __init__(self) -> None:
+        self.of: dict[str, None] = {}
         # C++ keeps the work and not its object in Python, without which it would wait for ever.
         self._of_reducer: list[_Done] = []
 
     def returned(self, op: Any, args: Any, written: list[torch.Tensor]) -> Any:
         """What this call of `op` returns."""
+        self.of[op.name()] = None
         returned = [args[0] if "Tensor" in str(value.type) else self._work(written) for value in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)
+
+    def notes(self, *, on_card: bool) -> list[str]:
+        """What is not known of the step because of them."""
+        if not self.of or not on_card:
+            return []
+        return [
+            f"between processes the step sends ({', '.join(self.of)}), whose time is not in its seconds; what NCCL "
+            "takes for itself, and what the allocator keeps apart for the streams of FSDP2, is not in its bytes"
+        ]
 
     def _work(self, written: list[torch.Tensor]) -> Any:
         if torch._C._current_graph_task_id() == -1 or not _from_engine():

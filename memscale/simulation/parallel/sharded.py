@@ -31,16 +31,22 @@ class Sharded:
 
     Args:
         modules: all that the step reaches.
+        on_card: whether the device that is simulated has memory of its own.
 
     Raises:
         ConfigError: some are distributed in a way that one process cannot simulate.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, on_card: bool) -> None:
         for module in modules:
             _check(module)
         self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
         self._states: list[Any] = _fsdp_states(modules)
+        if on_card and any(parameter.offload_to_cpu for parameter in self._parameters):
+            raise ConfigError(
+                "the model is sharded with CPUOffloadPolicy, whose copies are simulated for a CPU only: profile it "
+                "with hardware='cpu', or without the policy"
+            )
 
     @property
     def _parameters(self) -> list[Any]:

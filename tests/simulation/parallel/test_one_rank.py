@@ -61,7 +61,8 @@ def group():
             dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
 
     yield begin
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sharded(*, plan=None, device="cpu", half=False, **options):
@@ -238,3 +239,70 @@ def test_what_one_process_cannot_know_is_told(group):
 
     with pytest.raises(ms.ConfigError, match="profile the module of one stage by itself"):
         ms.profile(stage)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_a_plain_model_is_asked_about_as_the_sharded_one(group, world):
+    model = Model()
+    optimizer = trained(model)[0]
+    before = bits(model.state_dict())
+    asked = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss, parallel="fsdp2", world=world)
+    assert not dist.is_initialized()
+    assert bits(model.state_dict()) == before
+    assert type(model) is Model
+    group(world)
+    part = sharded()
+    assert asked.peak_bytes == ms.profile(part, TOKENS, optimizer=trained(part)[0], loss=loss).peak_bytes
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+def test_a_plain_model_is_asked_about_as_the_replicated_one(group):
+    model = Model()
+    asked = ms.profile(model, TOKENS, optimizer=trained(model)[0], loss=loss, parallel="ddp", world=8)
+    assert asked.method == "static"
+    group(1, backend="gloo")
+    part = replicated()
+    assert asked.peak_bytes == ms.profile(part, TOKENS, optimizer=trained(part)[0], loss=loss).peak_bytes
+
+
+def test_a_plan_under_sharding(group):
+    asked = {"loss": loss, "parallel": "fsdp2", "world": 8}
+    model = Model()
+    plain = ms.profile(model, TOKENS, **asked)
+    planned = ms.profile(model, TOKENS, plan={"blocks.*": ms.checkpoint()}, **asked)
+    group(8)
+    # Which lets the whole parameters go, too, that it was made from.
+    assert planned.peak_bytes == ms.profile(sharded(**CHECKPOINT), TOKENS, loss=loss).peak_bytes < plain.peak_bytes
+
+
+MISTAKES = {
+    "no such way": ({"parallel": "fsdp", "world": 2}, r"none of \['ddp', 'fsdp2'\]"),
+    "no world": ({"parallel": "ddp"}, "takes the number of processes"),
+    "no way": ({"world": 2}, "say which: parallel='fsdp2' or 'ddp'"),
+    "nobody": ({"parallel": "fsdp2", "world": 0}, "an int above 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "told"), MISTAKES.values(), ids=MISTAKES)
+def test_what_is_asked_about_wrongly_is_told(options, told):
+    with pytest.raises(ms.ConfigError, match=told):
+        ms.profile(Model(), TOKENS, loss=loss, **options)
+
+
+def test_a_distributed_model_is_not_distributed_again(group):
+    group(2)
+    with pytest.raises(ms.ConfigError, match="distributed already; leave parallel out"):
+        ms.profile(sharded(), TOKENS, loss=loss, parallel="fsdp2", world=2)
+    with pytest.raises(ms.RuntimeUnavailable, match="this process has one already"):
+        ms.profile(Model(), TOKENS, loss=loss, parallel="fsdp2", world=2)
+    assert dist.get_world_size() == 2
+
+
+def test_a_card_has_notes_and_refuses_what_it_would_not_know(group):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    group(8)
+    notes = ms.profile(sharded(), TOKENS, loss=loss, hardware="h100").notes
+    assert any("_allgather_base_" in note and "not in its seconds" in note for note in notes)
+    with pytest.raises(ms.ConfigError, match="CPUOffloadPolicy"):
+        ms.profile(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), TOKENS, loss=loss, hardware="h100")
