@@ -55,3 +55,12 @@ def test_links_to_files_of_the_project_lead_somewhere(page):
 def test_no_page_installs_the_distribution_that_is_not_ours():
     for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         assert not re.search(r"install[^\n]*\s['\"]?memscale(?![-\w])", page.read_text(encoding="utf-8")), page.name
+
+
+def test_the_reference_has_every_public_name():
+    import memscale
+
+    told = set(
+        re.findall(r"^::: memscale\.(?:[a-z_]+\.)*(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    )
+    assert set(memscale.__all__) - told == set()

@@ -19,6 +19,7 @@ print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("me
 assert set(ms.__all__) <= set(dir(ms)), set(ms.__all__) - set(dir(ms))
 ms.LossScale, ms.Profile, ms.wrap
 print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("memscale.")}))
+print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
 
@@ -31,9 +32,14 @@ def loaded():
 
 @pytest.mark.parametrize("folder", LATER)
 def test_the_import_leaves_for_later_what_a_training_run_does_not_need(loaded, folder):
-    at_once, asked = loaded
+    at_once, asked, _ = loaded
     assert folder not in at_once
     assert folder in asked or folder in ("reports", "cli", "crashes")  # wrap prints no report
+
+
+def test_nothing_loads_the_libraries_that_memscale_fits_into(loaded):
+    others = {"accelerate", "lightning", "peft", "prometheus_client", "pytorch_lightning", "torchtitan", "transformers"}
+    assert not others & set(loaded[2])
 
 
 def test_type_checkers_are_told_the_same_homes():

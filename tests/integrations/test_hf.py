@@ -181,3 +181,96 @@ def test_data_parallel_is_refused_and_detach_undoes_wrap(tmp_path: Path) -> None
     ms.detach(ms.wrap(run, FORCE))
     assert [dict(module.__dict__) for module in run.model.modules()] == before
     assert not any(isinstance(each, MemScaleCallback) for each in run.callback_handler.callbacks)
+
+
+@pytest.mark.parametrize("place", ["forward", "recompute", "optimizer"])
+def test_a_batch_finder_sees_what_runs_out(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def fails(where: str, rows: int) -> None:
+        if where == place and rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    class Model(type(gpt2())):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **rest: Any) -> Any:
+            sizes.append(len(input_ids))
+            fails("forward", len(input_ids))
+            return super().forward(input_ids=input_ids, labels=labels, **rest)
+
+    model = gpt2()
+    model.__class__ = Model
+
+    def again(module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            fails("recompute", sizes[-1])
+
+    model.transformer.h[0].mlp.register_forward_pre_hook(again)
+    run = trainer(tmp_path, model=model, auto_find_batch_size=True, max_steps=1, per_device_train_batch_size=4)
+    step = torch.optim.AdamW.step
+
+    def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fails("optimizer", sizes[-1])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    ms.wrap(run, FORCE)
+    run.train()
+    assert run._train_batch_size == 1
+    assert (sizes[0], sizes[-1]) == (4, 1)
+    assert blocks_that_are_regions(run.model) == 0
+
+
+class Unscaled(nn.Module):
+    """A model that takes no keywords beside its own: the Trainer divides its loss by the passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = gpt2()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize("how", ["kwargs", "none", "function"])
+def test_the_loss_is_scaled_as_without(how: str, tmp_path: Path) -> None:
+    def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.square().sum() / num_items_in_batch
+
+    found = []
+    for wraps in (False, True):
+        run = trainer(
+            tmp_path, model=Unscaled() if how == "none" else gpt2(), gradient_accumulation_steps=3, max_steps=2
+        )
+        run.compute_loss_func = mean if how == "function" else None
+        if wraps:
+            plan = {"**.h.*" if how == "none" else "transformer.h.*": ms.checkpoint()}
+            run.add_callback(MemScaleCallback(plan=plan))
+            assert run.model_accepts_loss_kwargs is (how != "none")
+        run.train()
+        found.append(numbers(run))
+    assert same(*found)
+
+
+def test_outer_hooks_see_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
+    def bytes_kept(how: str) -> int:
+        model = gpt2()
+        if how == "ours":
+            ms.wrap(model, FORCE)
+        else:
+            model.config.use_cache = False
+            model.activation_checkpointing_enable()
+        kept = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        tokens = torch.arange(32).reshape(2, 16)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return kept
+
+    assert abs(bytes_kept("ours") - bytes_kept("theirs")) <= 256  # the positions, which each layer is given
