@@ -84,6 +84,7 @@ POLICIES = [
 DOORS = """
 memscale.algebra: Former OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
     find_regions functional identity install is_transformed placing_in transform uninstall
+memscale.benchmarks:
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document Loss MemscaleError Misfit
     PlanError PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes

@@ -74,6 +74,8 @@ def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
 
 
 class _InBackward(StepPart):
+    in_backward: ClassVar[bool] = True
+
     def __init__(self, how: StepInBackward, optimizer: TransformedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how

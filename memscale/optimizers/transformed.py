@@ -64,6 +64,7 @@ class StepPart:
 
     writes_away: ClassVar[bool] = False
     places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
+    in_backward: ClassVar[bool] = False
 
     def __init__(self, optimizer: TransformedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -279,6 +280,11 @@ class TransformedOptimizer(torch.optim.Optimizer):
     def writes_away(self) -> bool:
         """Whether a step changes states that are not in `state`, where nobody could put them back."""
         return any(part.writes_away for part in self.parts)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters step before `step` is called."""
+        return any(part.in_backward for part in self.parts)
 
     def below(self) -> list[torch.Tensor]:
         """The states that live on a tier below the device."""

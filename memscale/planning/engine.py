@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Found, Proven, Search, leaves_margin
 from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
+from memscale.planning.stepping import Way, checked_names, hows, least_held, ways
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
 from memscale.transforms import cast
 
@@ -59,6 +60,7 @@ def plan(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
+    stepping: Collection[str] = (),
     progress: Progress | None = None,
 ) -> ProvenPlan:
     """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
@@ -86,6 +88,9 @@ def plan(
             the model's own, bit for bit except that `tile` adds gradients in another order.
         hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
             that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
+        stepping: what the plan may do with the optimizer, by name: any of ``"step_in_groups"``, ``"offload_states"``,
+            ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
+            third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
         progress: called before each simulation with what it is about, how many are done, and None.
 
     Raises:
@@ -100,6 +105,7 @@ def plan(
         config=config,
         hardware=hardware,
         accumulate=accumulate,
+        stepping=stepping,
         progress=progress,
     )
     return engine.plan(budget)
@@ -115,6 +121,7 @@ def frontier(
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
     points: int = _POINTS,
+    stepping: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Frontier:
     """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
@@ -129,7 +136,7 @@ def frontier(
     Plan()
 
     Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, progress: as in `plan`.
+        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress: as in `plan`.
         points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
 
     Raises:
@@ -143,6 +150,7 @@ def frontier(
         config=config,
         hardware=hardware,
         accumulate=accumulate,
+        stepping=stepping,
         progress=progress,
     )
     return engine.frontier(points)
@@ -173,6 +181,7 @@ class DecisionEngine:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
+        stepping: Collection[str] = (),
         progress: Progress | None = None,
         streams: bool = True,
     ) -> None:
@@ -187,6 +196,9 @@ class DecisionEngine:
         self.simulations = 0
         self._progress = progress
         self._searches: list[Search] | None = None
+        self._ways: list[Way] | None = None
+        self._stepping: dict[Way, list[Search]] = {}
+        self.stepping = checked_names(stepping) | (self.config.eligible() & {"quantize_states"})
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
         self.hardware = _timed(asked, model)
         self._nominal = self.hardware != asked
@@ -273,7 +285,7 @@ class DecisionEngine:
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.streams} {self._nominal}",
+            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)}",
         }
 
     def proofs(self) -> Proofs:
@@ -287,7 +299,7 @@ class DecisionEngine:
                 .profile()
             )
 
-        allowed = self._techniques(self._link(), self.config) | (self.config.eligible() & {"cast"})
+        allowed = self._techniques(self._link(), self.config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
@@ -322,6 +334,31 @@ class DecisionEngine:
                 self._searches.append(Search(self.model, self._simulate, casting, always=always, link=link))
         return self._searches
 
+    @property
+    def ways(self) -> list[Way]:
+        """The ways to step that help and are allowed, the fastest first."""
+        if self._ways is None:
+            found = hows(self.optimizer, self.stepping, moves=self._link() is not None)
+            self._ways = ways(found, self.plain_step, self._simulate)
+        return self._ways
+
+    def _searches_of(self, way: Way) -> list[Search]:
+        """The searches, in a step that goes that way."""
+        if way not in self._stepping:
+            self._stepping[way] = [
+                Search(
+                    self.model,
+                    self._simulate,
+                    each.menu,
+                    always=(*each.always, *way.rules),
+                    link=self._link(),
+                    plain=None if each.always else way.plain,
+                    trials=each.trials if way.keeps_trials else None,
+                )
+                for each in self.searches
+            ]
+        return self._stepping[way]
+
     def _menu(self, link: LinkRates | None, config: Config) -> Menu:
         return Menu.of(self._techniques(link, config), self._dtype(), self.batch)
 
@@ -354,13 +391,22 @@ class DecisionEngine:
 
     def _fastest(self, limit: int) -> Found | None:
         found = [best for search in self.searches if (best := search.fastest(limit)) is not None]
+        for way in self.ways:
+            seconds = way.plain.profile().step_seconds or 0.0
+            # No transform of the model makes a step faster than its way to step is without any.
+            if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
+                found += [best for search in self._searches_of(way) if (best := search.fastest(limit)) is not None]
         if not found:
             return None
         best = min(found, key=lambda each: each.proven.seconds)
         return Found(best.proven, min(each.bound_seconds for each in found))
 
     def _smallest(self) -> Proven:
-        return min((search.smallest() for search in self.searches), key=lambda each: each.taken_bytes)
+        # What keeps the least for the whole step, whatever the model does.
+        least = min(self.ways, key=least_held, default=None)
+        searches = [*self.searches, *(() if least is None else self._searches_of(least))]
+        found: Proven = min((search.smallest() for search in searches), key=lambda each: each.taken_bytes)
+        return found
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 
@@ -389,6 +435,8 @@ class DecisionEngine:
             out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
             back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
             trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
+        if stepping := Plan(found.search.always).of_optimizers():
+            trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
         trace.append(f"choice: {format_seconds(bound)} a step is the least that their costs add up to")
         trace.append(
             f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "

@@ -29,6 +29,9 @@ def with_globs(plan: Plan, model: nn.Module) -> Plan:
         plan: rules for single paths.
         model: that the plan is for.
     """
+    if stepping := plan.of_optimizers():
+        both = [*with_globs(plan.of_functions(), model), *stepping]
+        return Plan([(rule.pattern, rule.transform) for rule in both])
     by_path = {rule.pattern: rule.transform for rule in plan}
     paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     rules: dict[str, Transform] = {}

@@ -76,7 +76,12 @@ class ProvenPlan(Plan):
         """
         evidence = self.evidence
         if path is None:
-            whole = [f"the whole model: {rule.transform!r}\n" for rule in self if not rule.pattern]
+            whole = [
+                f"{'the optimizer' if rule in stepping else 'the whole model'}: {rule.transform!r}\n"
+                for stepping in [self.of_optimizers().rules]
+                for rule in self
+                if not rule.pattern
+            ]
             return "".join([*whole, explanation(evidence)])
         return about_parts(self._about(path), evidence)
 

@@ -105,6 +105,7 @@ class Search:
         trials: what another search of this step has tried.
 
     Attributes:
+        menu, always: as given.
         trials: what was tried.
         patience: at most so many simulations for trials, and so many for the choices of each search.
         notes: what is not known for want of it.
@@ -121,7 +122,7 @@ class Search:
         plain: SimulatedStep | None = None,
         trials: Trials | None = None,
     ) -> None:
-        self.always = always
+        self.menu, self.always = menu, always
         self.trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate

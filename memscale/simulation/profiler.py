@@ -215,8 +215,12 @@ class MemoryProfiler:
             assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
             # The first step is no step like others: regions copy their inputs until they know what they write to.
             # Gradients that are still there after the last are known for what they are.
+            stepping = profiler.optimizer
+            # What steps in backward counts on the step that ends it.
+            ends = isinstance(stepping, TransformedOptimizer) and stepping.steps_in_backward
             steps = [
-                training_step(self.model, batch, None, self.loss, accumulate, drops=drops) for drops in (True, False)
+                training_step(self.model, batch, stepping if ends else None, self.loss, accumulate, drops=drops)
+                for drops in (True, False)
             ]
             return profiler._simulated(steps, batch)
 

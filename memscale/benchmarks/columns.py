@@ -1,0 +1,105 @@
+"""What is done to a model: in each column plans from the fastest to the smallest, of which the first that suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan, Transform, compose
+from memscale.benchmarks.subjects import Subject
+from memscale.optimizers import offload_states, quantize_states, step_in_backward, step_in_groups
+from memscale.planning import repeated_blocks
+from memscale.transforms import checkpoint, offload, tile
+
+_CHUNKS = 64  # of the loss head
+_PIECES = 4  # of what is as wide inside of a block
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to train.
+
+    Attributes:
+        title: what it is called.
+        dtype: of the parameters.
+        share: of the published figure that is aimed at, where there is one; None where only the card's size counts.
+        names: the plans to try, by their names in `plans`, the fastest first.
+        numerics: how its numbers relate to the plain training in float32.
+    """
+
+    title: str
+    dtype: torch.dtype
+    share: float | None
+    names: tuple[str, ...]
+    numerics: str
+
+
+_STEP = "bit for bit the plain step of the same optimizer on the device where its states are"
+_BF16 = "weights, gradients and moments rounded to bfloat16"
+
+COLUMNS: Mapping[str, Column] = {
+    each.title: each
+    for each in (
+        Column(
+            "exact",
+            torch.float32,
+            1.0,
+            ("recomputed", "recomputed, freed", "recomputed, below, freed", "streamed"),
+            f"{_STEP}; the tiled head adds its gradient in pieces",
+        ),
+        Column(
+            "fastest",
+            torch.bfloat16,
+            None,
+            ("recomputed", "recomputed, freed", "recomputed, freed, 8-bit", "recomputed, below, freed", "streamed"),
+            f"{_BF16}, moments to 8 bits where the plan says so",
+        ),
+        Column("smallest", torch.bfloat16, None, ("streamed, moved",), f"{_BF16}; the step on the host"),
+        Column("host", torch.bfloat16, None, ("streamed, moved",), f"{_BF16}; the step on the host"),
+        Column(
+            "bf16 + 8-bit",
+            torch.bfloat16,
+            0.65,
+            ("recomputed, 8-bit", "recomputed, freed, 8-bit"),
+            f"{_BF16}, moments to 8 bits between steps",
+        ),
+        Column(
+            "everything",
+            torch.bfloat16,
+            0.25,
+            ("recomputed, below, freed", "streamed", "streamed, moved"),
+            f"{_BF16}; the step on the host",
+        ),
+        Column("disk", torch.bfloat16, None, ("streamed, disk",), f"{_BF16}; the step on the host, states on its disk"),
+    )
+}
+
+
+def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
+    """The plans, by their names."""
+    blocks = repeated_blocks(model)
+    freed, below, small = step_in_backward(), offload_states(), quantize_states()
+    streamed = offload(what="params")
+
+    # Rows where there are several: the layers of GPT-2 view their input, which pieces along positions do not allow.
+    rows = min(_PIECES, subject.batch)
+    cut = tile(chunks=rows) if rows > 1 else tile(chunks=_PIECES, dim=1)
+
+    def plan(how: Transform, stepping: Transform) -> Plan:
+        rules: list[tuple[str, Transform]] = [(path, how) for path in blocks]
+        rules += [(f"{path}.{subject.inner}", cut) for path in blocks if subject.inner is not None]
+        return Plan([*rules, (subject.head, tile(chunks=_CHUNKS)), ("", stepping)])
+
+    return {
+        "recomputed": plan(checkpoint(), step_in_groups(group_bytes="64MiB")),
+        "recomputed, freed": plan(checkpoint(), freed),
+        "recomputed, 8-bit": plan(checkpoint(), small),
+        "recomputed, freed, 8-bit": plan(checkpoint(), compose(freed, small)),
+        "recomputed, below, freed": plan(checkpoint(), compose(freed, below)),
+        "streamed": plan(compose(streamed, checkpoint()), compose(freed, below)),
+        "streamed, moved": plan(compose(streamed, offload(), checkpoint()), compose(freed, below)),
+        "streamed, disk": plan(compose(streamed, offload(), checkpoint()), compose(freed, offload_states(tier="disk"))),
+    }

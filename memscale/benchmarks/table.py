@@ -1,0 +1,149 @@
+"""The rows: each subject as it is and in each column, simulated; and two such results beside each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memscale.benchmarks.columns import COLUMNS, Column, plans
+from memscale.benchmarks.subjects import Subject
+from memscale.core import format_bytes, format_seconds
+from memscale.hardware import Hardware
+from memscale.planning import taken_bytes
+from memscale.simulation import Profile, profile
+
+#: What is the same in every run on every machine; all else is about this one.
+DETERMINISTIC = ("peak_bytes", "reserved_bytes", "step_seconds", "over_plain", "plan", "fits")
+
+Say = Callable[[str], None]
+
+
+def row(subject: Subject, say: Say) -> dict[str, Any]:
+    """One subject: its figures as it is and in each column, as JSON data."""
+    began = time.perf_counter()
+    hardware = Hardware.named(subject.device)
+    first = COLUMNS[subject.columns[0]].dtype
+    # A column's time is told over that of the same training in its own type, which has no price in numbers.
+    plain = {first: _simulated(subject, first, None, say)}
+    found: dict[str, Any] = {}
+    for title in subject.columns:
+        column = COLUMNS[title]
+        if column.dtype not in plain:
+            plain[column.dtype] = _simulated(subject, column.dtype, None, say)
+        found[title] = _in_column(subject, column, hardware, plain[first], plain[column.dtype], say)
+    return {
+        "title": subject.title,
+        "device": hardware.name,
+        "published_bytes": subject.published_bytes,
+        "published_plain_bytes": subject.published_plain_bytes,
+        "plain": {**_figures(plain[first], hardware), "dtype": _name(first)},
+        "columns": found,
+        "took_seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _in_column(
+    subject: Subject, column: Column, hardware: Hardware, first: Profile, plain: Profile, say: Say
+) -> dict[str, Any]:
+    limit = hardware.usable_bytes
+    if column.share is not None and subject.published_bytes is not None:
+        limit = min(limit, int(column.share * subject.published_bytes))
+    model = subject.make()
+    known = plans(model, subject)
+    best: tuple[str, Profile] | None = None
+    for name in column.names:
+        made = _simulated(subject, column.dtype, known[name], say, name)
+        if best is None or made.peak_bytes < best[1].peak_bytes:
+            best = name, made
+        if made.peak_bytes <= limit and taken_bytes(made) <= hardware.usable_bytes:
+            best = name, made
+            break
+    assert best is not None, "a column has plans"
+    name, made = best
+    return {
+        **_figures(made, hardware),
+        "over_plain": _ratio(made.step_seconds, first.step_seconds),
+        "over_plain_in_dtype": _ratio(made.step_seconds, plain.step_seconds),
+        "aim_bytes": None if column.share is None or subject.published_bytes is None else limit,
+        "below_the_device": dict(made.by_tier),
+        "dtype": _name(column.dtype),
+        "numerics": column.numerics,
+        "how": name,
+        "plan": json.loads(known[name].to_json())["rules"],
+    }
+
+
+def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: str = "as it is") -> Profile:
+    say(f"{subject.title}: {name}, {_name(dtype)}")
+    model = subject.make().to(dtype)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    return profile(model, subject.inputs(), optimizer=optimizer, plan=plan, hardware=subject.device)
+
+
+def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "peak_bytes": made.peak_bytes,
+        "reserved_bytes": taken_bytes(made),
+        "step_seconds": made.step_seconds,
+        "fits": taken_bytes(made) <= hardware.usable_bytes,
+    }
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return round(one / other, 3) if one and other else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a table in Markdown."""
+    lines = ["| | card | as it is | published | column | peak | of published | step | over as it is |"]
+    lines.append("|---|---|---:|---:|---|---:|---:|---:|---:|")
+    for each in rows:
+        plain = each["plain"]
+        there = f"{_gb(plain['peak_bytes'])}{'' if plain['fits'] else ' (does not fit)'}, {_in_ms(plain)}"
+        for title, found in each["columns"].items():
+            published = each["published_bytes"]
+            share = "" if published is None else f"{found['peak_bytes'] / published:.2f}"
+            lines.append(
+                f"| {each['title']} | {each['device']} | {there} | {'' if published is None else _gb(published)} "
+                f"| {title}{'' if found['fits'] else ' (does not fit)'} | {_gb(found['peak_bytes'])} | {share} "
+                f"| {_in_ms(found)} | × {found['over_plain']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def _in_ms(found: Mapping[str, Any]) -> str:
+    return "" if found["step_seconds"] is None else format_seconds(found["step_seconds"])
+
+
+def changes(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What differs in the deterministic figures of rows that are in both, a line each."""
+    before = {(each["title"], each["device"]): each for each in old}
+    for each in new:
+        if (was := before.get((each["title"], each["device"]))) is None:
+            yield f"{each['title']}: new"
+            continue
+        parts = [("as it is", was["plain"], each["plain"])]
+        parts += [(title, was["columns"].get(title, {}), now) for title, now in each["columns"].items()]
+        for title, one, other in parts:
+            for key in DETERMINISTIC:
+                if key in other and one.get(key) != other[key]:
+                    yield f"{each['title']}, {title}: {key} {_told(key, one.get(key))} -> {_told(key, other[key])}"
+
+
+def _told(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return format_seconds(value) if key.endswith("_seconds") and isinstance(value, float) else str(value)

@@ -1,0 +1,136 @@
+"""How the optimizer steps, as a variable of a plan: the ways that may be taken, and which of them can help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memscale.algebra import Transform, compose
+from memscale.core import ConfigError, MemscaleError, shown
+from memscale.optimizers import (
+    TransformedOptimizer,
+    offload_states,
+    quantize_states,
+    step_in_backward,
+    step_in_groups,
+    without_states,
+)
+from memscale.planning.candidates import Rules
+from memscale.planning.prediction import taken_bytes
+from memscale.simulation import SimulatedStep
+
+NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
+
+# Of the weights, in one group of a step: what it makes for a moment is then no more than this share of them.
+_GROUP_SHARE = 1 / 16
+_MOST_GROUP_BYTES = 2**26
+# A way that lowers the peak by less than this share is none.
+_LEAST_GAIN = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A way to step.
+
+    Attributes:
+        how: the transform of the optimizer.
+        plain: the step with it, and with no transform of the model.
+    """
+
+    how: Transform
+    plain: SimulatedStep
+
+    @property
+    def rules(self) -> Rules:
+        """It as a rule of a plan."""
+        return (("", self.how),)
+
+    @property
+    def keeps_trials(self) -> bool:
+        """Whether forward and backward hold what they hold without it but for gradients and states."""
+        return "step_in_backward" not in repr(self.how)
+
+
+def checked_names(stepping: Iterable[str]) -> frozenset[str]:
+    """The names of optimizer transforms that a plan may use.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    names = [stepping] if isinstance(stepping, str) else list(stepping)
+    if wrong := [name for name in names if name not in NAMES]:
+        raise ConfigError(
+            f"plan(stepping=...) takes names of optimizer transforms, {', '.join(NAMES)}; got {shown(wrong[0])}"
+        )
+    return frozenset(names)
+
+
+def hows(optimizer: torch.optim.Optimizer | None, names: Collection[str], *, moves: bool) -> list[Transform]:
+    """What may be done to `optimizer`, of the transforms in `names`; nothing to one that they do not apply to.
+
+    Args:
+        optimizer: of the step.
+        names: of what is allowed.
+        moves: whether there is a tier below the device whose speed is known.
+    """
+    if optimizer is None or isinstance(optimizer, TransformedOptimizer):
+        return []
+    nbytes = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
+    group_bytes = max(1, min(_MOST_GROUP_BYTES, int(nbytes * _GROUP_SHARE)))
+    late: list[Transform] = [step_in_groups(group_bytes=group_bytes)] if "step_in_groups" in names else []
+    if "quantize_states" in names:
+        late.append(quantize_states())
+    if "offload_states" in names and moves:
+        late.append(offload_states())
+        if "quantize_states" in names:
+            late.append(compose(offload_states(), quantize_states()))
+    found = list(late)
+    if "step_in_backward" in names:
+        # With it a group is one parameter anyway.
+        apart = [each for each in late if "step_in_groups" not in repr(each)]
+        found += [step_in_backward(), *(compose(step_in_backward(), each) for each in apart)]
+    return [how for how in found if _applies(how, optimizer)]
+
+
+def ways(
+    hows: Iterable[Transform], plain: SimulatedStep, simulate: Callable[[Rules, bool], SimulatedStep]
+) -> list[Way]:
+    """The ways that lower the peak of the step as it is or what stays for the whole of it, the fastest first."""
+    found = []
+    before = _phases(plain)
+    for how in hows:
+        way = Way(how, simulate((("", how),), True))
+        after = _phases(way.plain)
+        if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
+            found.append(way)
+    return sorted(found, key=lambda way: (way.plain.profile().step_seconds or 0.0, len(repr(way.how))))
+
+
+def least_held(way: Way) -> tuple[int, ...]:
+    """What a step holds from its end to the next one, and at its peaks: the least is that of the smallest plan."""
+    profile = way.plain.profile()
+    return int(profile.timeline.total_bytes[-1]), profile.by_category.get("gradient", 0), taken_bytes(profile)
+
+
+def _phases(step: SimulatedStep) -> dict[str, int]:
+    """The most that each phase of a step holds."""
+    timeline = step.profile().timeline
+    begins = [np.searchsorted(timeline.position, begin, side="right") for _, begin in timeline.phases]
+    ends = [*begins[1:], len(timeline.position)]
+    return {
+        name: int(timeline.total_bytes[begin:end].max(initial=0))
+        for (name, _), begin, end in zip(timeline.phases, begins, ends, strict=True)
+    }
+
+
+def _applies(how: Transform, optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        made = how(without_states(optimizer))
+    except MemscaleError:  # it does not treat each parameter alone, or bitsandbytes is missing
+        return False
+    assert isinstance(made, TransformedOptimizer), "it has a transform"
+    made.let_go()
+    return True

@@ -1,0 +1,87 @@
+"""How the optimizer steps, as a variable of plans: chosen under the same budget, only where it is allowed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.planning.stepping import NAMES
+from tests.support.checks import bits
+
+CARD = ms.Hardware(
+    name="card",
+    device_type="cuda",
+    memory_bytes=2**34,
+    flops_per_second={"float32": 2e13},
+    bandwidth_bytes_per_second=1e12,
+    host_to_device_bytes_per_second=2e10,
+    device_to_host_bytes_per_second=2e10,
+    host_bandwidth_bytes_per_second=1e11,
+    measured=True,
+)
+EXACT = ("step_in_groups", "offload_states", "step_in_backward")
+
+
+def loss(y, _):
+    return y.square().mean()
+
+
+def engine(stepping=(), **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = ms.Config(mode="conservative", **options)
+    step = {"optimizer": optimizer, "loss": loss, "hardware": CARD, "config": config, "stepping": stepping}
+    return ms.DecisionEngine(model, torch.ones(64, 256), **step, streams=False)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return engine().smallest().evidence.planned
+
+
+def test_more_ways_to_step_reach_less_and_are_never_slower(alone):
+    least = alone.taken_bytes
+    grouped, below = engine(("step_in_groups",)), engine(EXACT, enable_offloading=True)
+    plans = [grouped.plan(least), below.plan(least)]
+    assert all(plan.evidence.planned.taken_bytes <= least for plan in plans)
+    times = [plan.evidence.planned.step_seconds for plan in plans]
+    assert times[1] <= times[0] <= alone.step_seconds
+    smallest = below.smallest()  # checkpoints free next to nothing here, where states are nearly all
+    assert smallest.evidence.planned.taken_bytes < 0.55 * least
+    assert "offload_states" in repr(smallest.of_optimizers())
+
+
+def test_a_plan_with_a_rule_for_the_optimizer_trains_to_the_same_numbers(alone):
+    made = engine(("step_in_groups", "step_in_backward"))
+    plan = made.plan(int(0.9 * alone.taken_bytes))
+    assert plan.of_optimizers()
+    assert "the optimizer: step_in_" in plan.explain()
+    assert ms.Plan.from_json(plan.to_json()) == plan
+    model, optimizer = copy.deepcopy((made.model, made.optimizer))
+    fit, stepping = ms.transform(made.model, plan, optimizer=made.optimizer)
+    for module, its in ((model, optimizer), (fit, stepping)):
+        for _ in range(2):
+            loss(module(torch.ones(64, 256)), None).backward()
+            its.step()
+            its.zero_grad()
+    assert bits(dict(fit.state_dict())) == bits(dict(model.state_dict()))
+    with pytest.raises(ms.PlanError, match="is for an optimizer; pass it too"):
+        ms.transform(made.model, plan)
+
+
+def test_8_bit_states_are_for_those_who_allow_them(alone):
+    assert not engine().plan(alone.taken_bytes).of_optimizers()
+    allowed = engine(use_8bit_optimizer=True)
+    plan = allowed.smallest()
+    assert plan.of_optimizers() == ms.Plan({"": ms.quantize_states()})
+    assert plan.evidence.planned.taken_bytes < 0.9 * alone.taken_bytes
+
+
+@pytest.mark.parametrize("wrong", ["offload", ("step_in_groups", "adamw")])
+def test_names_that_are_none_are_refused(wrong):
+    with pytest.raises(ms.ConfigError, match=r"plan\(stepping=\.\.\.\) takes names of optimizer transforms, .*; got"):
+        engine(wrong)
+    assert len(NAMES) == 4
