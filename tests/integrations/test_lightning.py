@@ -220,3 +220,18 @@ def test_fabric_takes_a_wrapped_module(trainer: Any) -> None:
     expected = trained("plain")
     for how in ("before", "after"):
         assert all(map(torch.equal, trained(how), expected))
+
+
+def test_loggers_get_the_memory_at_logging_steps(trainer: Any, tmp_path: Path) -> None:
+    class Kept(lightning.pytorch.loggers.CSVLogger):  # type: ignore[misc, name-defined]
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            kept.append((step, dict(metrics)))
+
+    kept: list[tuple[int, dict[str, float]]] = []
+    rows = next(iter(loader()))[0]
+    # Planned, since only then something is predicted.
+    callback = MemScaleCallback(ms.Config(enable_logging=False), sample_input=rows)
+    trainer(callback, logger=Kept(tmp_path), log_every_n_steps=2).fit(module(), loader())
+    found = {step: metrics for step, metrics in kept if "memory/predicted_gib" in metrics}
+    assert set(found) == {2, 4, 6}
+    assert all(metrics["memory/predicted_gib"] > 0 for metrics in found.values())
