@@ -32,9 +32,9 @@ _NOT_USED = {
     "auto_policy": "there are no policies to choose from yet",
 }
 
-# What a caller can ask for by name and this version cannot do: (field of Config, what to do instead).
+# What a caller can ask for by name and `wrap` cannot do: (field of Config, what to do instead).
 _NOT_BUILT = {
-    "use_8bit_optimizer": "quantize_states() is not built yet; pass an 8-bit optimizer of your own",
+    "use_8bit_optimizer": "wrap leaves the optimizer alone; write quantize_states()(optimizer), or pass an 8-bit optimizer of your own",
 }
 
 # The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands

@@ -343,10 +343,10 @@ def test_versions_are_in_the_key(monkeypatch):
     from memscale.planning import fingerprint as module
 
     one = key()
-    module._versions.cache_clear()
+    module.simulator.cache_clear()
     monkeypatch.setattr(torch, "__version__", "3.0")
     other = key()
-    module._versions.cache_clear()
+    module.simulator.cache_clear()
     assert {name for name in one if one[name] != other[name]} == {"versions"}
 
 
