@@ -34,7 +34,8 @@ _NOT_USED = {
 
 # What a caller can ask for by name and `wrap` cannot do: (field of Config, what to do instead).
 _NOT_BUILT = {
-    "use_8bit_optimizer": "wrap leaves the optimizer alone; write quantize_states()(optimizer), or pass an 8-bit optimizer of your own",
+    "use_8bit_optimizer": "wrap leaves the optimizer alone; write quantize_states()(optimizer), or pass an 8-bit "
+    "optimizer of your own",
 }
 
 # The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands
