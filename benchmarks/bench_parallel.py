@@ -1,0 +1,228 @@
+"""Predicted against real peak memory of one process's step under FSDP2 and DDP, over worlds, dtypes and transforms.
+
+The truth is PyTorch's CPU allocator in the third step of a real run that it watches from before the model is made, in a
+process group of the fake backend, where collectives write nothing and nothing else is left out. DDP takes no results of
+fake collectives, so a communication hook of its gives it its own buckets back. (Under gloo threads of its free tensors
+that no recording sees freed.) The prediction is `memscale.profile` of a fresh model.
+
+    PYTHONPATH=. python benchmarks/bench_parallel.py [--only REGEX] [--worlds 2 8 64] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+import torch
+import torch.distributed as dist
+import transformers
+from _environment import environment
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memscale as ms
+from memscale.planning import repeated_blocks
+from tests.support.whole_run import true_peaks, with_own_buckets
+
+WIDTH, TOKENS, VOCABULARY = 128, (4, 96), 2003
+HEADS = {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": WIDTH, "vocab_size": VOCABULARY}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(0))
+
+
+def causal(model: nn.Module) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return model, {"input_ids": tokens(), "labels": tokens()}
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(n_layer=4, n_embd=WIDTH, n_head=4, vocab_size=VOCABULARY, use_cache=False)
+    return causal(transformers.GPT2LMHeadModel(config))
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(**HEADS, num_key_value_heads=2, intermediate_size=3 * WIDTH, use_cache=False)
+    return causal(transformers.LlamaForCausalLM(config))
+
+
+def bert() -> Any:
+    return causal(transformers.BertForMaskedLM(transformers.BertConfig(**HEADS, intermediate_size=4 * WIDTH)))
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        d_model=WIDTH, d_kv=32, d_ff=4 * WIDTH, num_layers=3, num_heads=4, use_cache=False, decoder_start_token_id=0
+    )
+    return causal(transformers.T5ForConditionalGeneration(config))
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        **HEADS, num_key_value_heads=2, intermediate_size=2 * WIDTH, num_local_experts=4, use_cache=False
+    )
+    return causal(transformers.MixtralForCausalLM(config))
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=4 * WIDTH,
+        image_size=64,
+        patch_size=8,
+        num_labels=10,
+    )
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(8)}
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "GPT-2": gpt2,
+    "Llama": llama,
+    "BERT": bert,
+    "T5": t5,
+    "Mixtral": mixtral,
+    "ViT": vit,
+}
+HEAD = {
+    "GPT-2": "lm_head",
+    "Llama": "lm_head",
+    "T5": "lm_head",
+    "Mixtral": "lm_head",
+    "BERT": "cls.predictions.decoder",
+}
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def plans(name: str, model: nn.Module) -> dict[str, dict[str, ms.Transform]]:
+    blocks = repeated_blocks(model)
+    found: dict[str, dict[str, ms.Transform]] = {
+        "plain": {},
+        "checkpoint": dict.fromkeys(blocks, ms.checkpoint()),
+        "offload": dict.fromkeys(blocks, ms.offload(min_bytes=0)),
+    }
+    if name in HEAD:
+        found["tiled head"] = {HEAD[name]: ms.tile(chunks=4)}
+    return found
+
+
+def under(parallel: str, policy: str) -> Callable[[nn.Module, list[nn.Module]], nn.Module]:
+    if parallel == "ddp":
+        return lambda model, _: with_own_buckets(nn.parallel.DistributedDataParallel(model))
+
+    def shard(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
+        for block in blocks:
+            fully_shard(block, mp_policy=POLICIES[policy])
+        return fully_shard(model, mp_policy=POLICIES[policy])
+
+    return shard
+
+
+def made(name: str, variant: str, distribute: Callable[..., nn.Module]) -> tuple[Any, Any, Any, Callable[[], None]]:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    plan = ms.Plan(plans(name, model)[variant])
+    blocks = plan_paths(model)
+    if plan:
+        model = ms.transform(model, plan)
+    model = distribute(model, [model.get_submodule(path) for path in blocks])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return model, batch, optimizer, step
+
+
+def plan_paths(model: nn.Module) -> list[str]:
+    """The paths of the repeated blocks."""
+    patterns = [re.compile(pattern.replace(".", r"\.").replace("*", r"[^.]+")) for pattern in repeated_blocks(model)]
+    return [path for path, _ in model.named_modules() if any(pattern.fullmatch(path) for pattern in patterns)]
+
+
+def row(name: str, policy: str, variant: str, parallel: str, world: int) -> dict[str, Any]:
+    """One prediction beside its truth."""
+    found: dict[str, Any] = {
+        "model": name,
+        "policy": policy,
+        "variant": variant,
+        "parallel": parallel,
+        "world": world,
+    }
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    distribute = under(parallel, policy)
+    try:
+        truth = true_peaks(lambda: made(name, variant, distribute)[3])[-1]
+        gc.collect()
+        model, batch, optimizer, _ = made(name, variant, distribute)
+        began = time.perf_counter()
+        profile = ms.profile(model, batch, optimizer=optimizer)
+        found |= {"seconds": round(time.perf_counter() - began, 2), "method": profile.method}
+        found |= {"truth_bytes": truth, "predicted_bytes": profile.peak_bytes}
+        found["error_percent"] = round(100 * (profile.peak_bytes / truth - 1), 4)
+    except Exception as error:
+        found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+    return found
+
+
+def cases(worlds: list[int]) -> Iterator[tuple[str, str, str, str, int]]:
+    for name, make in MODELS.items():
+        for variant in plans(name, make()[0]):
+            for world in worlds:
+                for policy in POLICIES:
+                    yield name, policy, variant, "fsdp2", world
+            yield name, "fp32", variant, "ddp", worlds[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="regular expression for 'model policy variant parallel world'")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 8, 64])
+    parser.add_argument("--json", type=Path, default=None)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for case in cases(asked.worlds):
+        if re.search(asked.only, " ".join(map(str, case))):
+            rows.append(row(*case))
+            print(" ".join(map(str, rows[-1].values())), flush=True)
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for each in rows:
+        if "error_percent" in each:
+            errors[each["variant"] == "offload"].append(abs(each["error_percent"]))
+    summary = {
+        name: {"rows": len(found), "median_percent": statistics.median(found), "worst_percent": max(found)}
+        for name, found in (("without offload", errors[False]), ("offload", errors[True]))
+        if found
+    }
+    print(json.dumps(summary, indent=1), f"{sum('failure' in each for each in rows)} failed")
+    if asked.json is not None:
+        written = {"environment": environment("cpu", "transformers"), "summary": summary, "rows": rows}
+        asked.json.write_text(json.dumps(written, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
