@@ -27,6 +27,7 @@ try:
         RuntimeUnavailable,
         TransformError,
         factory,
+        internals,
     )
     from memscale.runtime import AsyncOffloadConfig
     from memscale.transforms import cast, checkpoint, name, offload, tile
@@ -152,7 +153,10 @@ _LOADED_WHEN_ASKED = {
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_ASKED:
         raise AttributeError(f"module 'memscale' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)
+    home = _LOADED_WHEN_ASKED[name]
+    if (part := home.split(".")[1]) in internals.PARTS:
+        internals.needs(part)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from torch._ops import OpOverload
-
-from memscale.core import ConfigError, Value, check_tier, factory
+from memscale.core import ConfigError, Value, check_tier, factory, internals
 
 __all__ = [
     "Move",
@@ -66,7 +64,7 @@ class Site:
             ``mm``); `None` for an operator that contracts nothing.
     """
 
-    op: OpOverload
+    op: internals.OpOverload
     label: str | None
     batch_dims: int | None
 
@@ -93,7 +91,7 @@ _BATCH_DIMS = {
 }
 
 
-def batch_dims(op: OpOverload) -> int | None:
+def batch_dims(op: internals.OpOverload) -> int | None:
     """The batch dimensions of the contraction `op`, `None` when `op` contracts nothing."""
     return _BATCH_DIMS.get(op._schema.name)
 

@@ -90,8 +90,8 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     PlanError PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes
     batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_loss check_tier compute_capability
     described device_type factory filesystem_of folder_on_disk format_bytes format_flops format_seconds found_once
-    from_data integer is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss
-    shown simulated_device_type simulating simulation spellings tensors unflatten validate version versions
+    from_data integer internals is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty
+    scalar_loss shown simulated_device_type simulating simulation spellings tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate host_seconds
     issue_seconds knows_copies seconds work_of

@@ -1,6 +1,6 @@
 """What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory, caches."""
 
-from memscale.core import batches, pytrees
+from memscale.core import batches, internals, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
 from memscale.core.batches import Loss, call, check_loss, scalar_loss
 from memscale.core.disk_cache import DiskCache
@@ -68,6 +68,7 @@ __all__ = [
     "found_once",
     "from_data",
     "integer",
+    "internals",
     "is_in_memory",
     "is_of_modules",
     "matches",

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.utils._python_dispatch import _disable_current_modes
+from memscale.core import internals
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def found_once(find: Callable[[], T]) -> Callable[[], T]:
 
     @functools.cache
     def found() -> T:
-        with _disable_current_modes():
+        with internals.disable_current_modes():
             return find()
 
     return functools.wraps(find)(found)

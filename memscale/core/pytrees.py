@@ -12,7 +12,8 @@ from typing import Any
 
 import optree
 import torch
-from torch.utils import _pytree as _torch_pytree
+
+from memscale.core import internals
 
 NAMESPACE = "memscale"
 _KNOWN: set[type] = set()
@@ -21,7 +22,7 @@ _KNOWN: set[type] = set()
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of `tree` in order, and what puts them back; `None` is structure, not a leaf."""
     if torch.compiler.is_compiling():  # Dynamo follows torch's own pytrees only
-        return _torch_pytree.tree_flatten(tree)
+        return internals.pytree.tree_flatten(tree)
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     if any(_learn(type(leaf)) for leaf in leaves):
         return flatten(tree)
@@ -30,8 +31,8 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(spec: Any, leaves: list[Any]) -> Any:
     """The tree of `spec` with `leaves` in place."""
-    if isinstance(spec, _torch_pytree.TreeSpec):
-        return _torch_pytree.tree_unflatten(leaves, spec)
+    if isinstance(spec, internals.pytree.TreeSpec):
+        return internals.pytree.tree_unflatten(leaves, spec)
     return optree.tree_unflatten(spec, leaves)
 
 

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
 
-from memscale.core import CorrectnessError, found_once, simulated_device_type
+from memscale.core import CorrectnessError, found_once, internals, simulated_device_type
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -153,9 +152,10 @@ def _pair(name: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | No
 
 def _precision(backend: str, op: str) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if get is None:
+    put = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if get is None or put is None:
         return None
-    set_to = partial(torch._C._set_fp32_precision_setter, backend, op)
+    set_to = partial(put, backend, op)
     return f"fp32_precision of {backend} {op}", partial(get, backend, op), set_to
 
 
@@ -170,11 +170,15 @@ _FLAGS = [
         *map(_pair, ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "sdp_priority_order")),
         *map(_pair, ("math_sdp_allow_fp16_bf16_reduction", "deterministic_fill_uninitialized_memory")),
         *(
-            (f"{name} enabled", getattr(torch._C, f"_get_{name}_enabled"), getattr(torch._C, f"_set_sdp_use_{short}"))
+            (
+                f"{name} enabled",
+                internals.named(f"torch._C._get_{name}_enabled"),
+                internals.named(f"torch._C._set_sdp_use_{short}"),
+            )
             for name, short in _SDP.items()
         ),
-        ("deterministic", torch._C._get_deterministic_algorithms, None),
-        ("warn_only", torch._C._get_deterministic_algorithms_warn_only, None),
+        ("deterministic", internals.named("torch._C._get_deterministic_algorithms"), None),
+        ("warn_only", internals.named("torch._C._get_deterministic_algorithms_warn_only"), None),
         ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
         ("fast path of attention", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     )
@@ -239,9 +243,9 @@ def _set_parametrizations(enabled: int, cache: dict[Any, Any]) -> None:
 
 
 _GLOBAL_HOOKS: Any = (
-    all_modules._global_forward_hooks,
-    all_modules._global_forward_pre_hooks,
-    all_modules._global_forward_hooks_with_kwargs,
+    internals.named("torch.nn.modules.module._global_forward_hooks"),
+    internals.named("torch.nn.modules.module._global_forward_pre_hooks"),
+    internals.named("torch.nn.modules.module._global_forward_hooks_with_kwargs"),
 )
 
 

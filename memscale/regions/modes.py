@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import BaseTorchDispatchMode, _pop_mode, _push_mode
+
+from memscale.core import internals
 
 _c = torch._C
+_push_mode = internals.named("torch.utils._python_dispatch._push_mode")
+_pop_mode = internals.named("torch.utils._python_dispatch._pop_mode")
 _WATCHING = ("memscale.", "torch.utils.", "torch.distributed.", "torch.testing.")
 
 
@@ -40,7 +43,7 @@ class Modes(NamedTuple):
         watching = [mode for mode in present if _watches(mode)]
         then = self.dispatch
         if self.dispatched and not then and not watching:
-            then = (BaseTorchDispatchMode(),)
+            then = (internals.BaseTorchDispatchMode(),)
         if not _same(then, now.dispatch):
             undo.append(lambda: _set_dispatch(present))
             _set_dispatch((*then, *watching))
@@ -70,7 +73,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _watches(mode: Any) -> bool:
-    return f"{type(mode).__module__}.".startswith(_WATCHING) and type(mode) is not BaseTorchDispatchMode
+    return f"{type(mode).__module__}.".startswith(_WATCHING) and type(mode) is not internals.BaseTorchDispatchMode
 
 
 def _set_function(stack: tuple[Any, ...]) -> None:

@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.nn.modules.batchnorm import _NormBase
 
-from memscale.core import CorrectnessError, changed_error, described, simulating, versions
+from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.pieces import Name, Piece, Pieces
@@ -313,10 +311,12 @@ class Snapshot:
         if all(isinstance(name, int) for name in piece.names):
             return True
         for tensor, old in piece.pairs():
-            if simulating() or isinstance(tensor, FakeTensor) or tensor.is_meta:
+            if simulating() or isinstance(tensor, internals.FakeTensor) or tensor.is_meta:
                 # No values to compare: fall back on the one family of kernels that changes buffers unseen.
                 if any(
-                    isinstance(module, _NormBase) and module.training and any(tensor is b for b in module.buffers())
+                    isinstance(module, internals.NormBase)
+                    and module.training
+                    and any(tensor is b for b in module.buffers())
                     for module in self.scope.modules
                 ):
                     return False

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.core import internals
 
 
 def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
@@ -30,7 +31,8 @@ def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
     return run if _dynamo_callback() is None else _disabled(run)
 
 
-_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # what CPython calls with each new frame
+# What CPython calls with each new frame.
+_dynamo_callback = internals.named("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 
 
 @functools.cache
@@ -39,7 +41,7 @@ def _disabled(run: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(run)  # type: ignore[no-any-return]
 
 
-class OperatorWatch(TorchDispatchMode):
+class OperatorWatch(internals.TorchDispatchMode):
     """A dispatch mode of ours: `on_call` is called with each operator, and calls it.
 
     PyTorch keeps Dynamo away from a mode by loading it, at the first operator that the mode sees.

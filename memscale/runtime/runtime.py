@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable, internals
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.config import AsyncOffloadConfig
@@ -91,7 +90,7 @@ class Runtime:
         device = tensor.device
         with self._lock:
             engines = self._engines
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, internals.FakeTensor):
                 engines = self._fake.setdefault(tensor.fake_mode, {})
             engine = engines.get(device)
             if engine is None:
@@ -171,7 +170,7 @@ class Runtime:
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
-        if isinstance(tensor, FakeTensor) or kind == "meta":
+        if isinstance(tensor, internals.FakeTensor) or kind == "meta":
             from memscale.runtime.backends.trace import TraceBackend
 
             return TraceBackend(self.caps(kind))

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, version
+from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
 from memscale.regions import hooks_around, recomputes, unrecorded
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
 from memscale.runtime.runtime import Runtime, runtime_for
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, internals.FakeTensor}
 
 
 def hooks_here(
@@ -100,7 +98,7 @@ class Hooks:
         return tensor.detach(), version(tensor)
 
     def _pack_other(self, tensor: torch.Tensor) -> Any:
-        if is_traceable_wrapper_subclass(tensor):
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             return _Parts(self, tensor)
         if tensor.layout is not torch.strided:
             raise TransformError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memscale.core import internals
 from memscale.runtime.engine.entry import is_unshared
 
 
@@ -17,7 +17,7 @@ def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStora
     """
     if type(parameter) is not torch.nn.Parameter or parameter.layout is not torch.strided or parameter.is_meta:
         return False
-    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, FakeTensor):
+    if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, internals.FakeTensor):
         return False
     storage = parameter.untyped_storage()
     if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):

@@ -21,6 +21,7 @@ from memscale.core import (
     assembled_in,
     by_name,
     factory,
+    internals,
     is_of_modules,
     matches,
     misfit,
@@ -180,6 +181,7 @@ def cast(
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1; the three dtypes are those of
     DeepMind's ``jmp.Policy``.
     """
+    internals.needs("cast")
     computed = _dtype("compute", compute)
     state = None if params is None else _dtype("params", params)
     if isinstance(keep, str) or not isinstance(keep, Iterable):

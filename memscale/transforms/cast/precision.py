@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from memscale.core import Assembled, TransformError, matches, pytrees, version
+from memscale.core import Assembled, TransformError, internals, matches, pytrees, version
 
 NORMS = "<norms>"
 """Among the patterns of ``cast(keep=...)``: every submodule that keeps its own precision by structure."""
@@ -90,7 +89,7 @@ class Survey:
                 self.kept.append((module, own_dtype(module)))
                 self._skip(module)
             else:
-                if not isinstance(module, _NormBase):
+                if not isinstance(module, internals.NormBase):
                     # Kernels of a BatchNorm take float32 statistics with any input, and update them unseen.
                     self.cast.append(module)
                 for name, child in module._modules.items():

@@ -11,7 +11,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import TransformError, by_name, factory
+from memscale.core import TransformError, by_name, factory, internals
 from memscale.policies import (
     EverythingSaveable,
     Move,
@@ -107,6 +107,7 @@ def checkpoint(*, policy: Policy | None = None) -> Transform:
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4; the policies are those of
     ``jax.checkpoint``.
     """
+    internals.needs("checkpoint")
     if policy is None:
         policy = nothing_saveable
     check_policy("checkpoint(policy=...)", policy)

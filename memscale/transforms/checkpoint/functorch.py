@@ -19,10 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from memscale.core import CorrectnessError, TransformError, pytrees, version
+from memscale.core import CorrectnessError, TransformError, internals, pytrees, version
 from memscale.regions import (
     Content,
     Environment,
@@ -36,7 +35,7 @@ from memscale.regions import (
     write,
 )
 
-_functorch = torch._C._functorch
+_functorch = internals.functorch
 
 
 def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -83,7 +82,7 @@ class _Call:
         self.silent = {
             id(buffer)
             for module in self.scope.modules
-            if isinstance(module, _NormBase) and module.training
+            if isinstance(module, internals.NormBase) and module.training
             for buffer in module._buffers.values()
         }
         self.out_spec: Any = None

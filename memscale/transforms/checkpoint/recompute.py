@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import CorrectnessError, changed_error, described, simulating
+from memscale.core import CorrectnessError, changed_error, described, internals, simulating
 from memscale.regions import (
     Habits,
     Rewind,
@@ -33,7 +33,7 @@ from memscale.regions import (
 from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.checkpoint.selective import Recorder, Replayer
 
-_autograd = torch._C._autograd
+_autograd = internals.autograd
 Record = Callable[[list[torch.Tensor]], Recorder]  # makes a recorder of a region with these inputs
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _reruns = [0]  # of this process; two threads at once may count as one

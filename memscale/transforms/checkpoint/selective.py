@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
-from memscale.core import CorrectnessError
+from memscale.core import CorrectnessError, internals
 from memscale.policies import Move, Policy, Recompute, Save, Site, Verdict, batch_dims
 from memscale.regions import OperatorWatch, counted_states, is_stand_in, is_unrecorded, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
@@ -20,7 +19,7 @@ from memscale.transforms.checkpoint.kept_tensors import Kept
 from memscale.transforms.labels import listeners
 
 
-def is_view(op: OpOverload) -> bool:
+def is_view(op: internals.OpOverload) -> bool:
     """Whether `op` makes no memory of its own. `_unsafe_view`, at the end of every batched `@`, only denies it."""
     return op.is_view or op is torch.ops.aten._unsafe_view.default
 
@@ -29,7 +28,7 @@ class _Output(NamedTuple):
     """Where in memory an operator put its first output; `rest` are the others (the log-sum-exp of attention, say)."""
 
     position: int
-    op: OpOverload
+    op: internals.OpOverload
     size: torch.Size
     stride: tuple[Any, ...]
     offset: Any
@@ -54,10 +53,10 @@ class _Numbering(OperatorWatch):
         self.count += 1
         return self.on_operator(index, func, args, kwargs)
 
-    def on_operator(self, index: int, op: OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _is_cached_cast(self, op: OpOverload, args: Any) -> bool:
+    def _is_cached_cast(self, op: internals.OpOverload, args: Any) -> bool:
         # Autocast casts a leaf once, then answers from a cache that a recompute finds in another state (and a
         # recompute's inputs are leaves, which those of the run need not be). Such a cast has nothing to save.
         if op is not torch.ops.aten._to_copy.default:
@@ -78,7 +77,7 @@ class Recorder(_Numbering):
         self._forms: dict[int, list[tuple[Any] | None] | None] = {}
         self._made: dict[int, _Output] = {}
         self._kept: dict[int, Kept] = {}
-        self.ops: dict[int, OpOverload] = {}
+        self.ops: dict[int, internals.OpOverload] = {}
         self.needed = 0  # how many operators had run when autograd last saved a tensor
         self.changed_later: set[int] = set()
         self.random_after: dict[int, list[tuple[torch.Generator, torch.Tensor]]] = {}
@@ -93,7 +92,7 @@ class Recorder(_Numbering):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         listeners.stack.remove(self._on_label)
 
-    def on_operator(self, index: int, op: OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         if op._schema.is_mutable:
             self._protect(op, args, kwargs)
             return op(*args, **kwargs)
@@ -107,7 +106,7 @@ class Recorder(_Numbering):
         self._follow(self._policy.verdict(Site(op, None, batch_dims(op))), index, op, result)
         return result
 
-    def _follow(self, verdict: Verdict, index: int, op: OpOverload, result: Any) -> None:
+    def _follow(self, verdict: Verdict, index: int, op: internals.OpOverload, result: Any) -> None:
         match verdict:
             case Save():
                 self._keep(index, op, result)
@@ -117,7 +116,7 @@ class Recorder(_Numbering):
             case Recompute():
                 pass
 
-    def _keep(self, index: int, op: OpOverload, result: Any) -> None:
+    def _keep(self, index: int, op: internals.OpOverload, result: Any) -> None:
         single = isinstance(result, torch.Tensor)
         outputs = [result] if single else list(result)
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
@@ -146,7 +145,7 @@ class Recorder(_Numbering):
                 whole = tensor.detach().as_strided(made.size, made.stride, made.offset)
             self._follow(verdict, made.position, made.op, whole if made.rest is None else (whole, *made.rest))
 
-    def _protect(self, op: OpOverload, args: Any, kwargs: Any) -> None:
+    def _protect(self, op: internals.OpOverload, args: Any, kwargs: Any) -> None:
         """Copy kept values that `op` is about to change in place."""
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
@@ -217,7 +216,7 @@ class Replayer(_Numbering):
         # Not when they are asked for: the other region's recompute needs autograd, which is off inside a dispatch mode.
         self._recomputed = recorder.recomputed()
 
-    def on_operator(self, index: int, op: OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
         kept = recorder.ops.get(index)
         if kept is None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, by_name, check_tier, factory
+from memscale.core import ConfigError, TransformError, by_name, check_tier, factory, internals
 from memscale.regions import functorch_state, uncompiled
 from memscale.runtime import hooks_here
 from memscale.transforms.offload.functorch import Away
@@ -93,6 +93,7 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
 
     Source: Rhu et al., "vDNN: Virtualized Deep Neural Networks" (2016), section III.
     """
+    internals.needs("offload")
     if what not in ("activations", "params"):
         raise ConfigError(
             f"offload(what={what!r}) must be 'activations', what autograd saves, or 'params', the region's parameters"

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
+from memscale.core import internals
 from memscale.regions import without_levels_above
 from memscale.runtime import Hooks
 
-_functorch = torch._C._functorch
-_autograd = torch._C._autograd
+_functorch = internals.functorch
+_autograd = internals.autograd
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class LevelHooks:
         return _WithHistory(kept[0])
 
 
-class _Keep(_SingleLevelFunction):
+class _Keep(internals.SingleLevelFunction):
     """Makes a saved tensor: the edge to the tensor's own history, and its bytes where the hooks put them.
 
     An operator of ours in between would sum gradients of higher order in another order: other numbers by a rounding.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from memscale.core import TransformError
+from memscale.core import TransformError, internals
 from memscale.regions import Streams, unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 from memscale.transforms.offload.levels import LevelHooks
 
-_autograd = torch._C._autograd
+_autograd = internals.autograd
 
 
 @contextmanager

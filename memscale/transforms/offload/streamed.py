@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memscale.algebra import Placing
-from memscale.core import CorrectnessError, changed_error, pytrees, version
+from memscale.core import CorrectnessError, changed_error, internals, pytrees, version
 from memscale.regions import (
     Attributes,
     Note,
@@ -375,6 +374,6 @@ def _put(place: Any, entries: Sequence[tuple[Any, Any]]) -> None:
 def _device(scope: Scope, arguments: Sequence[torch.Tensor]) -> torch.device | None:
     """Where the region computes: with its arguments, or else with its own tensors; `None` without values."""
     tensors = [*arguments, *[tensor for _, _, tensor in scope.tensors]]
-    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+    if any(isinstance(tensor, internals.FakeTensor) or tensor.is_meta for tensor in tensors):
         return None
     return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))

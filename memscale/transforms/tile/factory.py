@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, by_name, factory, is_of_modules, pytrees
+from memscale.core import ConfigError, by_name, factory, internals, is_of_modules, pytrees
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -123,6 +123,7 @@ def tile(
 
     Source: Liu and Abbeel, "Blockwise Parallel Transformer" (2023), section 3; Hsu et al., "Liger Kernel" (2024).
     """
+    internals.needs("tile")
     if (chunks is None) == (size is None):
         raise ConfigError(f"tile() takes exactly one of chunks and size, got chunks={chunks!r} and size={size!r}")
     for name, value in (("chunks", chunks), ("size", size)):

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from memscale.core import TransformError, modules_in, pytrees
+from memscale.core import TransformError, internals, modules_in, pytrees
 from memscale.regions import OperatorWatch, Remembered, Scope, code_names, is_unrecorded, read
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
@@ -39,7 +37,9 @@ class RowwiseWatch(OperatorWatch):
         self._shared = {
             tensor.untyped_storage()._cdata: name
             for name, tensor in shared
-            if not is_functorch_wrapped_tensor(tensor)  # an operand of torch.func, which itself refuses to change it
+            if not internals.functorch.is_functorch_wrapped_tensor(
+                tensor
+            )  # an operand of torch.func, which itself refuses to change it
         }
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...
     """
     modules = _modules(parts)
     for module in modules:
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, internals.BatchNorm) and (module.training or module.running_mean is None):
             raise TransformError(_BATCH_NORM.format(what=what, func=type(module).__name__))
     training = any(module.training for module in modules)
     if training not in watched and (normalizes or any(len(module._buffers) > 0 for module in modules)):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memscale.core import CorrectnessError, TransformError, version
+from memscale.core import CorrectnessError, TransformError, internals, version
 from memscale.transforms.tile.head.loss import Step
 from memscale.transforms.tile.head.projection import Projection, Tiling
 from memscale.transforms.tile.head.tiled_loss import cross_entropy
@@ -89,7 +89,7 @@ class Deferred(torch.Tensor):
                 for relative in [reference() for reference in deferred.__dict__["recipe"].projection.deferred]:
                     if relative is not None:
                         materialize(relative)
-        args, kwargs = torch.utils._pytree.tree_map_only(Deferred, materialize, (args, kwargs))
+        args, kwargs = internals.pytree.tree_map_only(Deferred, materialize, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -179,14 +179,14 @@ def _changes_in_place(func: Any, kwargs: Any) -> bool:
 
 
 def _all(args: Any, kwargs: Any) -> list[Deferred]:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    leaves = internals.pytree.tree_leaves((args, kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, Deferred)]
 
 
 def _derive(source: Deferred, step: Step, *, hidden: torch.Tensor | None = None, **changes: Any) -> Deferred:
     func, *arguments = step
     # Cloned, because they are used later than the caller thinks.
-    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
+    arguments = internals.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), arguments)
     recipe = dataclasses.replace(
         source.recipe,
         hidden=source.recipe.hidden if hidden is None else hidden,

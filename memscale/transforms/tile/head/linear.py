@@ -13,13 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from memscale.algebra import OwnForward
-from memscale.core import TransformError
+from memscale.core import TransformError, internals
 from memscale.regions import Remembered, Scope, put_back
 from memscale.transforms.checkpoint import Checkpointed
 
@@ -72,7 +69,13 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     for rows in (6, 7):  # two, so that a size which only happens to be that of the rows is told from theirs
         try:
             # Without the caller's modes: nobody is to see this run, nor count its operators.
-            with _quiet(), _no_casts_kept(), _disable_current_modes(), _fake_mode([hidden, *known]), torch.no_grad():
+            with (
+                _quiet(),
+                _no_casts_kept(),
+                internals.disable_current_modes(),
+                _fake_mode([hidden, *known]),
+                torch.no_grad(),
+            ):
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
                 with _OnlyLinear(sample), _NothingTouched():
                     out = fn(sample)
@@ -90,7 +93,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the logs of fake tensors: a region that cannot take two dimensions is an answer, not a fault."""
-    log = logging.getLogger(fake_tensor.__name__)
+    log = logging.getLogger(internals.FakeTensor.__module__)
     log.addFilter(_nothing)
     try:
         yield
@@ -113,11 +116,11 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def _fake_mode(tensors: list[torch.Tensor]) -> FakeTensorMode:
+def _fake_mode(tensors: list[torch.Tensor]) -> internals.FakeTensorMode:
     for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, internals.FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return internals.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _NotLinear(BaseException):
@@ -147,7 +150,7 @@ _TOUCHING = {
 }
 
 
-class _OnlyLinear(TorchDispatchMode):
+class _OnlyLinear(internals.TorchDispatchMode):
     """Raises `_NotLinear` at an operator that is not linear in the rows."""
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -156,7 +159,7 @@ class _OnlyLinear(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        dependent = any(id(value) in self._dependent for value in tree_leaves((args, kwargs)))
+        dependent = any(id(value) in self._dependent for value in internals.pytree.tree_leaves((args, kwargs)))
         fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
             raise _NotLinear
@@ -164,9 +167,9 @@ class _OnlyLinear(TorchDispatchMode):
         if func._schema.is_mutable:
             given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
             written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
-            if any(id(value) not in self._dependent for value in tree_leaves(written)):
+            if any(id(value) not in self._dependent for value in internals.pytree.tree_leaves(written)):
                 raise _NotLinear
         result = func(*args, **(kwargs or {}))
         if dependent:
-            self._dependent.update((id(value), value) for value in tree_leaves(result))
+            self._dependent.update((id(value), value) for value in internals.pytree.tree_leaves(result))
         return result
