@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-cover docs
+.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-cover docs compat dist
 
 setup: $(READY)
 
@@ -86,3 +86,17 @@ ghost-cover: $(GHOST)/.built $(READY)
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	$(PYTHON) -m mkdocs build --strict --quiet
+
+# Other releases of Python, PyTorch and transformers, in environments made on the spot: see tests/compat/matrix.py.
+compat: $(READY)
+	$(PYTHON) tests/compat/matrix.py $(ARGS)
+
+# What a release would publish, installed by one command where nothing else is. Nothing is published.
+dist: $(READY)
+	rm -rf dist .dist
+	$(PIP) build
+	$(PYTHON) -m build --outdir dist .
+	python3 -m venv .dist
+	.dist/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd .dist && bin/memscale demo
+	rm -rf .dist

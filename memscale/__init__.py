@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncOffloadConfig",

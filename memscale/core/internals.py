@@ -176,7 +176,12 @@ INTERNALS = tuple(
         ("torch.utils._device._device_constructors", "what takes a device", _S),
         (f"{_C}_get_math_sdp_allow_fp16_bf16_reduction", "attention's kernel", _S),
         (f"{_C}_get_sdp_priority_order", "attention's kernel", _S),
+        # Several GPUs.
+        ("torch._C._distributed_c10d", "collectives that move nothing", _S, "asked for with parallel=... only"),
+        ("torch.testing._internal.distributed.fake_pg", "collectives that move nothing", _S, "likewise"),
+        ("torch.distributed._register_comm_hook", "a DDP's own hook", _S, "likewise"),
         # Measuring.
+        ("torch.cuda.memory._snapshot", "who holds a card's memory", "crashes", "the report says that it has none"),
         (f"{_C}_profiler._ExperimentalConfig", "the memory that a kernel takes meanwhile", _S),
         (f"{_C}_profiler._ExtraFields_Allocation", "the memory of a step", _S),
         ("torch.autograd._enable_profiler_legacy", "the memory that a kernel takes meanwhile", _S),
