@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing():
 def test_a_profile_takes_the_rules_and_leaves_nothing_on_the_parameters():
     model, optimizer = trained(OPTIMIZERS["AdamW, foreach"], 1)
     before, step = numbers(model, optimizer), {"optimizer": optimizer, "loss": lambda y, _: y.square().sum()}
-    plan = {"": IN_BACKWARD, "0": ms.checkpoint()}
+    plan = {"": IN_BACKWARD}  # a checkpoint keeps a random state, which is more than this network
     profiler = ms.MemoryProfiler(model, plan=plan, **step)
     profile, plain = profiler.profile(batch(0)), ms.profile(model, batch(0), **step)
     assert profile.by_category["optimizer state"] == plain.by_category["optimizer state"]
