@@ -85,7 +85,8 @@ def transform(
 
     Raises:
         TransformError: `model` is not a module, a region cannot be one (a container without a forward, a scripted
-            module), or the optimizer has parameters that the model lacks, or is none that the rules can change.
+            module), `model` was sharded by ``fully_shard``, or the optimizer has parameters that the model lacks, or
+            is none that the rules can change.
         PlanError: patterns that match no module, nor a parameter where the rule is for an optimizer; all at once, with
             the nearest paths. Rules for an optimizer without one.
 
@@ -100,6 +101,8 @@ def transform(
     regions = find_regions(model, plan.of_functions())
     # Before anything is made: what is wrong with the rules for the optimizer is said first.
     stepping = under_rules(model, plan.of_optimizers(), optimizer, runtime)
+    if regions:
+        _refuse_sharded(model)
     copy, memo = copy_tree(model)
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
@@ -164,6 +167,15 @@ def _check_model(verb: str, model: Any) -> None:
             f"{verb}(model, plan) takes a torch.nn.Module, got {type(model).__name__}; "
             "apply a transform to a plain function by calling it: checkpoint()(fn)"
         )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise TransformError(
+                f"{path or 'the model'} was sharded by fully_shard, which gathers its parameters in that very module "
+                "and would not in the new one; call transform() before fully_shard(), or wrap(), which works in place"
+            )
 
 
 def _no_match(pattern: str, known: list[str], model: nn.Module) -> str:

@@ -292,6 +292,14 @@ def test_what_is_asked_about_wrongly_is_told(options, told):
         ms.profile(Model(), TOKENS, loss=loss, **options)
 
 
+def test_a_sharded_model_is_not_transformed_but_wrapped(group):
+    group(2)
+    model = sharded()
+    for asked in (lambda: ms.transform(model, CHECKPOINT["plan"]), lambda: ms.profile(model, TOKENS, **CHECKPOINT)):
+        with pytest.raises(ms.TransformError, match=r"was sharded by fully_shard, .*; call transform\(\) before"):
+            asked()
+
+
 def test_a_distributed_model_is_not_distributed_again(group):
     group(2)
     with pytest.raises(ms.ConfigError, match="distributed already; leave parallel out"):
