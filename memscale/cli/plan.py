@@ -92,7 +92,7 @@ def plan(options: PlanOptions) -> int:
             found = engine.plan(typed_budget(options.budget))
         except BudgetError as error:
             return nothing_fits(error)
-        as_it_is = engine.plan(taken_bytes(engine.plain))
+        as_it_is = engine.plan(2 * taken_bytes(engine.plain))  # more than enough, with the margin that a plan keeps
 
         def plot(path: Path) -> None:
             step = ms.profile(

@@ -16,7 +16,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
 from memscale.algebra import Former, OwnForward
-from memscale.core import ConfigError, Loss, RuntimeUnavailable, tensors
+from memscale.core import ConfigError, Loss, RuntimeUnavailable, device_type, tensors
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,8 @@ class _Mixed(OwnForward):
     dtype = torch.bfloat16
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Of the tensors' device, which may be a simulated one.
-        device_type = next((tensor.device.type for tensor in tensors((args, kwargs))), "cpu")
-        with torch.autocast(device_type, self.dtype):
+        of_device = next(map(device_type, tensors((args, kwargs))), "cpu")
+        with torch.autocast(of_device, self.dtype):
             output = super().__call__(*args, **kwargs)
         return convert_outputs_to_fp32(lambda: output)()
 

@@ -155,7 +155,7 @@ class OnDisk(StepPart):
     def _ask(self, parameter: torch.Tensor) -> None:
         """Begin to read the states of `parameter`, if they are not there."""
         key = id(parameter)
-        room = self._rooms.get(key)
+        room = self._room_of(key)
         if room is None or key in self._there:
             return
         memory = self._there[key] = self._memory(room, parameter)
@@ -164,7 +164,7 @@ class OnDisk(StepPart):
     def _arrive(self, parameter: torch.Tensor) -> None:
         """Give `parameter` its states."""
         key = id(parameter)
-        room = self._rooms.get(key)
+        room = self._room_of(key)
         if room is None:
             return
         self._ask(parameter)
@@ -225,8 +225,15 @@ class OnDisk(StepPart):
         is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
         return is_plain and value.nbytes >= self._least_bytes
 
+    def _room_of(self, key: int) -> _Room | None:
+        """Where these states are; in a simulation a room of its engine, for the real ones are the caller's states."""
+        room = self._rooms.get(key)
+        if room is not None and simulating() and room.engine is not self._engine():
+            room = self._rooms[key] = self._new_room(room.likes)
+        return room
+
     def _room(self, parameter: torch.Tensor, large: dict[str, torch.Tensor]) -> _Room:
-        room = self._rooms.get(id(parameter))
+        room = self._room_of(id(parameter))
         likes = {key: torch.empty_like(value, device="meta") for key, value in large.items()}
         if room is not None:
             if {key: _kind(like) for key, like in room.likes.items()} == {k: _kind(like) for k, like in likes.items()}:
@@ -234,14 +241,20 @@ class OnDisk(StepPart):
             self._rooms.pop(id(parameter)).free()
             self._there.pop(id(parameter), None)
             self._views.pop(id(parameter), None)
-        engine = runtime_for(self._runtime).engine(torch.empty(0))
+        room = self._rooms[id(parameter)] = self._new_room(likes)
+        return room
+
+    def _new_room(self, likes: dict[str, torch.Tensor]) -> _Room:
+        engine = self._engine()
         nbytes = sum(_in_pages(like.nbytes) for like in likes.values())
         buffer = engine.backend.allocate(nbytes, "disk")
         if buffer is None:
             raise self._below.full(nbytes)
         engine.count_live("disk", buffer.nbytes)
-        room = self._rooms[id(parameter)] = _Room(engine, buffer, likes)
-        return room
+        return _Room(engine, buffer, likes)
+
+    def _engine(self) -> Engine:
+        return runtime_for(self._runtime).engine(torch.empty(0))
 
     def _memory(self, room: _Room, parameter: torch.Tensor) -> torch.Tensor:
         nbytes = room.buffer.nbytes

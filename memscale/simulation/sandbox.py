@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -182,19 +183,9 @@ class Simulation:
 
     def _moved_first(self) -> list[torch.Tensor]:
         """What modules have, in the order of `Module.to`: what lies beside what decides where there is room later."""
-        found: list[torch.Tensor | None] = []
         seen: set[int] = set()
-
-        def visit(module: nn.Module) -> None:
-            if id(module) not in seen:
-                seen.add(id(module))
-                for child in module.children():
-                    visit(child)
-                found.extend((*module._parameters.values(), *module._buffers.values()))
-
-        for module in sorted(self.scope.modules, key=self._place):
-            visit(module)
-        return _parts([tensor for tensor in found if tensor is not None])
+        modules = sorted(self.scope.modules, key=self._place)
+        return _parts([tensor for module in modules for tensor in _children_first(module, seen)])
 
     def _place(self, module: nn.Module) -> int:
         """Where a module stands in the tree; those that are in none come last."""
@@ -268,6 +259,14 @@ def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:
 
 def _references(aliases: Counter[int], storage: torch.UntypedStorage) -> int:
     return aliases[storage._cdata]
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(module) not in seen:
+        seen.add(id(module))
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield from (each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None)
 
 
 def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -398,11 +397,13 @@ def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
 def _reads_checked(mode: HollowMode) -> Iterator[None]:
     """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
 
+    own_thread = threading.get_ident()  # others, such as those that offload for a real step, have tensors of their own
+
     def checked(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
 
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) not in (torch.Tensor, nn.Parameter):
+            if type(tensor) not in (torch.Tensor, nn.Parameter) or threading.get_ident() != own_thread:
                 return original(tensor, *args, **kwargs)
             with _disable_current_modes():  # values computed for this, by no operator of the step
                 values = mode.values.of(tensor)

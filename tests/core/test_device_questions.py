@@ -24,6 +24,7 @@ MAY_ASK = {
     "inspection/verification.py": "runs both models for real, and compares the generators there are",
     "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
     "legacy/offloading.py": "the caller's model, outside of any step",
+    "observability/metrics.py": "figures of the device at hand",
     "optimizers/separability.py": "the generators that there are",
     "planning/confirmation.py": "trains for real, where the device is the one that was planned for",
     "planning/sizes.py": "how much of a batch is in this process's memory",
