@@ -7,7 +7,7 @@ is that of the thread, so that other jobs on the machine disturb less. glibc is 
 step gives it back to the system and takes it again, a page at a time, is a matter of how the heap happens to lie, and
 takes nothing or up to a tenth of the step.
 
-    python benchmarks/bench_clock.py --json benchmarks/results/clock-cpu.json   # everything, in six minutes
+    python benchmarks/bench_clock.py --rounds 7 --json benchmarks/results/clock-cpu.json   # everything, in six minutes
     python benchmarks/bench_clock.py [--only REGEX] [--variant REGEX] [--rounds 5] [--threads 1] [--seconds 340]
     python benchmarks/bench_clock.py --offload   # only: what steps wait for the disk, which needs a quiet machine
 """
