@@ -2,7 +2,8 @@
 
 The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 
-1. `engine`: checks what it is given, simulates the step as it is, and says in the end what was decided and why.
+1. `entry`, `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
+   end what was decided and why.
 2. `parts` (over `blocks`): takes the model apart by its structure and by what each module keeps for backward.
 3. `candidates`: what may be done to each part.
 4. `costs`: simulates many candidates in one step, and reads off what each holds and takes.
@@ -20,7 +21,8 @@ Plans of before are kept by `known`, under what `fingerprint` says they depend o
 
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.curve import Frontier, Point
-from memscale.planning.engine import Budget, DecisionEngine, frontier, plan
+from memscale.planning.engine import Budget, DecisionEngine
+from memscale.planning.entry import frontier, plan
 from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.fingerprint import simulator
 from memscale.planning.grid import SizeGrid

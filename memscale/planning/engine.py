@@ -20,7 +20,7 @@ from memscale.core import (
     format_bytes,
     format_seconds,
 )
-from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies
+from memscale.hardware import Hardware
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of
@@ -33,6 +33,7 @@ from memscale.planning.proven import ProvenPlan
 from memscale.planning.search import Found, Proven, Search, leaves_margin
 from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
+from memscale.planning.speeds import link_rates, timed
 from memscale.planning.stepping import Way, checked_names, hows, least_held, ways
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
 from memscale.transforms import cast
@@ -41,119 +42,7 @@ Budget = int | float | str
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
 
-_POINTS = 12  # of a frontier
-_PROBE_BYTES = 1 << 30  # of a copy that shows the rate of a link
-
-# Stands in where a device does not say how fast it is: arithmetic and traffic of a server CPU. Costs are then relative
-# to each other, which is what a choice needs.
-_NOMINAL_FLOPS = {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12, "float64": 5e11}
-_NOMINAL_BANDWIDTH = 1e11
-
-
-def plan(
-    model: nn.Module,
-    batch: Any,
-    *,
-    budget: Budget,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    config: Config | None = None,
-    hardware: Hardware | str | None = None,
-    accumulate: int = 1,
-    stepping: Collection[str] = (),
-    progress: Progress | None = None,
-) -> ProvenPlan:
-    """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
-
-    Candidates for each part of the model (its repeated blocks, their large children, stages, the loss head) are
-    simulated, a solver chooses among them, and the step that the choice makes is simulated as a whole: only what then
-    fits is returned. Nothing is run, and nothing is changed.
-
-    >>> import torch, memscale as ms
-    >>> from torch import nn
-    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-    >>> model, batch = nn.Sequential(*blocks), torch.ones(1024, 64)
-    >>> step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu"}
-    >>> plan = ms.plan(model, batch, budget="7MiB", **step)
-    >>> plan.evidence.plain.taken_bytes > 7 * 2**20 >= plan.evidence.planned.taken_bytes
-    True
-    >>> fit = ms.transform(model, plan)
-
-    Args:
-        model: a module on any device; ``meta`` costs no memory.
-        batch, optimizer, loss, accumulate: as in `memscale.profile`.
-        budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
-            ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-        config: which transforms may be used; None is ``Config(mode="aggressive")``: all but `cast`, so the numbers are
-            the model's own, bit for bit except that `tile` adds gradients in another order.
-        hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
-            that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
-        stepping: what the plan may do with the optimizer, by name: any of ``"step_in_groups"``, ``"offload_states"``,
-            ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
-            third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
-        progress: called before each simulation with what it is about, how many are done, and None.
-
-    Raises:
-        BudgetError: no composition fits; the error has the smallest peak that can be reached, and its plan.
-        ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
-    """
-    engine = DecisionEngine(
-        model,
-        batch,
-        optimizer=optimizer,
-        loss=loss,
-        config=config,
-        hardware=hardware,
-        accumulate=accumulate,
-        stepping=stepping,
-        progress=progress,
-    )
-    return engine.plan(budget)
-
-
-def frontier(
-    model: nn.Module,
-    batch: Any,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    config: Config | None = None,
-    hardware: Hardware | str | None = None,
-    accumulate: int = 1,
-    points: int = _POINTS,
-    stepping: Collection[str] = (),
-    progress: Progress | None = None,
-) -> Frontier:
-    """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
-
-    >>> import torch, memscale as ms
-    >>> from torch import nn
-    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-    >>> curve = ms.frontier(nn.Sequential(*blocks), torch.ones(1024, 64), loss=lambda y, _: y.square().mean())
-    >>> [point.peak_bytes for point in curve] == sorted(point.peak_bytes for point in curve)
-    True
-    >>> curve[-1].plan
-    Plan()
-
-    Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress: as in `plan`.
-        points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
-
-    Raises:
-        ConfigError: as in `plan`.
-    """
-    engine = DecisionEngine(
-        model,
-        batch,
-        optimizer=optimizer,
-        loss=loss,
-        config=config,
-        hardware=hardware,
-        accumulate=accumulate,
-        stepping=stepping,
-        progress=progress,
-    )
-    return engine.frontier(points)
+POINTS = 12  # of a frontier
 
 
 class DecisionEngine:
@@ -200,7 +89,8 @@ class DecisionEngine:
         self._stepping: dict[Way, list[Search]] = {}
         self.stepping = checked_names(stepping) | (self.config.eligible() & {"quantize_states"})
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self.hardware = _timed(asked, model)
+        self.hardware = timed(asked, model)
+        self._link = link_rates(self.hardware, self.config)
         self._nominal = self.hardware != asked
         try:
             self.plain_step = self._simulate((), True)
@@ -260,7 +150,7 @@ class DecisionEngine:
 
         return self._known.answer(self, "smallest", find).plan()
 
-    def frontier(self, points: int = _POINTS) -> Frontier:
+    def frontier(self, points: int = POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
         if isinstance(points, bool) or not isinstance(points, int) or points < 2:
             raise ConfigError(f"frontier(points={points!r}) must be an int of at least 2")
@@ -299,7 +189,7 @@ class DecisionEngine:
                 .profile()
             )
 
-        allowed = self._techniques(self._link(), self.config) | (self.config.eligible() & {"cast"}) | self.stepping
+        allowed = self._techniques(self._link, self.config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
@@ -325,7 +215,7 @@ class DecisionEngine:
     def searches(self) -> list[Search]:
         """Among the exact transforms; and, where the config allows it, among them in a model that is cast."""
         if self._searches is None:
-            link = self._link()
+            link = self._link
             menu = self._menu(link, self.config)
             self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
             if "cast" in self.config.eligible():
@@ -338,7 +228,7 @@ class DecisionEngine:
     def ways(self) -> list[Way]:
         """The ways to step that help and are allowed, the fastest first."""
         if self._ways is None:
-            found = hows(self.optimizer, self.stepping, moves=self._link() is not None)
+            found = hows(self.optimizer, self.stepping, moves=self._link is not None)
             self._ways = ways(found, self.plain_step, self._simulate)
         return self._ways
 
@@ -351,7 +241,7 @@ class DecisionEngine:
                     self._simulate,
                     each.menu,
                     always=(*each.always, *way.rules),
-                    link=self._link(),
+                    link=self._link,
                     plain=None if each.always else way.plain,
                     trials=each.trials if way.keeps_trials else None,
                 )
@@ -369,21 +259,6 @@ class DecisionEngine:
         elif "offload" in found and self.streams:
             found.add("stream")
         return frozenset(found)
-
-    def _link(self) -> LinkRates | None:
-        """The way to the next tier, None where there is none whose speed is known."""
-        hardware = self.hardware
-        if not knows_copies(hardware):
-            return None
-        tier = "pinned"
-        if hardware.device_type == "cpu":
-            # The next tier of a host is its disk, which is for those who ask for it.
-            if "enable_offloading" not in self.config.given:
-                return None
-            tier = "disk"
-        out, back = (_PROBE_BYTES / copy_seconds(_PROBE_BYTES, tier, way, hardware) for way in DIRECTIONS)
-        cap = self.config.max_cpu_offload_gb
-        return LinkRates(out, back, None if cap is None else int(cap * 10**9))
 
     def _dtype(self) -> torch.dtype:
         rates = self.hardware.flops_per_second
@@ -429,8 +304,7 @@ class DecisionEngine:
             f"eligible: {', '.join(sorted(techniques))}",
             f"candidates: {sum(map(len, costs.candidates))} for {len(costs.parts)} parts and what is outside of them",
         ]
-        link = self._link()
-        if link is not None:
+        if (link := self._link) is not None:
             as_it_is = [menu[0] for menu in costs.effects]
             out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
             back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
@@ -501,7 +375,7 @@ class DecisionEngine:
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""
-        search, link = self.searches[0], self._link()
+        search, link = self.searches[0], self._link
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
             if getattr(self.config, field) or (field == "enable_offloading" and link is None):
                 continue
@@ -536,21 +410,3 @@ def check_model(model: Any, caller: str) -> None:
             f"this {type(model).__name__} is transformed already; plan the model that it was made of (detach a "
             "wrapped one), and give that plan to transform"
         )
-
-
-def _timed(hardware: Hardware, model: nn.Module) -> Hardware:
-    """The hardware with speeds in place of those that are not known and the step needs.
-
-    Nominal ones where none is known; a dtype that a card has no units for is computed in float32.
-    """
-    known = hardware.flops_per_second
-    used = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
-    rates = dict.fromkeys(used, known.get("float32", max(known.values()))) if known else _NOMINAL_FLOPS
-    missing = {dtype: rate for dtype, rate in rates.items() if not has_rate(dtype, hardware)}
-    if not missing and hardware.bandwidth_bytes_per_second:
-        return hardware
-    return dataclasses.replace(
-        hardware,
-        flops_per_second={**known, **missing},
-        bandwidth_bytes_per_second=hardware.bandwidth_bytes_per_second or _NOMINAL_BANDWIDTH,
-    )
