@@ -97,6 +97,6 @@ dist: $(READY)
 	$(PIP) build
 	$(PYTHON) -m build --outdir dist .
 	python3 -m venv .dist
-	.dist/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli]"
+	.dist/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli,hf,plot]"
 	cd .dist && bin/memscale demo
 	rm -rf .dist
