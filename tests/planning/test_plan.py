@@ -178,7 +178,7 @@ MORE = {
 }
 
 
-QUICK = ("mlps", "recurrent", "stages")
+QUICK = ("mlps", "recurrent")
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ pytestmark = [
     pytest.mark.usefixtures("quick_collections"),
     pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
 ]
-CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 20
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 6
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_on_random_devices(chunk):
-    """2 000 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    """600 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         assert run_case(seed) == [], f"case {seed}"
 
