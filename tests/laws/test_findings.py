@@ -593,6 +593,22 @@ def _() -> None:
     offloaded_under_func(lambda offload: ms.compose(CHECKPOINT, offload), twice=False, moves=False)
 
 
+def test_what_an_operator_returns_beside_its_output_goes_with_it():
+    """A policy's recorder kept it until another output came to the same address: a step held other bytes each time."""
+    gone = []
+
+    def region(x):
+        out, mean, _ = torch.native_layer_norm(x, (64,), None, None, 1e-5)
+        beside = weakref.ref(mean.untyped_storage())
+        del mean, _
+        out = out * 2
+        gone.append(beside() is None)
+        return out
+
+    DOTS(region)(torch.randn(8, 64, requires_grad=True)).sum().backward()
+    assert gone[0]
+
+
 @pytest.mark.parametrize("check", FINDINGS.values(), ids=FINDINGS)
 def test_finding(check):
     check()

@@ -6,7 +6,9 @@ what it says; `Replayer` sees the same sequence during the recompute and answers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,10 @@ def is_view(op: internals.OpOverload) -> bool:
 
 
 class _Output(NamedTuple):
-    """Where in memory an operator put its first output; `rest` are the others (the log-sum-exp of attention, say)."""
+    """Where in memory an operator put its first output; `rest` are the others (the log-sum-exp of attention, say).
+
+    It is known for as long as that memory `lives`: then nobody can label it any more, and another tensor may be there.
+    """
 
     position: int
     op: internals.OpOverload
@@ -34,6 +39,7 @@ class _Output(NamedTuple):
     offset: Any
     dtype: torch.dtype
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
+    lives: weakref.ref[torch.UntypedStorage]
 
 
 class _Numbering(OperatorWatch):
@@ -100,8 +106,10 @@ class Recorder(_Numbering):
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)
         if isinstance(first, torch.Tensor):
-            self._made[first.untyped_storage()._cdata] = _Output(
-                index, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest
+            storage = first.untyped_storage()
+            lives = weakref.ref(storage, partial(_forget, weakref.ref(self), storage._cdata))
+            self._made[storage._cdata] = _Output(
+                index, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest, lives
             )
         self._follow(self._policy.verdict(Site(op, None, batch_dims(op))), index, op, result)
         return result
@@ -205,6 +213,12 @@ def _sealed(outputs: list[torch.Tensor], hooks: Hooks | None) -> Kept:
     kept = Kept(outputs, hooks and (hooks.pack, hooks.unpack))
     kept.seal(versions)
     return kept
+
+
+def _forget(recorder: weakref.ref[Recorder], storage: int, _: object) -> None:
+    """Memory that an operator's first output was in is gone."""
+    if (alive := recorder()) is not None:
+        alive._made.pop(storage, None)
 
 
 class Replayer(_Numbering):
