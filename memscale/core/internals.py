@@ -17,7 +17,7 @@ import torch
 
 from memscale.core.errors import RuntimeUnavailable
 
-# The oldest and the newest release that the whole suite was run with; docs/compatibility.md has the table.
+# The oldest and the newest release that parts of the suite were run with; docs/compatibility.md says which parts.
 OLDEST_TESTED, NEWEST_TESTED = (2, 10), (2, 14)
 
 

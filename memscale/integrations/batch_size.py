@@ -50,6 +50,17 @@ def predict(
     loss, clipping, and the model's own activation checkpointing. What is not (evaluation, DDP's buckets, the compiler)
     is in the ``notes``. Nothing is changed.
 
+    >>> import tempfile
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    >>> from memscale.integrations import hf
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500))
+    >>> rows = [{"input_ids": [1] * 64, "labels": [1] * 64}] * 32
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
+    ...     trainer = Trainer(model, arguments, train_dataset=rows)
+    >>> hf.predict(trainer, hardware="t4").fits, hf.predict(trainer, hardware="t4", budget="8MiB", recommend=False).fits
+    (True, False)
+
     Args:
         trainer: before or after ``train()``, wrapped or not.
         batch: what the data collator returns, instead of a batch of the longest rows of the data set; finding those
@@ -85,6 +96,19 @@ def find_batch_size(
     """The largest batch of a Trainer's device, by simulation: no trial runs, and none can run out of memory.
 
     Every row is as long as the longest of the data set.
+
+    >>> import tempfile
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    >>> from memscale.integrations import hf
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500))
+    >>> rows = [{"input_ids": [1] * 64, "labels": [1] * 64}] * 32
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
+    ...     trainer = Trainer(model, arguments, train_dataset=rows)
+    >>> less = hf.predict(trainer, hardware="t4").peak_bytes - 1
+    >>> found = hf.find_batch_size(trainer, hardware="t4", budget=less)
+    >>> found.per_device, found.accumulation  # fewer rows at once, as many in a step
+    (8, 2)
 
     Args:
         trainer: before ``train()``.
