@@ -6,7 +6,7 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
    end what was decided and why.
 2. `parts` (over `blocks`): takes the model apart by its structure and by what each module keeps for backward.
 3. `candidates`: what may be done to each part.
-4. `costs`: simulates many candidates in one step, and reads off what each holds and takes.
+4. `trials`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
 5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program.
 6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
 7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;

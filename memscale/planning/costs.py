@@ -1,4 +1,4 @@
-"""What each candidate of each part costs and frees, from a few simulations in which many candidates are tried at once.
+"""What each candidate of each part costs and frees, from a few simulated steps in which many are tried.
 
 Parts that are alike share what is found: in a row of eighty blocks, twelve of them try twelve candidates in one
 simulated step, and what one of them held before, during and after its own turn is what any other would.
@@ -6,27 +6,22 @@ simulated step, and what one of them held before, during and after its own turn 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from memscale.core import MemscaleError
 from memscale.hardware import Hardware, host_seconds
 from memscale.planning.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts import Part
-from memscale.planning.short_stack import left_out
+from memscale.planning.trials import MOVES, Simulate, Trials, TrialSteps
 from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
 
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
 _STATE_PASSES = 8
-# Of a sum of the same times in another order.
-_SAME_TIME = 1e-9
-_MOVES = frozenset({"offload", "stream"})
 
 #: A candidate for each part, by number; the last is that of what is outside.
 Assignment = tuple[int, ...]
@@ -108,10 +103,6 @@ class Costs:
         )
 
 
-#: Simulates forward and backward with these rules, of the model without the parts at these paths.
-Simulate = Callable[[Rules, frozenset[str]], SimulatedStep]
-
-
 def measured_costs(
     plain: SimulatedStep,
     parts: tuple[Part, ...],
@@ -133,7 +124,7 @@ def measured_costs(
     """
     paths = [part.path for part in parts]
     base = plain.attribution(paths)
-    rejected = _Trials(base, parts, menus, simulate).run(trials, most)
+    rejected = TrialSteps(base, parts, menus, simulate).run(trials, most)
     found: list[tuple[Candidate, ...]] = []
     effects: list[tuple[Effect, ...]] = []
     for row, menu in enumerate(menus):
@@ -142,7 +133,7 @@ def measured_costs(
         for candidate in menu[1:]:
             trial = trials.get((None if part is None else part.alike, candidate))
             if trial is not None:
-                moves = bool(candidate.techniques & _MOVES)
+                moves = bool(candidate.techniques & MOVES)
                 known[candidate] = _effect(base, trial.found, row, trial.row, trial.tried, moves=moves)
         known = {
             candidate: _with_moves(candidate, effect, known, base, row, plain.clock.hardware)
@@ -159,124 +150,6 @@ def measured_costs(
         update_seconds,
         rejected,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class _Trial:
-    """Where a candidate was tried: by the part in this row of this attribution, while those in `tried` tried theirs."""
-
-    row: int
-    found: Attribution
-    tried: frozenset[int]
-
-
-#: Trials by family and candidate.
-Trials = dict[tuple[object, Candidate], _Trial]
-
-
-class _Trials:
-    """The simulations: as few as there are candidates for each part that none is alike to."""
-
-    def __init__(
-        self, base: Attribution, parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
-    ) -> None:
-        self.base = base
-        self.parts = parts
-        self.paths = [part.path for part in parts]
-        self.menus = menus
-        self.simulate = simulate
-        self.families: dict[object, list[int]] = {}
-        for row, part in enumerate(parts):
-            self.families.setdefault(part.alike, []).append(row)
-        self.families[None] = [len(parts)]
-        self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
-
-    def run(self, done: Trials, most: int) -> dict[str, str]:
-        """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
-        waiting = {
-            family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
-            for family, rows in self.families.items()
-        }
-        rejected: dict[str, str] = {}
-        for _ in range(most):
-            if not any(waiting.values()):
-                break
-            chosen: dict[int, tuple[object, Candidate]] = {}
-            for family, candidates in waiting.items():
-                rows = _spread(self.families[family], len(candidates))
-                for row, candidate in zip(rows, candidates, strict=False):
-                    chosen[row] = (family, candidate)
-                del candidates[: len(rows)]
-            self._try(chosen, done, rejected)
-        left = {
-            str(each): "not tried: a step of so many operators takes long" for row in waiting.values() for each in row
-        }
-        return {**rejected, **left}
-
-    def _try(
-        self,
-        chosen: Mapping[int, tuple[object, Candidate]],
-        done: Trials,
-        rejected: dict[str, str],
-    ) -> None:
-        rules = [
-            rule
-            for row, (_, candidate) in sorted(chosen.items())
-            for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
-        ]
-        try:
-            found = self._found(tuple(rules), chosen)
-        except Exception as error:  # a transform refuses its region, or the model's own code does
-            if len(chosen) == 1:
-                ((_, candidate),) = chosen.values()
-                reason = (str(error).splitlines() or [""])[0]
-                kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
-                rejected[str(candidate)] = f"{kind}{reason}"
-                return
-            rows = sorted(chosen)
-            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-                self._try({row: chosen[row] for row in half}, done, rejected)
-            return
-        for row, key in chosen.items():
-            done[key] = _Trial(row, found, frozenset(chosen))
-
-    def _found(self, rules: Rules, tried: Iterable[int]) -> Attribution:
-        """The step with these rules; without most blocks where only what is outside of them tries something."""
-        outside = len(self.parts)
-        away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
-        if away:
-            with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
-                if away not in self._tells:
-                    self._tells[away] = False
-                    self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
-                if self._tells[away]:
-                    return self.simulate(rules, away).attribution(self.paths)
-        return self.simulate(rules, frozenset()).attribution(self.paths)
-
-    def _is_alike(self, found: Attribution, part: int) -> bool:
-        """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""
-        base, columns = self.base, {station: at for at, station in enumerate(self.base.stations)}
-        # Trials do not update, and have no states.
-        held = [base.held_bytes[part, columns[station]] - base.states_bytes[part] for station in found.stations]
-        forward_backward = slice(0, 2)
-        return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
-            found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
-        )
-
-
-def _apart(candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates with those that move something between others, so that none waits for the copies of another."""
-    still = [each for each in candidates if not each.techniques & _MOVES]
-    moving = [each for each in candidates if each.techniques & _MOVES]
-    pairs = itertools.zip_longest(still, moving)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
-def _spread(rows: list[int], wanted: int) -> list[int]:
-    """At most `wanted` of the rows, as far from each other and from the ends as can be."""
-    if wanted >= len(rows):
-        return rows
-    return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]
 
 
 def _effect(
@@ -414,7 +287,7 @@ def _with_moves(
     hardware: Hardware,
 ) -> Effect:
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
-    moves = candidate.techniques & _MOVES
+    moves = candidate.techniques & MOVES
     out = 0
     turn = next(
         (at for at, station in enumerate(base.stations) if station.phase is Phase.BACKWARD), len(base.stations) - 1

@@ -10,10 +10,11 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
-from memscale.planning.costs import Assignment, Bytes, Trials, measured_costs
+from memscale.planning.costs import Assignment, Bytes, measured_costs
 from memscale.planning.parts import parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.solver import Chooser, Floats, LinkRates
+from memscale.planning.trials import Trials
 from memscale.simulation import Profile, SimulatedStep
 
 # A plan that uses this share of the budget is not worth another round.

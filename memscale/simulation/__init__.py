@@ -4,8 +4,8 @@ The journey of `profile(model, batch)`, in the order in which to read:
 
 1. `profiler`: checks what it is given, makes the training step a function, and has it simulated twice (the first step
    makes the optimizer's states); a step that cannot be is run for real (`measured/`).
-2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU stand-ins there (`hollow`), and
-   puts everything back afterwards.
+2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there (`hollow`),
+   and puts everything back afterwards (`process_state`).
 3. `hollow_mode`: answers each operator with hollow tensors. `operators` and `call_effects` know what it does whatever
    its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them (`kernels/`).
    `values` knows which values are known all the same.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,13 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import placing_in
-from memscale.core import ConfigError, batches, simulation
+from memscale.core import batches, simulation
 from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
@@ -31,10 +29,11 @@ from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.process_state import begin_alike, patched, process_kept
+from memscale.simulation.reads import reads_checked
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
+from memscale.simulation.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.step_scope import StepScope
-from memscale.simulation.values import NeedsValues
 
 
 class Simulation:
@@ -68,13 +67,13 @@ class Simulation:
         self.answers: Answers | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
-        inputs = _parts(batches.tensors(batch))
+        inputs = with_storages(batches.tensors(batch))
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
-        self._tensors = _parts(self._leaves)
+        self._tensors = with_storages(self._leaves)
         self._inputs = inputs
         # Of a model on meta, what its own code makes is real (a weight norm's), and the rest is no skeleton for that.
-        self._own = [] if model is None else _parts([*model.parameters(), *model.buffers()])
+        self._own = [] if model is None else with_storages([*model.parameters(), *model.buffers()])
         self._kernels = kernels
         self.clock = Clock(kernels.hardware)
         self._stack = ExitStack()
@@ -95,9 +94,9 @@ class Simulation:
             begin_alike()
             stack.enter_context(self._sharded.as_it_was())
             hollow = HollowStorages()
-            stack.enter_context(_on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
-            stack.enter_context(_wrapped_on_cpu(self._leaves))
-            self._contents = stack.enter_context(_contents_kept(self._tensors))
+            stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
+            stack.enter_context(wrapped_on_cpu(self._leaves))
+            self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
             stack.callback(self.mode.storages.end)
@@ -117,7 +116,7 @@ class Simulation:
             for tensor in (*self._moved_first(), *self._tensors):
                 if not tensor.is_meta:
                     self.mode.storages.record(tensor)
-            stack.enter_context(_reads_checked(self.mode))
+            stack.enter_context(reads_checked(self.mode))
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             stack.enter_context(simulation(self._kernels.device_type, device_type, self._kernels.capability))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
@@ -170,7 +169,7 @@ class Simulation:
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for parameter, state in optimizer.state.items():
                 if home_of(parameter, self.runtimes.at_home) is not None:
-                    for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                    for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
                         self.mode.storages.send_away(tensor)
 
     def mark_gradients(self) -> None:
@@ -178,14 +177,14 @@ class Simulation:
         storages = self.mode.storages
         for tensor in self._leaves:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-                for part in _parts([tensor.grad]):
-                    storages.mark(part, "gradient", storages.record(_parts([tensor])[0]).path)
+                for part in with_storages([tensor.grad]):
+                    storages.mark(part, "gradient", storages.record(with_storages([tensor])[0]).path)
 
     def _moved_first(self) -> list[torch.Tensor]:
         """What modules have, in the order of `Module.to`: what lies beside what decides where there is room later."""
         seen: set[int] = set()
         modules = sorted(self.scope.modules, key=self._place)
-        return _parts([tensor for module in modules for tensor in _children_first(module, seen)])
+        return with_storages([tensor for module in modules for tensor in _children_first(module, seen)])
 
     def _place(self, module: nn.Module) -> int:
         """Where a module stands in the tree; those that are in none come last."""
@@ -196,7 +195,7 @@ class Simulation:
         found: dict[int, tuple[str, str]] = {}
 
         def enter(tensor: torch.Tensor | None, category: str, name: str) -> None:
-            for part in _parts([] if tensor is None else [tensor]):
+            for part in with_storages([] if tensor is None else [tensor]):
                 found.setdefault(part.untyped_storage()._cdata, (category, name))
 
         # In the order of the tree, so that a tied weight has the name that `named_parameters` gives it.
@@ -230,8 +229,8 @@ class Simulation:
         self.mode.course.optimizing = self.mode.searching = False
         with self._unseen():
             for parameter, state in optimizer.state.items():
-                path = self.mode.storages.record(_parts([parameter])[0]).path
-                for tensor in _parts(tensors_of(dict(state) if isinstance(state, dict) else state)):
+                path = self.mode.storages.record(with_storages([parameter])[0]).path
+                for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
                     self.mode.storages.mark(tensor, "optimizer state", path)
 
     def _unseen(self) -> AbstractContextManager[None]:
@@ -269,22 +268,6 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[torch.Tensor]
         yield from (each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None)
 
 
-def _parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others."""
-    found: list[torch.Tensor] = []
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            found += _parts([part for part in _wrapped(tensor).values() if isinstance(part, torch.Tensor)])
-        else:
-            found.append(tensor)
-    return found
-
-
-def _wrapped(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a wrapper subclass is made of: tensors, and a DTensor's mesh."""
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
-
-
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:
     """A name for each module: its path in `model`; elsewhere the class of the outermost module, and the path in it."""
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
@@ -295,82 +278,6 @@ def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int
         for path, module in root.named_modules(prefix=prefix):
             paths.setdefault(id(module), path)
     return paths
-
-
-@contextmanager
-def _contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
-
-    Yields the tensors, each with an alias of its contents.
-    """
-    before = [(tensor, tensor.detach()) for tensor in tensors]
-    try:
-        yield before
-    finally:
-        for tensor, alias in before:
-            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
-                tensor.data = alias
-
-
-@contextmanager
-def _on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
-    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
-    # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
-    distributed = dist.is_available() and dist.is_initialized()
-    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-    storages: dict[int, torch.UntypedStorage] = {}
-    try:
-        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
-        given = {id(tensor) for tensor in inputs}
-        for tensor in tensors:
-            if tensor.is_meta and real and id(tensor) not in given:
-                continue  # beside real parameters, a model on meta is a skeleton of the caller's
-            if tensor.device.type == "cpu":
-                if distributed and tensor.requires_grad and tensor.is_leaf:
-                    _exchange(tensor, tensor.detach(), swapped)
-                continue
-            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-                raise ConfigError(
-                    f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
-                )
-            own = tensor.untyped_storage()
-            if own._cdata not in storages:
-                storages[own._cdata] = hollow.storage(own.nbytes())
-            stand_in = hollow.like(tensor, storages[own._cdata])
-            if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
-                stand_in = tensor.detach().cpu()  # its values may decide what the model does
-            _exchange(tensor, stand_in, swapped)
-        yield
-    finally:
-        for tensor, stand_in in swapped:
-            torch._C._swap_tensor_impl(tensor, stand_in)
-
-
-@contextmanager
-def _wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Let wrappers say that they are where what they wrap is now."""
-    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor) and tensor.device.type != "cpu":
-                inner, (_, context) = _wrapped(tensor), tensor.__tensor_flatten__()
-                if all(part.device.type == "cpu" for part in _parts([tensor])):
-                    stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-                    _exchange(tensor, stand_in.detach(), swapped)
-        yield
-    finally:
-        for tensor, stand_in in swapped:
-            torch._C._swap_tensor_impl(tensor, stand_in)
-
-
-def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
-    stand_in.requires_grad_(tensor.requires_grad)
-    torch._C._swap_tensor_impl(tensor, stand_in)
-    swapped.append((tensor, stand_in))
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name):
-            setattr(tensor, name, hooks)
 
 
 @contextmanager
@@ -390,40 +297,4 @@ def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
             mode.modules.pop()
 
     with patched(nn.Module, "__call__", followed):
-        yield
-
-
-@contextmanager
-def _reads_checked(mode: HollowMode) -> Iterator[None]:
-    """Make the ways to read a tensor that pass by the dispatcher raise for values that were not computed."""
-
-    own_thread = threading.get_ident()  # others, such as those that offload for a real step, have tensors of their own
-
-    def checked(name: str) -> Callable[..., Any]:
-        original = getattr(torch.Tensor, name)
-
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) not in (torch.Tensor, nn.Parameter) or threading.get_ident() != own_thread:
-                return original(tensor, *args, **kwargs)
-            with _disable_current_modes():  # values computed for this, by no operator of the step
-                values = mode.values.of(tensor)
-                if values is None:
-                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode.path())
-                return original(values, *args, **kwargs)
-
-        return read
-
-    def resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        mode.storages.resized(storage, nbytes)
-        return storage
-
-    def size(storage: torch.UntypedStorage) -> int:
-        return mode.storages.size(storage)
-
-    with (
-        patched(torch.Tensor, "tolist", checked("tolist")),
-        patched(torch.Tensor, "numpy", checked("numpy")),
-        patched(torch.UntypedStorage, "resize_", resize),
-        patched(torch.UntypedStorage, "size", size),
-    ):
         yield

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.planning import costs, engine
+from memscale.planning import engine, trials
 from memscale.planning.short_stack import shortened
 
 _BLOCKS = 20
@@ -63,7 +63,7 @@ def test_the_head_costs_what_it_costs_in_the_whole_stack(monkeypatch, kind, stac
         model = kind()
     found = _head_costs(model)
     assert len(made) == stacks
-    monkeypatch.setattr(costs, "left_out", lambda *_: frozenset())
+    monkeypatch.setattr(trials, "left_out", lambda *_: frozenset())
     assert found == _head_costs(model)
     assert len(made) == stacks
 

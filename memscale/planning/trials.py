@@ -1,0 +1,145 @@
+"""Simulated steps in which many candidates are tried at once, and what of each step is kept.
+
+In a row of eighty blocks that are alike, twelve of them try twelve candidates in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memscale.core import MemscaleError
+from memscale.planning.candidates import Candidate, Rules
+from memscale.planning.parts import Part
+from memscale.planning.short_stack import left_out
+from memscale.simulation import Attribution, SimulatedStep
+
+#: The techniques that move bytes.
+MOVES = frozenset({"offload", "stream"})
+# Of a sum of the same times in another order.
+_SAME_TIME = 1e-9
+
+#: Simulates forward and backward with these rules, of the model without the parts at these paths.
+Simulate = Callable[[Rules, frozenset[str]], SimulatedStep]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Where a candidate was tried: by the part in this row of this attribution, while those in `tried` tried theirs."""
+
+    row: int
+    found: Attribution
+    tried: frozenset[int]
+
+
+#: Trials by family and candidate.
+Trials = dict[tuple[object, Candidate], Trial]
+
+
+class TrialSteps:
+    """The simulations: as few as there are candidates for each part that none is alike to."""
+
+    def __init__(
+        self, base: Attribution, parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
+    ) -> None:
+        self.base = base
+        self.parts = parts
+        self.paths = [part.path for part in parts]
+        self.menus = menus
+        self.simulate = simulate
+        self.families: dict[object, list[int]] = {}
+        for row, part in enumerate(parts):
+            self.families.setdefault(part.alike, []).append(row)
+        self.families[None] = [len(parts)]
+        self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
+
+    def run(self, done: Trials, most: int) -> dict[str, str]:
+        """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
+        waiting = {
+            family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
+            for family, rows in self.families.items()
+        }
+        rejected: dict[str, str] = {}
+        for _ in range(most):
+            if not any(waiting.values()):
+                break
+            chosen: dict[int, tuple[object, Candidate]] = {}
+            for family, candidates in waiting.items():
+                rows = _spread(self.families[family], len(candidates))
+                for row, candidate in zip(rows, candidates, strict=False):
+                    chosen[row] = (family, candidate)
+                del candidates[: len(rows)]
+            self._try(chosen, done, rejected)
+        left = {
+            str(each): "not tried: a step of so many operators takes long" for row in waiting.values() for each in row
+        }
+        return {**rejected, **left}
+
+    def _try(
+        self,
+        chosen: Mapping[int, tuple[object, Candidate]],
+        done: Trials,
+        rejected: dict[str, str],
+    ) -> None:
+        rules = [
+            rule
+            for row, (_, candidate) in sorted(chosen.items())
+            for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
+        ]
+        try:
+            found = self._found(tuple(rules), chosen)
+        except Exception as error:  # a transform refuses its region, or the model's own code does
+            if len(chosen) == 1:
+                ((_, candidate),) = chosen.values()
+                reason = (str(error).splitlines() or [""])[0]
+                kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
+                rejected[str(candidate)] = f"{kind}{reason}"
+                return
+            rows = sorted(chosen)
+            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                self._try({row: chosen[row] for row in half}, done, rejected)
+            return
+        for row, key in chosen.items():
+            done[key] = Trial(row, found, frozenset(chosen))
+
+    def _found(self, rules: Rules, tried: Iterable[int]) -> Attribution:
+        """The step with these rules; without most blocks where only what is outside of them tries something."""
+        outside = len(self.parts)
+        away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
+        if away:
+            with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
+                if away not in self._tells:
+                    self._tells[away] = False
+                    self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
+                if self._tells[away]:
+                    return self.simulate(rules, away).attribution(self.paths)
+        return self.simulate(rules, frozenset()).attribution(self.paths)
+
+    def _is_alike(self, found: Attribution, part: int) -> bool:
+        """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""
+        base, columns = self.base, {station: at for at, station in enumerate(self.base.stations)}
+        # Trials do not update, and have no states.
+        held = [base.held_bytes[part, columns[station]] - base.states_bytes[part] for station in found.stations]
+        forward_backward = slice(0, 2)
+        return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
+            found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
+        )
+
+
+def _apart(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates with those that move something between others, so that none waits for the copies of another."""
+    still = [each for each in candidates if not each.techniques & MOVES]
+    moving = [each for each in candidates if each.techniques & MOVES]
+    pairs = itertools.zip_longest(still, moving)
+    return [each for pair in pairs for each in pair if each is not None]
+
+
+def _spread(rows: list[int], wanted: int) -> list[int]:
+    """At most `wanted` of the rows, as far from each other and from the ends as can be."""
+    if wanted >= len(rows):
+        return rows
+    return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]

@@ -1,0 +1,106 @@
+"""The caller's tensors during a simulation: the same objects, with contents that a simulation may do anything to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memscale.core import ConfigError
+from memscale.simulation.hollow import HollowStorages
+
+
+@contextmanager
+def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Give each tensor back the storage and the shape that it had: a step may assign ``.data``, or resize it.
+
+    Yields the tensors, each with an alias of its contents.
+    """
+    before = [(tensor, tensor.detach()) for tensor in tensors]
+    try:
+        yield before
+    finally:
+        for tensor, alias in before:
+            if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.dtype != alias.dtype:
+                tensor.data = alias
+
+
+@contextmanager
+def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
+    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
+    # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
+    distributed = dist.is_available() and dist.is_initialized()
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    storages: dict[int, torch.UntypedStorage] = {}
+    try:
+        real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
+        given = {id(tensor) for tensor in inputs}
+        for tensor in tensors:
+            if tensor.is_meta and real and id(tensor) not in given:
+                continue  # beside real parameters, a model on meta is a skeleton of the caller's
+            if tensor.device.type == "cpu":
+                if distributed and tensor.requires_grad and tensor.is_leaf:
+                    _exchange(tensor, tensor.detach(), swapped)
+                continue
+            if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+                raise ConfigError(
+                    f"a {type(tensor).__name__} on {tensor.device} cannot be simulated; move the model to the CPU first"
+                )
+            own = tensor.untyped_storage()
+            if own._cdata not in storages:
+                storages[own._cdata] = hollow.storage(own.nbytes())
+            stand_in = hollow.like(tensor, storages[own._cdata])
+            if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
+                stand_in = tensor.detach().cpu()  # its values may decide what the model does
+            _exchange(tensor, stand_in, swapped)
+        yield
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+@contextmanager
+def wrapped_on_cpu(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Let wrappers say that they are where what they wrap is now."""
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for tensor in tensors:
+            if is_traceable_wrapper_subclass(tensor) and tensor.device.type != "cpu":
+                inner, (_, context) = wrapped(tensor), tensor.__tensor_flatten__()
+                if all(part.device.type == "cpu" for part in with_storages([tensor])):
+                    stand_in = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+                    _exchange(tensor, stand_in.detach(), swapped)
+        yield
+    finally:
+        for tensor, stand_in in swapped:
+            torch._C._swap_tensor_impl(tensor, stand_in)
+
+
+def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give `tensor` the contents of `stand_in`, and of its hooks on gradients those that are Python's."""
+    stand_in.requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, stand_in)
+    swapped.append((tensor, stand_in))
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name):
+            setattr(tensor, name, hooks)
+
+
+def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            found += with_storages([part for part in wrapped(tensor).values() if isinstance(part, torch.Tensor)])
+        else:
+            found.append(tensor)
+    return found
+
+
+def wrapped(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a wrapper subclass is made of: tensors, and a DTensor's mesh."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
