@@ -36,9 +36,14 @@ FLOORS = (
 # The command line and the benchmarks are users of the package like any other.
 USERS = ("memscale.cli", "memscale.benchmarks")
 
-# The one step up that stays: a profile that is asked to print or to draw itself loads the reports, when it is asked.
-# It is no part of a circle at run time, since nothing above the simulation has to be loaded to load the simulation.
-LOADED_WHEN_ASKED = {("memscale.simulation.results", "memscale.reports")}
+# The steps up that stay: a profile that is asked to print or to draw itself loads the reports, when it is asked, and
+# what is asked to be recorded loads the history. They are no part of a circle at run time, since nothing above the
+# simulation has to be loaded to load the simulation.
+LOADED_WHEN_ASKED = {
+    ("memscale.simulation.results", "memscale.reports"),
+    ("memscale.simulation.profiler", "memscale.history"),
+    ("memscale.planning.entry", "memscale.history"),
+}
 
 
 def floor(module):

@@ -86,16 +86,18 @@ memscale.algebra: Former OfModule OwnForward Placing Plan PlanLike Transform Tra
     find_regions functional identity install is_transformed placing_in transform uninstall
 memscale.benchmarks:
 memscale.cli:
-memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document Loss MemscaleError Misfit
-    PlanError PolicyFallbackNeeded RuntimeUnavailable TIERS TransformError Value assembled_in available_host_bytes
-    batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_loss check_tier compute_capability
-    described device_type factory filesystem_of folder_on_disk format_bytes format_flops format_seconds found_once
-    from_data integer internals is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty
-    scalar_loss shown simulated_device_type simulating simulation spellings tensors unflatten validate version versions
+memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError
+    Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value assembled_in
+    available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_loss
+    check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes format_flops
+    format_seconds found_once from_data history_path integer internals is_in_memory is_of_modules matches misfit
+    modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type simulating simulation spellings
+    tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
-memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate host_seconds
-    issue_seconds knows_copies seconds work_of
-memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of record to_csv to_json_lines
+memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate
+    host_seconds issue_seconds knows_copies seconds work_of
+memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
+    to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
@@ -105,10 +107,11 @@ memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_s
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes
-memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered Rewind
-    Scope Snapshot Streams accelerators arguments as_it_was code_names counted_states functorch_state hidden_changes
-    holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing refused rewinding
-    stand_for storages uncompiled unrecorded untouched wait_for_recomputes without_dynamo without_levels_above write
+memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered
+    Rewind Scope Snapshot Streams accelerators arguments as_it_was code_names counted_states functorch_state
+    hidden_changes holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing
+    refused rewinding stand_for storages uncompiled unrecorded untouched wait_for_recomputes without_dynamo
+    without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
     plot_timelines profile_text write_frontier write_held write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats

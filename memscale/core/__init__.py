@@ -21,6 +21,7 @@ from memscale.core.misuse import by_name, shown
 from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
+from memscale.core.recording import HISTORY, Record, history_path
 from memscale.core.simulating import compute_capability, device_type, simulated_device_type, simulating, simulation
 from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
@@ -29,6 +30,7 @@ from memscale.core.values import Value, factory, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
 
 __all__ = [
+    "HISTORY",
     "TIERS",
     "Assembled",
     "BudgetError",
@@ -42,6 +44,7 @@ __all__ = [
     "Misfit",
     "PlanError",
     "PolicyFallbackNeeded",
+    "Record",
     "RuntimeUnavailable",
     "TransformError",
     "Value",
@@ -67,6 +70,7 @@ __all__ = [
     "format_seconds",
     "found_once",
     "from_data",
+    "history_path",
     "integer",
     "internals",
     "is_in_memory",

@@ -4,7 +4,7 @@ from memscale.history.baseline import Baseline
 from memscale.history.comparison import Comparison
 from memscale.history.database import History
 from memscale.history.export import TEXTS, TRACKERS, to_csv, to_json_lines
-from memscale.history.recording import record
+from memscale.history.recording import keep, keep_measured, record
 from memscale.history.run import Run, commit_of
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "History",
     "Run",
     "commit_of",
+    "keep",
+    "keep_measured",
     "record",
     "to_csv",
     "to_json_lines",

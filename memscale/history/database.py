@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memscale.core import ConfigError, filesystem_of
+from memscale.core import HISTORY, ConfigError, filesystem_of
 from memscale.history.run import Run
-
-VARIABLE = "MEMSCALE_HISTORY"
 
 _SCHEMA = 1
 _TABLE = """
@@ -29,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class History:
-    """The runs of a file. Nothing is changed that was added; a process that dies leaves every run that was added.
+    """The runs of a file. A process that dies leaves every run that was added.
 
     >>> import tempfile, torch, memscale as ms
     >>> from memscale.history import History, Run
@@ -48,9 +46,9 @@ class History:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        chosen = os.environ.get(VARIABLE) if path is None else os.fspath(path)
+        chosen = os.environ.get(HISTORY) if path is None else os.fspath(path)
         if not chosen:
-            raise ConfigError(f"there is no history: pass the path of a file, or set ${VARIABLE} to one")
+            raise ConfigError(f"there is no history: pass the path of a file, or set ${HISTORY} to one")
         self.path = Path(chosen)
         filesystem = filesystem_of(str(self.path.resolve().parent))
         if filesystem in _ELSEWHERE:
@@ -78,14 +76,14 @@ class History:
         self._connection.close()
 
     def add(self, run: Run) -> None:
-        """Keep a run; it is on disk when this returns.
+        """Keep a run, in the place of the one with its id; it is on disk when this returns.
 
         Raises:
             ConfigError: the file cannot be written, or another process is writing for seconds.
         """
         row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
         with self._told(), self._writing():
-            self._connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?)", row)
+            self._connection.execute("INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?)", row)
 
     def runs(
         self,

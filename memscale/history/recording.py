@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError
-from memscale.history.database import VARIABLE, History
+from memscale.core import HISTORY, MemscaleError, tensors
+from memscale.history.database import History
 from memscale.history.run import Run
+from memscale.observability import rank
 from memscale.simulation import Profile
+
+_MOST_SHAPES = 4  # in a name
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +46,49 @@ def record(
     Raises:
         ConfigError, PlanError: as `Run.of`, which is about the call.
     """
-    if path is None and not os.environ.get(VARIABLE):
+    if path is None and not os.environ.get(HISTORY):
         return None
-    run = Run.of(profile, name, plan=plan, measured=measured)
+    return _added(Run.of(profile, name, plan=plan, measured=measured), path)
+
+
+def keep(
+    profile: Profile,
+    path: str,
+    model: object,
+    batch: Any,
+    *,
+    plan: Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: object,
+) -> Run | None:
+    """`record` for a verb with ``record=...``: the run has a name of what the verb was given, and nothing is raised.
+
+    `options` are what else decides the step; those that are None, or 1, are the usual and go without saying.
+    """
+    if rank():  # the first process speaks for all
+        return None
+    shapes = ["x".join(map(str, tensor.shape)) for tensor in tensors(batch)[:_MOST_SHAPES]]
+    kind = getattr(model, "__qualname__", type(model).__qualname__)
+    told = [f"{name}={value}" for name, value in options.items() if value not in (None, 1)]
+    words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *told]
+    try:
+        run = Run.of(profile, " ".join(words), plan=plan)
+    except Exception as error:  # a plan with a policy of the caller's own has no JSON form, or fails to make one
+        _log.warning("this run is not recorded: %s", error)
+        return None
+    return _added(run, path)
+
+
+def keep_measured(run: Run, path: str, measured: Mapping[str, float]) -> Run | None:
+    """Add what was measured to a run that was recorded."""
+    return _added(dataclasses.replace(run, measured={**run.measured, **measured}), path)
+
+
+def _added(run: Run, path: str | os.PathLike[str] | None) -> Run | None:
     try:
         with History(path) as history:
             history.add(run)
-    except (ConfigError, OSError) as error:
+    except (MemscaleError, OSError) as error:
         _log.warning("this run is not recorded: %s", error)
         return None
     return run

@@ -8,7 +8,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike
 from memscale.config import Config
-from memscale.core import RuntimeUnavailable
+from memscale.core import Record, RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
 
 try:
@@ -104,7 +104,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         return repr(self.wrapping)
 
 
-def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any) -> None:
+def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any, record: Record) -> None:
     """What `wrap` does with a Trainer: its model is wrapped now, and whichever it trains later.
 
     Raises:
@@ -113,6 +113,7 @@ def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any) -> 
     _check(trainer.args)
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
+    callback.wrapping = Wrapping(config, None, sample_input, record)
     if isinstance(trainer.model, nn.Module):
         callback.wrapping.wrap(trainer.model)
     # Before those that report, which read the logs in this order.

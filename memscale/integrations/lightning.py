@@ -9,7 +9,7 @@ from torch import nn
 
 from memscale.algebra import PlanLike
 from memscale.config import Config
-from memscale.core import RuntimeUnavailable
+from memscale.core import Record, RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
 
 try:
@@ -107,10 +107,12 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         return repr(self.wrapping)
 
 
-def wrap_trainer(trainer: lightning.Trainer, config: Config | None, sample_input: Any) -> None:
+def wrap_trainer(trainer: lightning.Trainer, config: Config | None, sample_input: Any, record: Record) -> None:
     """What `wrap` does with a Trainer of Lightning: it gets the callback."""
     unwrap_trainer(trainer)
-    trainer.callbacks.append(MemScaleCallback(config, sample_input=sample_input))
+    callback = MemScaleCallback(config, sample_input=sample_input)
+    callback.wrapping = Wrapping(config, None, sample_input, record)
+    trainer.callbacks.append(callback)
 
 
 def unwrap_trainer(trainer: lightning.Trainer) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
-from memscale.core import ConfigError
+from memscale.core import ConfigError, Record
 from memscale.legacy import Executor, attached, wrapped
 
 
@@ -18,6 +18,7 @@ class Wrapping:
     Args:
         config, sample_input: as in `wrap`.
         plan: to train under, instead of one that is planned.
+        record: as in `wrap`.
 
     Attributes:
         executor: of the model that is wrapped; None while none is.
@@ -27,13 +28,14 @@ class Wrapping:
         PlanError: `plan` is none.
     """
 
-    def __init__(self, config: Config | None, plan: PlanLike | None, sample_input: Any) -> None:
+    def __init__(self, config: Config | None, plan: PlanLike | None, sample_input: Any, record: Record = None) -> None:
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"MemScaleCallback(config={config!r}) must be a memscale.Config or None")
         self._given = {name: value for name, value in (("config", config), ("plan", plan)) if value is not None}
         self._config = config
         self._plan = None if plan is None else as_plan(plan)
         self._sample_input = sample_input
+        self._record = record
         self.executor: Executor | None = None
         self.former_plan: str | None = None  # JSON: of the run that is resumed
 
@@ -41,7 +43,9 @@ class Wrapping:
         """Wrap `model`, unless that is done."""
         if self.executor is None or attached(model) is not self.executor:
             self.end()
-            self.executor = wrapped(model, self._config, sample_input=self._sample_input, plan=self._plan)
+            self.executor = wrapped(
+                model, self._config, sample_input=self._sample_input, plan=self._plan, record=self._record
+            )
 
     def after_step(self) -> None:
         """Say once if a run that is resumed had another plan: by now the first call has planned."""

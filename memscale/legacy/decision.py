@@ -12,6 +12,7 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import BudgetError, batches, tensors
 from memscale.hardware import Hardware, knows_copies
+from memscale.history import Run
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import can_move
@@ -29,6 +30,7 @@ class Verdict:
         step_bytes: what that step takes or, without a profile, what stays on the device from step to step.
         skipped: why the plan is empty; None if it is not.
         for_all: whether it holds for every batch.
+        run: of the history, where this is recorded.
     """
 
     plan: Plan
@@ -36,6 +38,7 @@ class Verdict:
     step_bytes: int
     skipped: str | None
     for_all: bool = False
+    run: Run | None = None
 
 
 def decide(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointin
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import runtime_of_plan
 from memscale.legacy.reality import Reality
+from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
 from memscale.observability import Metrics, Server, memory_keys, serve
@@ -59,6 +61,7 @@ class Executor:
         runtime: with which the caller asks to offload; None if that is for plans to decide.
         optimizer: that trains the model; None where it is not known.
         batch: what `verdict` was made for; None for none.
+        recording: where its steps are kept; None for nowhere.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Executor:
         runtime: Runtime | None,
         optimizer: torch.optim.Optimizer | None,
         batch: Any,
+        recording: Recording | None = None,
     ) -> None:
         # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
         self._model = weakref.ref(model)
@@ -78,6 +82,7 @@ class Executor:
         self.config = config
         self.hardware = hardware
         self._asked = runtime
+        self._recording = recording
         self.runtime: Runtime | None = None
         self._caching: list[Any] = []
         self._seen: dict[str, Seen] = {}  # the regions, by their paths
@@ -324,6 +329,8 @@ class Executor:
                 given = None if batch is None else with_shapes(batch, wanted)
                 verdict = decide(model, given, optimizer, self.config, self.hardware, moving=self._asked is not None)
                 if verdict.profile is not None:
+                    if self._recording is not None:
+                        verdict = self._recording.planned(verdict, model, given, optimizer, self.hardware)
                     return verdict, wanted
                 self._refused.append(wanted)
             return verdict, shapes
@@ -343,7 +350,10 @@ class Executor:
     def _show(self, verdict: Verdict) -> None:
         self.plan, self.profile = verdict.plan, verdict.profile
         self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
-        self._reality = Reality.of(verdict.plan, verdict.profile, self.config)
+        keep = None
+        if self._recording is not None and verdict.run is not None:
+            keep = partial(self._recording.measured, verdict.run)
+        self._reality = Reality.of(verdict.plan, verdict.profile, self.config, keep)
         if self._reality is not None:
             self._reality.begin(self.model)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -23,25 +24,32 @@ class Reality:
     """Compares once, after the first step that begins with optimizer states.
 
     Args:
-        predicted: bytes by what they are for.
+        predicted: bytes by what they are for; empty where that is not to be told.
         config: says whether and where to log.
+        keep: gets what was found, by the names of a run's measurements; None where nothing is recorded.
     """
 
-    def __init__(self, predicted: dict[str, int], config: Config) -> None:
+    def __init__(
+        self, predicted: dict[str, int], config: Config, keep: Callable[[dict[str, float]], None] | None
+    ) -> None:
         self.predicted = predicted
         self.config = config
+        self.keep = keep
         self._steps = 0
         self._former_peak_bytes = 0
+        self._began = 0.0
 
     @classmethod
-    def of(cls, plan: Plan, profile: Profile | None, config: Config) -> Reality | None:
-        """For a plan with evidence; None where nothing was predicted or nobody wants to know."""
+    def of(
+        cls, plan: Plan, profile: Profile | None, config: Config, keep: Callable[[dict[str, float]], None] | None
+    ) -> Reality | None:
+        """For a plan with evidence, or what is recorded; None where nobody wants to know."""
         if not isinstance(plan, ProvenPlan) or profile is None or not config.enable_logging:
-            return None
+            return None if keep is None else cls({}, config, keep)
         live = profile.timeline.live_bytes
         names = ("parameter", "buffer", "gradient", "optimizer state")
         predicted = {name: int(live[name].max()) for name in names if name in live}
-        return cls({**predicted, "peak": plan.evidence.planned.peak_bytes}, config)
+        return cls({**predicted, "peak": plan.evidence.planned.peak_bytes}, config, keep)
 
     def begin(self, model: nn.Module) -> None:
         """Note what was reached before the first step under the plan."""
@@ -51,13 +59,30 @@ class Reality:
         """Compare after a step of `optimizer`; whether that is done."""
         self._steps += 1
         if self._steps < 2:
+            self._began = self._now(model)
             return False
+        seconds = self._now(model) - self._began
         found = _resident(model, optimizer)
         peak = _peak_bytes(model)
         if peak > self._former_peak_bytes:  # else it was reached by something earlier, and says nothing of this step
             found["peak"] = peak
-        self._report(found)
+        if self.predicted:
+            self._report(found)
+        if self.keep is not None:
+            self.keep(
+                {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in found.items()}
+                | {"step_seconds": seconds}
+            )
         return True
+
+    def _now(self, model: nn.Module) -> float:
+        """The clock once the device is done with the step: waited for where that is recorded only."""
+        if self.keep is None:
+            return 0.0
+        first = next(model.parameters(), None)
+        if first is not None and device_type(first) == "cuda":
+            torch.cuda.synchronize(first.device)
+        return time.perf_counter()
 
     def _report(self, found: dict[str, int]) -> None:
         rows = [(name, self.predicted[name], nbytes) for name, nbytes in found.items() if name in self.predicted]

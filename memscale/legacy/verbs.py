@@ -16,12 +16,13 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import ConfigError, RuntimeUnavailable, TransformError, batches
+from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, history_path
 from memscale.inspection import check_same_numbers
 from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
+from memscale.legacy.recording import Recording
 from memscale.observability import check_can_serve
 from memscale.runtime import AsyncOffloadConfig
 
@@ -100,6 +101,8 @@ def wrap(
     sample_input: Any = None,
     async_offload: bool | None = None,
     async_config: AsyncOffloadConfig | None = None,
+    *,
+    record: Record = None,
 ) -> _Target:
     """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
 
@@ -123,6 +126,8 @@ def wrap(
             either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
             offloading eligible.
         async_config: overrides ``config.async_config``: the sizes of the engine that offloads.
+        record: keep each step that is planned in the history, and what it is then seen to take; as in
+            `memscale.profile`.
 
     Returns:
         ``target`` itself; the `Executor` is its model's ``_memscale_executor``.
@@ -150,9 +155,9 @@ def wrap(
     if integration is not None:
         if sample_input is not None:
             batches.check_batch(sample_input)
-        integration.wrap_trainer(target, _config_in_force(config, async_offload, async_config), sample_input)
+        integration.wrap_trainer(target, _config_in_force(config, async_offload, async_config), sample_input, record)
     else:
-        _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config)
+        _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config, record=record)
     return target
 
 
@@ -163,6 +168,8 @@ def optimize(
     optimizer: torch.optim.Optimizer | None = None,
     config: Config | None = None,
     sample_input: Any = None,
+    *,
+    record: Record = None,
 ) -> Iterator[Executor]:
     """Wrap ``model`` for the length of a ``with`` block; it is detached at the end, also after an exception.
 
@@ -170,7 +177,7 @@ def optimize(
         model: as `wrap`'s ``target``.
         optimizer: the one that trains ``model``; the step is profiled with it.
         config: as in `wrap`.
-        sample_input: as in `wrap`.
+        sample_input, record: as in `wrap`.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``; and all that `wrap` raises.
@@ -184,7 +191,7 @@ def optimize(
             f"optimize(optimizer=...) must be a torch.optim.Optimizer or None, "
             f"got {type(optimizer).__name__}; pass the optimizer itself"
         )
-    executor = _wrapped(_module_of(model, "optimize"), config, sample_input, optimizer, None, None)
+    executor = _wrapped(_module_of(model, "optimize"), config, sample_input, optimizer, None, None, record=record)
     try:
         yield executor
     finally:
@@ -213,9 +220,11 @@ def detach(model: Any) -> None:
         executor.detach()
 
 
-def wrapped(model: nn.Module, config: Config | None, *, sample_input: Any, plan: Plan | None) -> Executor:
+def wrapped(
+    model: nn.Module, config: Config | None, *, sample_input: Any, plan: Plan | None, record: Record = None
+) -> Executor:
     """What `wrap` does with a module, under `plan` if there is one."""
-    return _wrapped(model, config, sample_input, None, None, None, plan)
+    return _wrapped(model, config, sample_input, None, None, None, plan, record)
 
 
 def attached(model: nn.Module) -> Executor | None:
@@ -233,7 +242,9 @@ def _wrapped(
     async_offload: bool | None,
     async_config: AsyncOffloadConfig | None,
     plan: Plan | None = None,
+    record: Record = None,
 ) -> Executor:
+    history = history_path(record)
     config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:
         batches.check_call(model, sample_input)
@@ -254,11 +265,14 @@ def _wrapped(
         previous.detach()
     hardware = hardware_of(model)
     say(config, f"hardware: {hardware}")
+    recording = None if history is None else Recording(history, config)
     if plan is None:
         verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
+        if recording is not None:
+            verdict = recording.planned(verdict, model, sample_input, optimizer, hardware)
     else:
         verdict = Verdict(plan, None, resident_bytes(model, optimizer), None, for_all=True)
-    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input)
+    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input, recording)
     try:
         executor.attach()
         if config.verify_correctness and verdict.skipped is None:

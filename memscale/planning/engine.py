@@ -178,16 +178,17 @@ class DecisionEngine:
             "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)}",
         }
 
+    def profile_of(self, plan: Plan) -> Profile:
+        """The profile of its step under a plan."""
+        profiler = self._profiler(plan, self.model, self.optimizer)
+        return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
+
     def proofs(self) -> Proofs:
         """The proofs of plans for its step, as it is now."""
 
         def simulate(plan: Plan) -> Profile:
             self._say("a plan of before")
-            return (
-                self._profiler(plan, self.model, self.optimizer)
-                .simulated(self.batch, accumulate=self.accumulate)
-                .profile()
-            )
+            return self.profile_of(plan)
 
         allowed = self._techniques(self._link, self.config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.config import Config
-from memscale.core import Loss
+from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
 from memscale.planning.curve import Frontier
 from memscale.planning.engine import POINTS, Budget, DecisionEngine, Progress
@@ -28,6 +28,7 @@ def plan(
     accumulate: int = 1,
     stepping: Collection[str] = (),
     progress: Progress | None = None,
+    record: Record = None,
 ) -> ProvenPlan:
     """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
 
@@ -58,11 +59,13 @@ def plan(
             ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
             third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
         progress: called before each simulation with what it is about, how many are done, and None.
+        record: keep the step with the plan in the history, as in `memscale.profile`; it is simulated once more for it.
 
     Raises:
         BudgetError: no composition fits; the error has the smallest peak that can be reached, and its plan.
         ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
     """
+    path = history_path(record)
     engine = DecisionEngine(
         model,
         batch,
@@ -74,7 +77,13 @@ def plan(
         stepping=stepping,
         progress=progress,
     )
-    return engine.plan(budget)
+    found = engine.plan(budget)
+    if path is not None:
+        from memscale import history  # which stands above, and is loaded when something is recorded
+
+        with_it = engine.profile_of(found)
+        history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, accumulate=accumulate)
+    return found
 
 
 def frontier(

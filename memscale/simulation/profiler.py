@@ -14,7 +14,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, transform
 from memscale.config import Config
-from memscale.core import ConfigError, Loss, MemscaleError, batches, check_loss
+from memscale.core import ConfigError, Loss, MemscaleError, Record, batches, check_loss, history_path
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
@@ -46,6 +46,7 @@ def profile(
     probe: bool = False,
     parallel: Parallel | None = None,
     world: int | None = None,
+    record: Record = None,
 ) -> Profile:
     """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
 
@@ -82,15 +83,25 @@ def profile(
             the root sharded, as `fully_shard` does by default) or ``"ddp"``; the batch is this process's. None for a
             model that is trained as it is, distributed already or not.
         world: how many processes, with `parallel`.
+        record: keep the profile in the history. None does where ``$MEMSCALE_HISTORY`` names its file, False does not,
+            True asks for the variable, and a path is another file. A history that cannot be written is logged.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
         RuntimeUnavailable: the step can be neither simulated nor run here.
     """
+    path = history_path(record)
     profiler = MemoryProfiler(
         model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe, parallel=parallel, world=world
     )
-    return profiler.profile(batch, accumulate=accumulate)
+    found = profiler.profile(batch, accumulate=accumulate)
+    if path is not None:
+        from memscale import history  # the other import that points up: loaded when something is recorded
+
+        applied = None if plan is None else as_plan(plan)
+        options = {"accumulate": accumulate, "parallel": parallel, "world": world}
+        history.keep(found, path, model, batch, plan=applied, optimizer=optimizer, **options)
+    return found
 
 
 class MemoryProfiler:
