@@ -4,7 +4,8 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 
 1. `entry`, `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
    end what was decided and why.
-2. `parts` (over `blocks`): takes the model apart by its structure and by what each module keeps for backward.
+2. `parts` (over `blocks` and `heads`): takes the model apart by its structure and by what each module keeps for
+   backward.
 3. `candidates`: what may be done to each part.
 4. `trials`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
 5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program.

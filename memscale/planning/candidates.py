@@ -12,6 +12,7 @@ from torch import nn
 from memscale import policies
 from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
+from memscale.planning.heads import loss_head
 from memscale.planning.parts import Part
 from memscale.simulation import SimulatedStep
 from memscale.transforms import cast, checkpoint, offload, tile
@@ -135,11 +136,14 @@ class Menu:
 
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
         """The candidates for what is outside of the parts: the loss head."""
-        head = loss_head(model, [part.path for part in parts]) if "tile" in self.techniques else None
-        found = [AS_IT_IS]
-        if head is not None:
-            found += [Candidate(((head, tile(chunks=chunks)),)) for chunks in _HEAD_CHUNKS]
-        return tuple(found)
+        head = loss_head(model, [part.path for part in parts]) if self.tiles else None
+        cut = [] if head is None else [Candidate(((head, tile(chunks=chunks)),)) for chunks in _HEAD_CHUNKS]
+        return (AS_IT_IS, *cut)
+
+    @property
+    def tiles(self) -> bool:
+        """Whether rows may be cut."""
+        return "tile" in self.techniques
 
     def _tile(self, chunks: int) -> Transform:
         # One row has nothing to cut, and its positions are rows to what works on each alone.
@@ -153,16 +157,6 @@ class Menu:
             for inside, each in candidate.rules
         ]
         return Candidate(tuple(rules))
-
-
-def loss_head(model: nn.Module, blocks: list[str]) -> str | None:
-    """The path of the linear layer outside of `blocks` with the most outputs, the last of several; None without one."""
-    heads = {
-        path: module.out_features
-        for path, module in model.named_modules()
-        if path and isinstance(module, nn.Linear) and not any(f"{path}.".startswith(f"{block}.") for block in blocks)
-    }
-    return max(reversed(heads), key=heads.__getitem__, default=None)
 
 
 def _technique(transform: Transform) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from memscale.core import matches
 from memscale.planning.blocks import could_be_block, repeated_blocks
 from memscale.planning.explanation import template
+from memscale.planning.heads import loss_head
 from memscale.simulation import SimulatedStep
 
 # A part of more than this share of what the step keeps is looked into, for its own parts decide better than it can.
@@ -40,11 +42,11 @@ class Part:
     alike: object
 
 
-def parts_of(model: nn.Module, step: SimulatedStep) -> tuple[Part, ...]:
+def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> tuple[Part, ...]:
     """The parts of `model`, none inside another, in the order in which the step comes to them.
 
     Repeated blocks are parts, at whatever depth. What is not repeated is taken apart until a part keeps a small share
-    of what backward waits for.
+    of what backward waits for; and where its rows may be cut (`tiles`), down to the loss head, which is outside.
     """
     modules = dict(model.named_modules())
     paths = list(modules)
@@ -60,13 +62,17 @@ def parts_of(model: nn.Module, step: SimulatedStep) -> tuple[Part, ...]:
             first[parent] = min(first.get(parent, math.inf), first.get(path, math.inf))
     patterns = repeated_blocks(model)
     blocks = {path for path in paths if any(matches(pattern, path) for pattern in patterns)}
-    around = {path[:at] for path in blocks for at, letter in enumerate(path) if letter == "."}
+    around = _above(blocks)
+    head = loss_head(model, blocks) if tiles and blocks else None
+    # What comes before a block is no loss head; what is around one can be recomputed as a whole, but cut it is cheaper.
+    late = head is not None and first.get(head, -1.0) >= max(first.get(path, math.inf) for path in blocks)
+    opened = _above([head]) if head is not None and late else frozenset[str]()
 
     def within(path: str) -> list[str]:
         """The parts at and below `path`."""
         if kept[path] <= _SMALL * kept[""]:
             return []
-        can_be = bool(path) and could_be_block(modules[path])
+        can_be = bool(path) and path not in opened and could_be_block(modules[path])
         if can_be and (path in blocks or (path not in around and kept[path] <= _LARGE * kept[""])):
             return [path]
         below = [each for child in _children(path, modules) for each in within(child)]
@@ -86,6 +92,11 @@ def parts_of(model: nn.Module, step: SimulatedStep) -> tuple[Part, ...]:
         children = tuple(child.removeprefix(f"{path}.") for child in _large(path, modules, kept))
         found_parts.append(Part(path, modules[path], children, (shape, family)))
     return tuple(found_parts)
+
+
+def _above(paths: Collection[str]) -> frozenset[str]:
+    """The paths of the modules around those at `paths`, but for the model."""
+    return frozenset(path[:at] for path in paths for at, letter in enumerate(path) if letter == ".")
 
 
 def _close(one: tuple[int, float], other: tuple[int, float]) -> bool:

@@ -13,7 +13,7 @@ from memscale.algebra import Plan, Transform, compose
 from memscale.core import batches, matches, pytrees
 from memscale.hardware import Hardware
 from memscale.planning.blocks import repeated_blocks
-from memscale.planning.candidates import loss_head
+from memscale.planning.heads import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
 
 _CHUNKS = 8

@@ -129,7 +129,7 @@ class Search:
         self._simulate = simulate
         operators = self.plain.last_operators
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
-        parts = parts_of(model, self.plain)
+        parts = parts_of(model, self.plain, tiles=menu.tiles)
         menus: list[tuple[Candidate, ...]] = []
         by_family: dict[object, tuple[Candidate, ...]] = {}
         for part in parts:

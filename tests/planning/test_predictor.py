@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.core.units import budget_bytes
-from memscale.planning.candidates import loss_head
+from memscale.planning.heads import loss_head
 from memscale.planning.largest import LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation
 from memscale.planning.remedies import optimizer_options, planned, shorthands, split, summary
