@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, integer
+from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
-from memscale.optimizers.transformed import OptimizerTransform, StepPart, TransformedOptimizer
+from memscale.optimizers.transformed import OptimizerTransform
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -21,7 +22,7 @@ class StepInBackward(OptimizerTransform):
 
     accumulate: int = 1
 
-    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
+    def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         return _InBackward(self, optimizer, inner)
 
@@ -76,7 +77,7 @@ def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
 class _InBackward(StepPart):
     in_backward: ClassVar[bool] = True
 
-    def __init__(self, how: StepInBackward, optimizer: TransformedOptimizer, inner: StepPart) -> None:
+    def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
         self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`

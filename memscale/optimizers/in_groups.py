@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from memscale.core import budget_bytes
-from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
+from memscale.optimizers.transformed import OptimizerTransform
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -20,7 +21,7 @@ class StepInGroups(OptimizerTransform):
 
     group_bytes: int
 
-    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
+    def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         return _InGroups(self, optimizer, inner)
 
@@ -58,7 +59,7 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
 
 
 class _InGroups(StepPart):
-    def __init__(self, how: StepInGroups, optimizer: TransformedOptimizer, inner: StepPart) -> None:
+    def __init__(self, how: StepInGroups, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
 

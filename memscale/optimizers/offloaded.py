@@ -12,7 +12,8 @@ from memscale.core import check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
 from memscale.optimizers.on_host import Below, StepOnHost
-from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 
 _LEAST_BYTES = 4096  # a page: what is smaller stays where it is, counts of steps above all
@@ -36,7 +37,7 @@ class OffloadStates(OptimizerTransform):
         """See `Transform.on`."""
         return self if runtime is None else _OffloadStatesOn(self.tier, runtime)
 
-    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
+    def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         runtime = self.own_runtime()
         below = Below(runtime, repr(OffloadStates(self.tier)))
@@ -112,7 +113,7 @@ class _Offloaded(StepPart):
 
     places_states: ClassVar[bool] = True
 
-    def __init__(self, optimizer: TransformedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
+    def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
         self._below, self._tier = below, tier
         self._placed: dict[int, dict[str, torch.Tensor]] = {}  # by the id of the parameter

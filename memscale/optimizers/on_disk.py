@@ -12,7 +12,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, device_type, simulating
 from memscale.optimizers.on_host import Below, laid_out
-from memscale.optimizers.transformed import Group, StepPart, TransformedOptimizer, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
@@ -59,7 +59,7 @@ class OnDisk(StepPart):
 
     def __init__(
         self,
-        optimizer: TransformedOptimizer,
+        optimizer: PartedOptimizer,
         inner: StepPart,
         *,
         runtime: Runtime | None,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
-from memscale.optimizers.transformed import Group, StepPart, TransformedOptimizer
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.parameters import MappedTensors
 
@@ -72,7 +72,7 @@ class StepOnHost(StepPart):
         below: memory for what comes over the link.
     """
 
-    def __init__(self, optimizer: TransformedOptimizer, inner: StepPart, below: Below) -> None:
+    def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
         super().__init__(optimizer, inner)
         self._below = below
 

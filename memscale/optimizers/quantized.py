@@ -12,8 +12,9 @@ import torch
 from memscale.core import ConfigError, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
 from memscale.optimizers.separability import Moment
-from memscale.optimizers.transformed import Group, OptimizerTransform, StepPart, TransformedOptimizer, copied
+from memscale.optimizers.transformed import OptimizerTransform
 
 _LEAST = 4096  # numbers: fewer save nothing worth the rounding
 # Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved.
@@ -31,7 +32,7 @@ class QuantizeStates(OptimizerTransform):
     bits: int = 8
     block: int = 256
 
-    def part(self, optimizer: TransformedOptimizer, inner: StepPart) -> StepPart:
+    def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         kernels()  # raises where they are not
         return _Quantized(self, optimizer, inner)
@@ -83,7 +84,7 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
 
 
 class _Quantized(StepPart):
-    def __init__(self, how: QuantizeStates, optimizer: TransformedOptimizer, inner: StepPart) -> None:
+    def __init__(self, how: QuantizeStates, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
         self._parameters: list[torch.Tensor] = []

@@ -1,0 +1,217 @@
+"""The parts of a transformed optimizer: each steps some of its parameters, through the part inside of it.
+
+All transforms of optimizers come down to one function, *advance*: the step of the class as it is, for some of the
+parameters. `step_in_backward` calls it for one parameter as soon as its gradient is complete, `step_in_groups` for a
+few at a time. Each is a `StepPart` around the parts inside of it; the innermost is the class's own step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.core import pytrees
+from memscale.optimizers.assigned import Assigned
+from memscale.optimizers.separability import Separability, own_step
+
+Group = dict[str, Any]
+
+_NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+
+
+class StepPart:
+    """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
+
+    writes_away: ClassVar[bool] = False
+    places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
+    in_backward: ClassVar[bool] = False
+
+    def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._inner = inner
+
+    @property
+    def optimizer(self) -> PartedOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it holds this part"
+        return optimizer
+
+    @property
+    def inner(self) -> StepPart:
+        assert self._inner is not None, "only the innermost has none"
+        return self._inner
+
+    @property
+    def places(self) -> bool:
+        """Whether this part or one inside of it places states by their parameter, which is to be the same each time."""
+        return self.places_states or (self._inner is not None and self._inner.places)
+
+    def advance(self, groups: list[Group]) -> None:
+        """Step the parameters in `groups`, whose options it may change as the step of the class does."""
+        self.inner.advance(groups)
+
+    def attend(self, parameters: list[torch.Tensor]) -> None:
+        """The optimizer's parameters are these from here on."""
+
+    def below(self) -> list[torch.Tensor]:
+        """The tensors that live on a tier below the device."""
+        return []
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """For the body, let the optimizer's `state` have all of it."""
+        yield
+
+    def before_step(self, closure: Any) -> None:
+        """`step` is called. Raises `TransformError` where it cannot be, before anything happens."""
+
+    def after_step(self) -> None:
+        """`step` is over."""
+
+    def report(self) -> list[str]:
+        """What it does to which parameters, in lines; none where that is the same for all."""
+        return []
+
+
+class OwnStep(StepPart):
+    """The step of the class, on a twin of the optimizer that has nothing but these groups: no hooks run twice."""
+
+    def advance(self, groups: list[Group]) -> None:
+        optimizer = self.optimizer
+        optimizer._part_states(groups)
+        twin: Any = object.__new__(optimizer._own_class)
+        twin.__dict__.update(optimizer.__dict__, param_groups=groups, **_NO_HOOKS)
+        with torch.no_grad():
+            own_step(optimizer._own_class)(twin)
+        # Not every optimizer changes its parameters in a way that autograd sees, and a graph may still need one.
+        torch.autograd.graph.increment_version(parameters_of(groups))
+
+
+class PartedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps by parts: which of them steps which parameter, and with which options."""
+
+    _own_class: ClassVar[type[torch.optim.Optimizer]]
+    _assigned: Assigned
+    _evidence: Separability
+    _origins: tuple[weakref.ref[torch.optim.Optimizer], ...]
+    _shared: set[int]  # parameters whose states the optimizers have too that this one was made of
+    parts: list[StepPart]  # of one transform after the other, innermost first
+    _tops: list[StepPart]  # the outermost of each
+    _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
+    _changes: dict[int, Group]  # and what the class's step made of them
+
+    def _attend(self) -> None:
+        own = self._assigned.split(parameters_of(self.param_groups))
+        for number, part in enumerate(self._tops):
+            within: StepPart | None = part
+            while within is not None:
+                within.attend(own.get(number, []))
+                within = within._inner
+
+    def _part_states(self, groups: list[Group]) -> None:
+        """Give parameters that are about to change states of their own, if anybody else may look at those they have.
+
+        Only now: whoever writes ``optimizer = transform(optimizer)`` has dropped the other by now, and pays for none.
+        """
+        if not self._shared:
+            return
+        others = any(origin() is not None for origin in self._origins)
+        for parameter in parameters_of(groups):
+            if id(parameter) in self._shared:
+                self._shared.discard(id(parameter))
+                if others:
+                    self.state[parameter] = copied(self.state[parameter])
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in reversed(self.parts):  # what an outer one brings an inner one may have to read
+                stack.enter_context(part.gathered())
+            yield
+
+    @property
+    def writes_away(self) -> bool:
+        """Whether a step changes states that are not in `state`, where nobody could put them back."""
+        return any(part.writes_away for part in self.parts)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters step before `step` is called."""
+        return any(part.in_backward for part in self.parts)
+
+    def below(self) -> list[torch.Tensor]:
+        """The states that live on a tier below the device."""
+        return [tensor for part in self.parts for tensor in part.below()]
+
+    def report(self) -> str:
+        """Which parameters are under which transforms, and what those have to say about them."""
+        own = self._assigned.split(parameters_of(self.param_groups))
+        under = [f"{self._assigned.hows[number]!r}: {len(some)} parameters" for number, some in own.items()]
+        return "\n".join([*under, *(line for part in self.parts for line in part.report())])
+
+    def let_go(self) -> None:
+        """Leave the parameters alone from here on: no hooks on them, nothing of theirs on a tier."""
+        for part in self.parts:
+            part.attend([])
+
+    def _advance(self, number: int, parameters: list[torch.Tensor]) -> None:
+        """Step these parameters of a group, with the options that the group has in this step."""
+        group = self.param_groups[number]
+        if number not in self._options:
+            self._options[number] = {key: copied(value) for key, value in options_of(group).items()}
+        options = self._options[number]
+        for which, some in self._assigned.split(parameters).items():
+            now = {**options, "params": some}
+            self._tops[which].advance([now])
+            changed = [key for key, value in now.items() if value is not options.get(key, some)]
+            if changed:
+                self._changes.setdefault(number, {}).update({key: now[key] for key in changed})
+
+    def _changed_options(self) -> str:
+        """Which options are not those any more that parameters were stepped with in this step; empty if none."""
+        return ", ".join(
+            f"{key!r} of group {number} was changed from {was!r} to {now!r}"
+            for number, options in self._options.items()
+            for key, now in options_of(self.param_groups[number]).items()
+            if not _same(now, was := options.get(key))
+        )
+
+    def _places(self) -> dict[int, tuple[int, str]]:
+        """By the id of a parameter, in their order: the number of its group, and what messages call it."""
+        return {
+            id(parameter): (
+                number,
+                f"parameter {(names or {position: f'{position} of group {number}'})[position]} {list(parameter.shape)}",
+            )
+            for number, group in enumerate(self.param_groups)
+            for names in [group.get("param_names")]
+            for position, parameter in enumerate(group["params"])
+        }
+
+
+def parameters_of(groups: list[Group]) -> list[torch.Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def options_of(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def copied(tree: Any, device: str | None = None) -> Any:
+    """`tree` with tensors of its own, on `device` if one is given."""
+    if not pytrees.tensors(tree):
+        return tree
+    leaves, spec = pytrees.flatten(tree)
+    return pytrees.unflatten(
+        spec, [leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )
