@@ -83,7 +83,7 @@ POLICIES = [
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
 memscale.algebra: Former OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
-    find_regions functional identity install is_transformed placing_in transform uninstall
+    find_regions functional identity install is_transformed placing_in rules_by_parameter transform uninstall
 memscale.benchmarks:
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError
@@ -102,8 +102,8 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
-memscale.optimizers: LossScale OptimizerTransform TransformedOptimizer offload_states quantize_states step_in_backward
-    step_in_groups transformed without_states
+memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain offload_states quantize_states
+    step_in_backward step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes

@@ -3,6 +3,7 @@
 from memscale.algebra.apply import PlanLike, find_regions, install, transform, uninstall
 from memscale.algebra.composition import Transform, chain, compose, identity
 from memscale.algebra.functions import functional
+from memscale.algebra.of_optimizers import rules_by_parameter
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import (
     Former,
@@ -34,6 +35,7 @@ __all__ = [
     "install",
     "is_transformed",
     "placing_in",
+    "rules_by_parameter",
     "transform",
     "uninstall",
 ]

@@ -30,6 +30,19 @@ def under_rules(
         )
     if not rules:
         return optimizer
+    found = rules_by_parameter(model, rules, optimizer, runtime)
+    applier: Any = chain(rules.rules[0].transform)[0]
+    return applier.by_rules(optimizer, found)  # type: ignore[no-any-return]
+
+
+def rules_by_parameter(
+    model: nn.Module, rules: Plan, optimizer: torch.optim.Optimizer | None, runtime: Runtime | None
+) -> list[tuple[str, torch.Tensor, list[Transform]]]:
+    """Each parameter of `model`, also those that a group brings later: a path, itself, its transforms, innermost first.
+
+    Raises:
+        PlanError, TransformError: as `under_rules`.
+    """
     if optimizer is None:
         raise PlanError(
             "; ".join(f"the rule {rule.pattern!r}: {rule.transform!r} is for an optimizer" for rule in rules)
@@ -54,11 +67,7 @@ def under_rules(
     if unmatched:
         known = sorted({at for key in own for path in paths[key] for at in _upwards(path) if at})
         raise PlanError("; ".join(_no_match(pattern, trains, known) for pattern, trains in unmatched))
-    applier: Any = chain(rules.rules[0].transform)[0]
-    # All parameters of the model, also those that a group brings later.
-    return applier.by_rules(  # type: ignore[no-any-return]
-        optimizer, [(paths[key][0], parameters[key], found.get(key, [])) for key in paths]
-    )
+    return [(paths[key][0], parameters[key], found.get(key, [])) for key in paths]
 
 
 def _check_known(model: nn.Module, optimizer: torch.optim.Optimizer, paths: dict[int, list[str]]) -> None:

@@ -16,6 +16,7 @@ from memscale.history import Run
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import can_move
+from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands, taken_bytes
 from memscale.simulation import MemoryProfiler, Profile
 
@@ -82,7 +83,9 @@ def _decide(
     engine, profile = None, None
     hopeless = _nothing_to_do(config, hardware, moving, bool(trained), rule)
     if trained and batch is not None:
-        engine, profile = _simulated(model, batch, optimizer or torch.optim.AdamW(trained), config, hardware, moving)
+        stepping = _stepping(optimizer, config)
+        trains = optimizer or torch.optim.AdamW(trained)
+        engine, profile = _simulated(model, batch, trains, config, hardware, moving, stepping)
     step_bytes = taken_bytes(profile) if profile is not None else resident_bytes(model, optimizer)
     if hopeless is not None:
         return Verdict(Plan(), profile, step_bytes, hopeless, for_all=True)
@@ -130,6 +133,7 @@ def _simulated(
     config: Config,
     hardware: Hardware,
     moving: bool,
+    stepping: tuple[str, ...],
 ) -> tuple[DecisionEngine | None, Profile | None]:
     """The engine that plans the step, and the step's profile; without an engine where it cannot be simulated."""
     if config.use_static_profiling:
@@ -141,6 +145,7 @@ def _simulated(
                 loss=any_loss,
                 config=_for_engine(model, config, hardware, moving),
                 hardware=hardware,
+                stepping=stepping,
                 streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
             )
         except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
@@ -153,6 +158,17 @@ def _simulated(
     except Exception as error:
         say(config, f"the step cannot be profiled: {_first_line(error)}")
         return None, None
+
+
+def _stepping(optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[str, ...]:
+    """What a plan may do to an optimizer that is known, beside what the config says, with no change to loop or bits.
+
+    Another device steps to other bits than an accelerator, so that states move where the caller has said so.
+    """
+    if optimizer is None:
+        return ()
+    moves = config.enable_offloading and ("enable_offloading" in config.given or config.async_offload)
+    return ("step_in_groups", "offload_states") if moves else ("step_in_groups",)
 
 
 def _for_engine(model: nn.Module, config: Config, hardware: Hardware, moving: bool) -> Config:
@@ -175,11 +191,14 @@ def _rule(model: nn.Module, config: Config, hardware: Hardware, moving: bool) ->
     }
     rules = shorthands(model, hardware)
     chosen = {name: rules[name] for name, wanted in named.items() if wanted and name in rules}
-    return planned(chosen)
+    found = planned(chosen)
+    if not config.use_8bit_optimizer:
+        return found
+    return Plan([*((rule.pattern, rule.transform) for rule in found), ("", quantize_states())])
 
 
 def _nothing_to_do(config: Config, hardware: Hardware, moving: bool, trains: bool, rule: Plan) -> str | None:
-    usable = config.eligible() - {"quantize_states"}
+    usable = config.eligible()
     if not moving and (hardware.device_type == "cpu" or not knows_copies(hardware)):
         usable -= {"offload"}  # the tier below a host is its disk, which is for those who ask for it
     if not usable:

@@ -19,6 +19,7 @@ from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import runtime_of_plan
+from memscale.legacy.optimizing import Optimizing
 from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
@@ -85,6 +86,7 @@ class Executor:
         self._recording = recording
         self.runtime: Runtime | None = None
         self._caching: list[Any] = []
+        self._optimizing = Optimizing(config)
         self._seen: dict[str, Seen] = {}  # the regions, by their paths
         self._looked = False  # whether a step has shown which of them run
         self._before: list[Former] = []
@@ -186,6 +188,7 @@ class Executor:
         if self.model.__dict__.get(ATTRIBUTE) is not self:
             return
         self.uninstall()
+        self._optimizing.release()
         if self._steps is not None:
             self._steps()
         if self._server is not None:
@@ -210,7 +213,7 @@ class Executor:
             keep_checkpointing_off(model, self.config)
         # First the root, which a region may be as well as watched.
         self._before = [] if self._watch is None else [Former(model)]
-        regions = install(model, self.plan, runtime=self.runtime)
+        regions = install(model, self.plan.of_functions(), runtime=self.runtime)
         made = {region.module: region for region in regions}
         for path, module in model.named_modules():
             if module in made:
@@ -220,6 +223,13 @@ class Executor:
             self._before[0].ours = attach(model, self._watch.over)
         self._before += regions
         self._count_steps()
+
+    def install_optimizer(self) -> None:
+        """Put the plan's rules for an optimizer on the one that trains the model, if it is known."""
+        self._optimizing.follow(self.plan, self.runtime)
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            self._optimizing.take(self.model, optimizer)
 
     def uninstall(self) -> None:
         """Take the plan's regions off, and leave what `attach` did."""
@@ -283,6 +293,8 @@ class Executor:
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return
         self._between_steps = True
+        if self._optimizer is None:  # the one that trains is known by its step
+            self._optimizing.take(model, optimizer)
         if self._metrics is not None:
             self._metrics.after_step()
         if not self._looked:
@@ -312,12 +324,13 @@ class Executor:
                 self._show(verdict)
         finally:
             self.install()
+            self.install_optimizer()
         self.report()
 
     def _planned(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> tuple[Verdict, Shapes]:
         """The verdict on a call, and the shapes that it is for."""
         batch = as_batch(model.forward, args, kwargs)
-        optimizer = None if self._optimizer is None else self._optimizer()
+        optimizer = None if self._optimizer is None else self._optimizing.without(self._optimizer())
         self.hardware = hardware_of(model)
         former = Former(model)
         model.__dict__["forward"] = Gate(model, model.__dict__.get("forward"), self._lock)
@@ -374,13 +387,14 @@ class Executor:
 
     def __getstate__(self) -> dict[str, Any]:
         # Of another model, or of this process, or long.
-        gone = dict.fromkeys(("_lock", "_optimizer", "_steps", "_metrics", "_server", "profile"))
+        gone = dict.fromkeys(("_lock", "_optimizer", "_optimizing", "_steps", "_metrics", "_server", "profile"))
         return {**self.__dict__, **gone, "_plans": [], "_seen": {}, "_model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._model = weakref.ref(state["_model"])
         self._lock = threading.RLock()
+        self._optimizing = Optimizing(self.config)
 
     @property
     def regions_that_ran(self) -> tuple[str, ...]:
@@ -396,7 +410,7 @@ class Executor:
             )
         ran = self.regions_that_ran
         # Of experts and of layers that are dropped at random, some rest in any one step.
-        idle = [rule.pattern for rule in self.plan if not any(rule.matches(path) for path in ran)]
+        idle = [rule.pattern for rule in self.plan.of_functions() if not any(rule.matches(path) for path in ran)]
         if not self._seen or not idle:
             return None
         return (
@@ -419,6 +433,7 @@ class Executor:
         lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
         if self._looked and (idle := self.idle_text()) is not None:
             lines.append(idle)
+        lines += self._optimizing.text()
         if self.runtime is not None:
             lines.append(_moved(self.runtime))
         return "\n".join(lines)

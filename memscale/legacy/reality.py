@@ -13,6 +13,7 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import device_type, format_bytes, tensors
 from memscale.legacy.log import say
+from memscale.optimizers import TransformedOptimizer
 from memscale.planning import ProvenPlan
 from memscale.simulation import Profile
 
@@ -104,12 +105,13 @@ def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     parameters = list(model.parameters())
     own = set(map(id, parameters))
     states = [dict(state) for parameter, state in optimizer.state.items() if id(parameter) in own]
+    below = {id(tensor) for tensor in optimizer.below()} if isinstance(optimizer, TransformedOptimizer) else set()
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {
         "parameter": _nbytes(parameters),
         "buffer": _nbytes(list(model.buffers())),
         **({"gradient": _nbytes(gradients)} if gradients else {}),  # an optimizer may have dropped them by now
-        "optimizer state": _nbytes(tensors(states)),
+        "optimizer state": _nbytes(tensor for tensor in tensors(states) if id(tensor) not in below),
     }
 
 

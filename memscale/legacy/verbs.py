@@ -22,6 +22,7 @@ from memscale.legacy.decision import Verdict, decide, hardware_of, resident_byte
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
+from memscale.legacy.optimizing import without_8_bits
 from memscale.legacy.recording import Recording
 from memscale.observability import check_can_serve
 from memscale.runtime import AsyncOffloadConfig
@@ -31,12 +32,6 @@ _Target = TypeVar("_Target")
 # What a caller can set and nothing looks at yet: (field of Config, what would be needed).
 _NOT_USED = {
     "auto_policy": "there are no policies to choose from yet",
-}
-
-# What a caller can ask for by name and `wrap` cannot do: (field of Config, what to do instead).
-_NOT_BUILT = {
-    "use_8bit_optimizer": "wrap leaves the optimizer alone; write quantize_states()(optimizer), or pass an 8-bit "
-    "optimizer of your own",
 }
 
 # The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands
@@ -112,10 +107,11 @@ def wrap(
     loss, or else a sum of the outputs. Without ``sample_input`` the first call of the training loop plans, for its
     own batch; and whenever a larger batch comes, the first call after an optimizer's step does so again. With
     ``config.force_optimize`` a model that fits, and any model whose step cannot be simulated and does not fit, gets
-    ``checkpoint()`` on its repeated blocks and what the config asks for by name. A Hugging Face model's
-    ``config.use_cache`` is off while wrapped, and its own activation checkpointing where the plan takes its place.
-    The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A model
-    that is already wrapped is detached first.
+    ``checkpoint()`` on its repeated blocks and what the config asks for by name. An optimizer is known by its first
+    step, and has its states in 8 bits from then on where the plan says so (``use_8bit_optimizer``). A Hugging Face
+    model's ``config.use_cache`` is off while wrapped, and its own activation checkpointing where the plan takes its
+    place. The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A
+    model that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``; or a Trainer of transformers (TRL's too) or of Lightning, whose model is wrapped
@@ -171,11 +167,14 @@ def optimize(
     *,
     record: Record = None,
 ) -> Iterator[Executor]:
-    """Wrap ``model`` for the length of a ``with`` block; it is detached at the end, also after an exception.
+    """Wrap ``model`` for the length of a ``with`` block, and ``optimizer`` with it; both are as before at its end.
+
+    Also after an exception. What a plan may do to the optimizer is in `docs/wrap.md`: it is done in place, and at the
+    end the optimizer has its own step and, as its own, the states that it has by then.
 
     Args:
         model: as `wrap`'s ``target``.
-        optimizer: the one that trains ``model``; the step is profiled with it.
+        optimizer: the one that trains ``model``; the step is planned with it. None: as in `wrap`.
         config: as in `wrap`.
         sample_input, record: as in `wrap`.
 
@@ -221,10 +220,16 @@ def detach(model: Any) -> None:
 
 
 def wrapped(
-    model: nn.Module, config: Config | None, *, sample_input: Any, plan: Plan | None, record: Record = None
+    model: nn.Module,
+    config: Config | None,
+    *,
+    sample_input: Any,
+    plan: Plan | None,
+    record: Record = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Executor:
-    """What `wrap` does with a module, under `plan` if there is one."""
-    return _wrapped(model, config, sample_input, None, None, None, plan, record)
+    """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
+    return _wrapped(model, config, sample_input, optimizer, None, None, plan, record)
 
 
 def attached(model: nn.Module) -> Executor | None:
@@ -265,6 +270,9 @@ def _wrapped(
         previous.detach()
     hardware = hardware_of(model)
     say(config, f"hardware: {hardware}")
+    if (missing := without_8_bits(config)) is not None:
+        LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
+        config = dataclasses.replace(config, use_8bit_optimizer=False)
     recording = None if history is None else Recording(history, config)
     if plan is None:
         verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
@@ -279,6 +287,7 @@ def _wrapped(
             check_same_numbers(model, executor.install, executor.uninstall, sample_input)
         else:
             executor.install()
+        executor.install_optimizer()
     except BaseException:
         executor.detach()
         raise
@@ -318,13 +327,6 @@ def _config_in_force(
         config = dataclasses.replace(config, async_offload=async_offload)
     if async_config is not None:
         config = dataclasses.replace(config, async_config=async_config)
-    refused = [
-        f"{field}=True: {reason}"
-        for field, reason in _NOT_BUILT.items()
-        if getattr(config, field) and field in config.given
-    ]
-    if refused:
-        raise RuntimeUnavailable("\n".join(refused))
     for field, reason in _NOT_USED.items():
         value = getattr(config, field)
         if value is not None and value is not False:  # a port may be 0

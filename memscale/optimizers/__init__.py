@@ -2,20 +2,24 @@
 
 from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
+from memscale.optimizers.in_place import InPlace
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.offloaded import offload_states
 from memscale.optimizers.quantized import quantize_states
 from memscale.optimizers.transformed import (
     OptimizerTransform,
     TransformedOptimizer,
+    as_plain,
     transformed,
     without_states,
 )
 
 __all__ = [
+    "InPlace",
     "LossScale",
     "OptimizerTransform",
     "TransformedOptimizer",
+    "as_plain",
     "offload_states",
     "quantize_states",
     "step_in_backward",

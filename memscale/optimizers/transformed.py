@@ -13,7 +13,7 @@ from memscale.algebra import Transform, chain
 from memscale.core import TransformError
 from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
-from memscale.optimizers.separability import Separability, check_separable
+from memscale.optimizers.separability import Separability, check_separable, own_step
 from memscale.optimizers.spent import SpentGradient
 
 
@@ -95,6 +95,8 @@ class TransformedOptimizer(PartedOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """One optimization step, to the numbers of the step that the class has."""
+        if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
+            return own_step(type(self))(self, closure)
         for part in self.parts:
             part.before_step(closure)
         loss = None
@@ -178,7 +180,7 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
         origins += optimizer._origins
     else:
         own_class, evidence = type(optimizer), check_separable(optimizer, how)
-    made = object.__new__(_class_for(own_class))
+    made = object.__new__(class_for(own_class))
     taken = {key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER}
     hooks = {key: OrderedDict(value) for key, value in _hooks_in(taken).items()}
     made.__dict__.update(taken, **hooks, defaults=dict(optimizer.defaults))
@@ -191,6 +193,16 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
     made._origins = origins
     made._shared = {id(parameter) for parameter in made.state}
     made._begin(assigned, evidence)
+    return made
+
+
+def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer`; of one that is under transforms, one of its own class over the same parameters, without states."""
+    if not isinstance(optimizer, TransformedOptimizer):
+        return optimizer
+    made = object.__new__(optimizer._own_class)
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER})
+    made.param_groups, made.state = optimizer.param_groups, defaultdict(dict)
     return made
 
 
@@ -208,7 +220,7 @@ def _revived(
     evidence: Separability,
     state: Any,
 ) -> Any:
-    made = object.__new__(_class_for(own_class))
+    made = object.__new__(class_for(own_class))
     made._origins, made._shared, made.parts, made._tops = (), set(), [], []
     made._assigned = Assigned(hows[0])
     made.__setstate__(state)
@@ -219,7 +231,7 @@ def _revived(
 _classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the class, which its subclass keeps
 
 
-def _class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimizer]:
+def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimizer]:
     """The class of `own_class`'s optimizers under transforms; it has the name, and `isinstance` holds."""
     if (known := _classes.get(id(own_class))) is not None:
         return known

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from memscale.config import Config
-from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable, TransformError
+from memscale.core.errors import ConfigError, CorrectnessError, TransformError
 from memscale.hardware.device import Hardware
 from memscale.legacy import verbs
 from memscale.legacy.executor import Executor
@@ -229,13 +229,6 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer or None, got int; pass the optimizer"):
         optimize(model, 3).__enter__()
     assert traces(model) == before
-
-
-def test_what_is_not_built_is_refused():
-    model = convnet()
-    with pytest.raises(RuntimeUnavailable, match=r"use_8bit_optimizer=True: .* pass an 8-bit optimizer"):
-        wrap(model, Config(use_8bit_optimizer=True))
-    assert not hasattr(model, "_memscale_executor")
 
 
 def test_what_the_mode_implies_is_not_refused():

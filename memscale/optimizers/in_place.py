@@ -1,0 +1,123 @@
+"""Transforms put on an optimizer itself, for a while: it stays the object that loops, schedulers and scalers have."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memscale.algebra import Transform
+from memscale.core import TransformError
+from memscale.optimizers.assigned import assigned_by_rules
+from memscale.optimizers.parts import PartedOptimizer, parameters_of
+from memscale.optimizers.separability import check_separable
+from memscale.optimizers.spent import SpentGradient
+from memscale.optimizers.transformed import TransformedOptimizer, class_for
+
+
+class InPlace:
+    """`optimizer` under a plan's rules, until `undo`: each parameter's path, itself, its transforms, innermost first.
+
+    Raises:
+        TransformError: its class cannot be stepped one parameter at a time, it is under transforms already, or its
+            ``step`` was replaced by something that calls the one of the class; or rules contradict each other.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rules: Sequence[tuple[str, torch.Tensor, Sequence[Transform]]]
+    ) -> None:
+        assigned = assigned_by_rules(rules)
+        name = type(optimizer).__name__
+        if isinstance(optimizer, TransformedOptimizer):
+            raise TransformError(f"this {name} is under {optimizer!r} already; pass the optimizer that it was made of")
+        evidence = check_separable(optimizer, assigned.shown(parameters_of(optimizer.param_groups)))
+        self._own_class, self._step = type(optimizer), optimizer.__dict__.get("step")
+        if self._step is not None and not hasattr(self._step, _TRACKED):
+            raise TransformError(
+                f"the step of this {name} was replaced by {getattr(self._step, '__qualname__', self._step)!r}, which "
+                "would call that of the class; apply the transform first"
+            )
+        self._optimizer = weakref.ref(optimizer)
+        self._is_over = False
+        self._calls = None if self._step is None else _tracked(optimizer)
+        made: Any = optimizer
+        made.__class__ = class_for(type(optimizer))
+        if self._calls is not None:
+            made.step = self._calls
+        made._origins, made._shared, made.parts = (), set(), []
+        try:
+            made._begin(assigned, evidence)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, None if it is gone."""
+        return self._optimizer()
+
+    def undo(self) -> None:
+        """Give the optimizer its own step back, with the states that it has by now; nothing the second time."""
+        optimizer: Any = self._optimizer()
+        if self._is_over or optimizer is None:
+            return
+        self._is_over = True
+        try:
+            below = {id(tensor) for tensor in optimizer.below()}
+            with optimizer._gathered():
+                states = {
+                    parameter: {
+                        key: _at_home(key, value, parameter, group, below)
+                        for key, value in optimizer.state[parameter].items()
+                    }
+                    for group in optimizer.param_groups
+                    for parameter in group["params"]
+                    if parameter in optimizer.state
+                }
+            optimizer.state.update(states)
+        finally:
+            optimizer.let_go()
+            for parameter in parameters_of(optimizer.param_groups):
+                if isinstance(parameter.grad, SpentGradient):
+                    parameter.grad = None
+            for key in PartedOptimizer.__annotations__:
+                optimizer.__dict__.pop(key, None)
+            optimizer.__class__ = self._own_class
+            self._put_back_step(optimizer)
+
+    def _put_back_step(self, optimizer: Any) -> None:
+        now = optimizer.__dict__.get("step")
+        if now is self._calls:
+            optimizer.__dict__.pop("step", None)
+            if self._step is not None:
+                optimizer.step = self._step
+        elif hasattr(now, _TRACKED):  # of a scheduler that was made meanwhile, and calls the step of the other class
+            optimizer.step = _tracked(optimizer)
+
+
+# What a scheduler of learning rates puts over an optimizer's step, to tell whether that is called before its own.
+_TRACKED = "_wrapped_by_lr_sched"
+
+
+def _tracked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The same, for the step of whichever class the optimizer has when it is called."""
+    this = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found: Any = this()
+        found._opt_called = True
+        return type(found).step(found, *args, **kwargs)
+
+    setattr(step, _TRACKED, True)
+    return step
+
+
+def _at_home(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any], below: set[int]) -> Any:
+    """A state where the optimizer itself has it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    moves = group.get("capturable") or group.get("fused") if key == "step" else value.dim() > 0
+    found = value.to(parameter.device) if moves else value
+    return found.clone() if found is value and id(value) in below else found
