@@ -94,8 +94,8 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type simulating simulation spellings
     tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
-memscale.hardware: DIRECTIONS Direction Hardware Seconds Work assumed_speeds copy_seconds cpu_name has_rate
-    host_seconds issue_seconds knows_copies seconds work_of
+memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware Seconds Span Work assumed_links assumed_speeds
+    collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies seconds span work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify

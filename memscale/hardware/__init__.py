@@ -10,16 +10,21 @@ from memscale.hardware.copies import (
     knows_copies,
 )
 from memscale.hardware.device import Hardware, cpu_name
+from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.roofline import Seconds, has_rate, seconds
 from memscale.hardware.work import Work, work_of
 
 __all__ = [
+    "COLLECTIVES",
     "DIRECTIONS",
     "Direction",
     "Hardware",
     "Seconds",
+    "Span",
     "Work",
+    "assumed_links",
     "assumed_speeds",
+    "collective_seconds",
     "copy_seconds",
     "cpu_name",
     "has_rate",
@@ -27,5 +32,6 @@ __all__ = [
     "issue_seconds",
     "knows_copies",
     "seconds",
+    "span",
     "work_of",
 ]

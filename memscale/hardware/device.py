@@ -23,6 +23,7 @@ from memscale.core import (
 )
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.cards import Card, by_device_name, by_name
+from memscale.hardware.interconnects import INTERCONNECTS, NETWORK_US
 from memscale.hardware.operator_rates import operator_rates
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
@@ -76,6 +77,11 @@ class Hardware:
         host_to_device_bytes_per_second: of copies from pinned host memory; on a CPU, of copies within its memory.
         device_to_host_bytes_per_second: the other way.
         peer_bytes_per_second: of copies to one other device of its kind, such as over NVLink.
+        devices_per_node: how many devices of its kind are in one machine.
+        node_bytes_per_second: what one of them can send to all others there at once.
+        node_latency_seconds: until the next one in a ring of them has the first byte.
+        network_bytes_per_second: its share of the network between such machines, in one direction.
+        network_latency_seconds: the same as within one, between two.
         host_memory_bytes: RAM of the machine that an accelerator is in, which its offloaded tensors may fill.
         host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
         disk_read_bytes_per_second, disk_write_bytes_per_second: as offloading reaches them beside a
@@ -112,6 +118,11 @@ class Hardware:
     host_to_device_bytes_per_second: float | None = None
     device_to_host_bytes_per_second: float | None = None
     peer_bytes_per_second: float | None = None
+    devices_per_node: int | None = None
+    node_bytes_per_second: float | None = None
+    node_latency_seconds: float | None = None
+    network_bytes_per_second: float | None = None
+    network_latency_seconds: float | None = None
     host_memory_bytes: int | None = None
     host_bandwidth_bytes_per_second: float | None = None
     disk_read_bytes_per_second: float | None = None
@@ -294,6 +305,8 @@ def _ram_bytes() -> int | None:
 
 
 def _speeds(card: Card) -> dict[str, Any]:
+    joined = INTERCONNECTS[card.name]
+    network = joined.network_gb_per_second
     return {
         # Rounded, since 66.9 * 1e12 is not 66.9e12.
         "flops_per_second": {dtype: float(round(rate * 1e12)) for dtype, rate in card.tflops.items()},
@@ -301,6 +314,11 @@ def _speeds(card: Card) -> dict[str, Any]:
         "host_to_device_bytes_per_second": card.host_gb_per_second * 1e9,
         "device_to_host_bytes_per_second": card.host_gb_per_second * 1e9,
         "peer_bytes_per_second": None if card.peer_gb_per_second is None else card.peer_gb_per_second * 1e9,
+        "devices_per_node": joined.devices_per_node,
+        "node_bytes_per_second": joined.node_gb_per_second * 1e9,
+        "node_latency_seconds": joined.node_latency_us / 1e6,
+        "network_bytes_per_second": None if network is None else network * 1e9,
+        "network_latency_seconds": None if network is None else NETWORK_US / 1e6,
     }
 
 
@@ -329,9 +347,10 @@ def _misfit(key: str, value: Any) -> str | None:
     elif key == "capability":
         if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
             return "a pair of ints; pass (9, 0) for compute capability 9.0"
-    elif key == "multiprocessors":
+    elif key in ("multiprocessors", "devices_per_node"):
         if value is not None and not (_is_int(value) and value >= 1):
-            return "an int of at least 1; pass torch.cuda.get_device_properties().multi_processor_count"
+            remedy = "torch.cuda.get_device_properties().multi_processor_count"
+            return f"an int of at least 1; pass {remedy if key == 'multiprocessors' else 'what one machine holds'}"
     elif key == "measured":
         if not isinstance(value, bool):
             return "a bool; pass True for speeds that kernels reached, False for those of a data sheet"

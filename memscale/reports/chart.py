@@ -21,7 +21,7 @@ from memscale.simulation import Profile
 _COLUMNS = 720
 _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 26, 920, 300
 _ROW = 18  # the height of a queue
-_SHORT = {"device": "device", "out": "to host", "in": "from host", "disk": "disk", "host": "host"}
+_SHORT = {"out": "to host", "in": "from host", "streams": "streams", "host": "host", "other collectives": "others"}
 _LETTER = 6.5  # the width of a letter of 12 pixels
 
 _Number = TypeVar("_Number", float, npt.NDArray[np.float64])
@@ -133,7 +133,7 @@ def _peak(frame: _PlotArea, peak_bytes: int, share: float) -> Iterator[str]:
 def _queues(frame: _PlotArea, rows: Mapping[str, Sequence[Bar]], seconds: float) -> Iterator[str]:
     for place, (row, bars) in enumerate(rows.items()):
         top = _TOP + _HEIGHT + 34 + _ROW * place
-        yield f'<text x="{_LEFT - 8}" y="{top + 11}" text-anchor="end">{escape(_SHORT[row])}</text>'
+        yield f'<text x="{_LEFT - 8}" y="{top + 11}" text-anchor="end">{escape(_SHORT.get(row, row))}</text>'
         for bar in bars:
             left, right = frame.x(bar.begin / seconds), frame.x(bar.end / seconds)
             yield (

@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from memscale.hardware import COLLECTIVES
 from memscale.simulation import Schedule, queues_of
 
 #: Names of the rows, and what a bar in them is: computing or copying, and standing still for each cause.
 ROWS = {
     "device": "device",
+    "streams": "other streams",
+    **{kind: kind for kind in COLLECTIVES},
     "out": "device to host",
     "in": "host to device",
     "disk": "disk",
     "host": "host computes",
 }
+_BETWEEN_PROCESSES = ("#009E73", "#56B4E9", "#F0E442", "#332288", "#882255")
 COLOURS = {"busy": "#4C72B0", "input": "#D55E00", "room": "#CC79A7", "disk": "#8C564B", "host": "#BBBBBB"}
+COLOURS |= {"stream": "#E69F00"} | dict(zip(COLLECTIVES, _BETWEEN_PROCESSES, strict=True))
 MEANINGS = {
     "busy": "busy",
     "input": "waits for what comes back",
     "room": "waits for room",
     "disk": "waits for the disk",
     "host": "waits for the host",
+    "stream": "waits for another stream",
+    **{kind: f"waits for {kind}" for kind in COLLECTIVES},
 }
 
 
@@ -38,7 +45,7 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
 
     Bars closer than one of `columns` columns are drawn as one.
     """
-    if schedule is None or not (schedule.copies or schedule.waits):
+    if schedule is None or not (schedule.copies or schedule.collectives or schedule.waits):
         return {}
     found: dict[str, list[Bar]] = {row: [] for row in ROWS}
     for operator in schedule.operators:
@@ -47,6 +54,8 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
     for copy in schedule.copies:
         for queue in queues_of(copy):
             found[queue].append(Bar(copy.begin, min(schedule.seconds, copy.begin + copy.seconds), "busy"))
+    for each in schedule.collectives:
+        found[each.kind].append(Bar(each.begin, min(schedule.seconds, each.begin + each.seconds), "busy"))
     for wait in schedule.waits:
         if wait.queue == "device":
             found["device"].append(Bar(wait.begin, wait.begin + wait.seconds, wait.cause))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
+from memscale.hardware import COLLECTIVES
 from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
 
@@ -20,6 +21,7 @@ _LONGEST_OP = 34
 _GAP = "   "
 _WORTH_A_WORD = 0.01
 _CAUSES = {"input": "what comes back", "room": "room", "disk": "the disk", "host": "the host"}
+_CAUSES |= {"stream": "another stream"} | {kind: f"{kind.removesuffix('s')}s" for kind in COLLECTIVES}
 
 
 def profile_text(profile: Profile) -> str:

@@ -57,6 +57,8 @@ def _slices(schedule: Schedule) -> Iterator[dict[str, Any]]:
         name = f"to {copy.tier}" if copy.direction == "out" else f"from {copy.tier}"
         for queue in queues_of(copy):
             yield _slice(name, queue, copy.begin, copy.seconds, {"nbytes": copy.nbytes})
+    for each in schedule.collectives:
+        yield _slice(each.kind, each.kind, each.begin, each.seconds, {"nbytes": each.nbytes, "processes": each.size})
     for wait in schedule.waits:
         yield _slice(MEANINGS[wait.cause], wait.queue, wait.begin, wait.seconds, {})
 

@@ -117,7 +117,7 @@ class CallEffects:
             alone=new if is_alone else None,
             program=PLAIN if layout.is_view else self._kernels.program(op, args, kwargs, shown, work.flops),
             work=work,
-            seconds=self._kernels.seconds(op, args, kwargs, work),
+            seconds=Seconds(0.0, 0.0) if operator.sends else self._kernels.seconds(op, args, kwargs, work),
             workspaces=self._kernels.workspaces(op, args),
             # The generator of a card has its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),

@@ -38,7 +38,7 @@ from memscale.simulation.kernels.shapes import (
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.operators import Operator
-from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_wait
+from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_wait, is_wrap
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 
@@ -76,7 +76,7 @@ class HollowMode(TorchDispatchMode):
         self.course = Course()
         self.searching = False  # the optimizer decides by values of the loss
         self.host = host
-        self.works = Works()
+        self.works = Works(clock)
         self._kernels = kernels
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._clock = clock
@@ -114,7 +114,10 @@ class HollowMode(TorchDispatchMode):
             if op.__class__ is not OpOverload:  # operators of higher order
                 return op(*args, **kwargs)
             if is_wait(op):
+                self.works.awaited(args[0])
                 return args[0]
+            if is_wrap(op):
+                return op(*args, **kwargs)
             operator = self._operators[id(op)] = Operator.of(op, self._kernels)
         device = kwargs.get("device") if kwargs else None
         if device is not None:
@@ -164,6 +167,8 @@ class HollowMode(TorchDispatchMode):
         if effect.has_numbers:
             result = with_numbers(operator, result)
         self._note(operator, result, effect)
+        if operator.sends:
+            self.works.sent(op, args, kwargs, result)
         if not self.values.follow(operator, args, kwargs, tensors, records, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.sums:
@@ -420,7 +425,7 @@ class HollowMode(TorchDispatchMode):
             call.compute()
         else:
             self.values.forget(call.written)
-        return self.works.returned(op, args, call.written)
+        return self.works.returned(op, args, call)
 
     def _assume(self, operator: Operator, records: list[StorageRecord]) -> None:
         # A model must not decide on a number that stands for another.

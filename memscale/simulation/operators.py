@@ -13,6 +13,9 @@ from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 
 aten = torch.ops.aten
 
+# The namespaces of collectives that return new tensors, as DTensors call them.
+_FUNCTIONAL = frozenset({"_c10d_functional", "c10d_functional"})
+
 _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default})
 # Shapes, and integer results, follow from the lengths among the arguments.
 _BY_LENGTHS = frozenset({aten._pack_padded_sequence.default})
@@ -45,6 +48,7 @@ class Operator:
         chooses: whether its integer results decide what a model does next.
         draws: whether it moves a random generator.
         leaves: whether the memory of its results is left as it was.
+        sends: whether it is a collective between processes, which the device has no work with.
         sums: whether PyTorch adds in place with it where no mode is active.
         written: the arguments that it writes to.
         order: that in which its kernel takes its results, where it is not that in which it returns them.
@@ -62,6 +66,7 @@ class Operator:
     chooses: bool
     draws: bool
     leaves: bool
+    sends: bool
     sums: bool
     written: tuple[tuple[int, str], ...]
     order: tuple[int, ...]
@@ -87,6 +92,7 @@ class Operator:
             chooses=name in _CHOICES and not schema.is_mutable,
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
+            sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
             sums=op in _IN_PLACE_WITHOUT_MODE,
             written=written_arguments(op),
             order=kernels.order(op),

@@ -312,7 +312,7 @@ class MemoryProfiler:
             notes = (*notes, *simulation.answers.notes)
         simulation.mode.ledger.add_in_place()
         runtimes = simulation.runtimes
-        sent = simulation.mode.works.notes(on_card=self.kernels.is_cuda)
+        sent = simulation.mode.works.notes()
         found = (
             *sent,
             *simulation.mode.values.assumptions,

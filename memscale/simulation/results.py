@@ -106,7 +106,9 @@ class Profile:
             has to; or as measured. None if the hardware's speed is not known.
         exposed_seconds: what of it the device stands still, by cause: ``"input"``, something that an operator reads is
             not back yet; ``"room"``, memory that is used again is not out yet; ``"disk"``, either of them because of
-            the disk; ``"host"``, the host is behind. The rest of the step the device computes. Empty if not known.
+            the disk; ``"host"``, the host is behind; ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``,
+            ``"all-to-all"``, ``"other collectives"``, one of these is not over; ``"stream"``, another stream of the
+            device is behind. The rest of the step the device computes. Empty if not known.
         prefetch_depth: how far ahead copies have to be asked for, and how many may leave at once, to hide behind the
             compute as far as they can (`AsyncOffloadConfig.prefetch_depth`); None if nothing moves, or not known.
         seconds_by_module: its parts by module path, each with the waits before its operators; empty if not known.

@@ -28,6 +28,7 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.sharded import Sharded
+from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import begin_alike, patched, process_kept
 from memscale.simulation.reads import reads_checked
 from memscale.simulation.runtimes import CountingRuntimes
@@ -125,6 +126,8 @@ class Simulation:
                 self.answers = Answers(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.answers.given())
             stack.enter_context(self._sharded.propagating())
+            streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
+            stack.enter_context(self._sharded.on_streams(streams))
             stack.enter_context(self.mode)
             self._sharded.begin()
             self._send_home()

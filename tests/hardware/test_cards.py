@@ -8,6 +8,7 @@ import torch
 
 from memscale import ConfigError, Hardware
 from memscale.hardware.cards import CARDS, by_device_name, by_name
+from memscale.hardware.interconnects import INTERCONNECTS
 
 MIB = 1024**2
 GIB_ON_THE_BOX = {
@@ -154,3 +155,21 @@ def test_the_documentation_has_the_same_table():
         speeds = [*rates, float8, card.memory_gb_per_second, card.host_gb_per_second, card.peer_gb_per_second]
         shown = ["" if speed is None else f"{speed:.4g}" for speed in speeds]
         assert rows[card.name] == [card.name, f"{card.memory_mib / 1024:.2f}", *shown, card.source]
+
+
+def test_the_documentation_has_the_interconnect_of_every_card():
+    page = (Path(__file__).parents[2] / "docs/hardware.md").read_text(encoding="utf-8")
+    lines = page[page.index("| name | in a node |") :].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in rows] == [card.name for card in CARDS] == list(INTERCONNECTS)
+    for name, *cells in rows:
+        joined, hardware = INTERCONNECTS[name], Hardware.named(name)
+        shown = [
+            joined.devices_per_node,
+            joined.node_gb_per_second,
+            joined.node_latency_us,
+            joined.network_gb_per_second,
+        ]
+        assert cells == ["" if value is None else f"{value:.4g}" for value in shown] + [joined.source]
+        assert (hardware.devices_per_node, hardware.node_bytes_per_second) == (shown[0], shown[1] * 1e9)
+        assert hardware.network_bytes_per_second == (None if shown[3] is None else shown[3] * 1e9)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from memscale.core import ConfigError
+from memscale.hardware import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.schedule.clock import Clock, Mark
 
 #: The namespace of the operators that `torch.distributed` calls for its process groups.
 NAMESPACE = "c10d"
 # Functional ones return new tensors, as other operators do; waiting for one gives the tensor itself.
 _WAITS = {"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"}
+_WRAPS = {"_c10d_functional::_wrap_tensor_autograd"}
 _WRITES_NOTHING = {"c10d::barrier", "c10d::monitored_barrier_", "c10d::send"}
 _SUM = 0  # ReduceOp.SUM, as operators are given it
 _ENGINE = "_engine_run_backward"  # the function of torch that calls the engine of autograd
@@ -46,6 +51,11 @@ def is_wait(op: Any) -> bool:
     return op.name() in _WAITS
 
 
+def is_wrap(op: Any) -> bool:
+    """Whether `op` makes such a result a tensor that waits when it is used."""
+    return op.name() in _WRAPS
+
+
 def collective(op: Any, args: Any) -> Collective:
     """The call of an operator of `NAMESPACE`.
 
@@ -64,47 +74,135 @@ def collective(op: Any, args: Any) -> Collective:
 
 
 def _factor(args: Any) -> int:
-    given: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-    objects = {arg._type().name(): arg for arg in given}
+    objects = _objects(args)
     if "ReduceOp" not in objects or objects["ReduceOp"].op() != _SUM:
         return 1
     return dist.ProcessGroup.unbox(objects["ProcessGroup"]).size()
 
 
-class Works:
-    """What collectives return beside tensors: work that is done at once.
+def _objects(args: Any) -> dict[str, Any]:
+    """The arguments that are objects of C++, by the name of their class."""
+    given: list[Any] = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    return {arg._type().name(): arg for arg in given}
 
-    Attributes:
-        of: the names of the collectives that were called.
+
+class Works:
+    """What collectives return beside tensors, and when they are over on the clock of the step.
+
+    Args:
+        clock: of the step.
     """
 
-    def __init__(self) -> None:
-        self.of: dict[str, None] = {}
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._names: dict[str, None] = {}
+        self._spans: dict[str, Span] = {}  # by the name of the group
         # C++ keeps the work and not its object in Python, without which it would wait for ever.
-        self._of_reducer: list[_Done] = []
+        self._of_reducer: list[_Work] = []
+        self._asked: set[_Work] = set()
+        self._to_come: dict[int, Mark] = {}  # of functional ones, by the address of the storage that they return
+        self._backward = -1  # the last one that was told to wait at its end
+        self._unawaited: list[Mark] = []  # in it
 
-    def returned(self, op: Any, args: Any, written: list[torch.Tensor]) -> Any:
+    def returned(self, op: Any, args: Any, call: Collective) -> Any:
         """What this call of `op` returns."""
-        self.of[op.name()] = None
-        returned = [args[0] if "Tensor" in str(value.type) else self._work(written) for value in op._schema.returns]
+        mark = self._sent(op.name(), _objects(args).get("ProcessGroup"), _whole(call.given, call.written))
+        work = self._work(call.written, mark)
+        returned = [args[0] if "Tensor" in str(value.type) else work for value in op._schema.returns]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def notes(self, *, on_card: bool) -> list[str]:
-        """What is not known of the step because of them."""
-        if not self.of or not on_card:
-            return []
-        return [
-            f"between processes the step sends ({', '.join(self.of)}), whose time is not in its seconds; what NCCL "
-            "takes for itself, and what the allocator keeps apart for the streams of FSDP2, is not in its bytes"
-        ]
+    def sent(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take down a functional collective, whose result is there once it was waited for."""
+        group = kwargs.get("group_name", args[-1])
+        if isinstance(group, str):
+            distributed: Any = dist.distributed_c10d
+            group = distributed._resolve_process_group(group)
+        results = results_of(result)
+        mark = self._sent(op.name(), group, _whole(results_of(args[0]), results))
+        if mark is not None:
+            for tensor in results:
+                self._to_come[tensor.untyped_storage()._cdata] = mark
 
-    def _work(self, written: list[torch.Tensor]) -> Any:
-        if torch._C._current_graph_task_id() == -1 or not _from_engine():
+    def awaited(self, tensor: torch.Tensor) -> None:
+        """Wait for the functional collective that returned `tensor`."""
+        mark = self._to_come.pop(tensor.untyped_storage()._cdata, None)
+        if mark is not None:
+            self._clock.wait(mark, self._clock.lane)
+
+    def notes(self) -> list[str]:
+        """What is not known of the step because of them."""
+        hardware = self._clock.hardware
+        notes = list(dict.fromkeys(filter(None, (assumed_links(each, hardware) for each in self._spans.values()))))
+        notes = notes if self._clock.timed and hardware.flops_per_second else []
+        if self._names and hardware.device_type != "cpu":
+            notes.append(
+                f"the processes send ({', '.join(self._names)}) what NCCL holds memory of its own for, and FSDP2 has "
+                "streams that the allocator keeps blocks apart for: neither is in the step's bytes"
+            )
+        return notes
+
+    def _sent(self, name: str, group: Any, nbytes: int) -> Mark | None:
+        self._names[name] = None
+        hardware = self._clock.hardware
+        if group is None:
+            return None
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        over = self._spans.get(group.group_name)
+        if over is None:
+            over = self._spans[group.group_name] = span(dist.get_process_group_ranks(group), hardware)
+        kind = kind_of(name)
+        seconds = collective_seconds(kind, nbytes, over, hardware)
+        if not seconds:
+            return None
+        return self._clock.collective(kind, group.group_name, over.size, nbytes, seconds)
+
+    def _work(self, written: list[torch.Tensor], mark: Mark | None) -> Any:
+        backward = torch._C._current_graph_task_id()
+        by_reducer = backward != -1 and _from_engine()
+        if not by_reducer:
             self._of_reducer.clear()
-            return torch._C._distributed_c10d.FakeWork().boxed()
-        # DDP's reducer takes a bucket's result from the future, and a fake work has none.
-        self._of_reducer.append(_Done(written))
-        return self._of_reducer[-1].boxed()
+            if mark is None:
+                return torch._C._distributed_c10d.FakeWork().boxed()
+            work = _Work([], partial(self._over, mark))
+            self._asked.add(work)
+        else:
+            # DDP's reducer takes a bucket's result from the future, and a fake work has none.
+            work = _Work(written, None)
+            self._of_reducer.append(work)
+            if mark is not None:
+                self._unawaited.append(mark)
+                if self._backward != backward:
+                    # Its reducer waits for all buckets after the last, in a callback that it asks for then.
+                    self._backward = backward
+                    engine: Any = torch.autograd.Variable._execution_engine
+                    engine.queue_callback(self._backward_over)
+        return work.boxed()
+
+    def _over(self, mark: Mark, work: _Work) -> None:
+        self._asked.discard(work)
+        self._clock.wait(mark, self._clock.lane)
+
+    def _backward_over(self) -> None:
+        self._backward = -1
+        for mark in self._unawaited:
+            self._clock.wait(mark, None)
+        self._unawaited.clear()
+
+
+def kind_of(name: str) -> str:
+    """Which of `COLLECTIVES` an operator is.
+
+    >>> kind_of("c10d::_allgather_base_"), kind_of("_c10d_functional::reduce_scatter_tensor")
+    ('all-gather', 'reduce-scatter')
+    """
+    plain = name.rpartition("::")[2].replace("_", "")
+    return next((kind for kind in COLLECTIVES if plain.startswith(kind.replace("-", ""))), COLLECTIVES[-1])
+
+
+def _whole(given: list[torch.Tensor], returned: list[torch.Tensor]) -> int:
+    """The bytes of the larger side of a collective, which is the whole of what is gathered or scattered."""
+    return max(sum(tensor.nbytes for tensor in side) for side in (given, returned))
 
 
 def _from_engine() -> bool:
@@ -116,12 +214,15 @@ def _from_engine() -> bool:
     return frame.f_code.co_name == _ENGINE
 
 
-class _Done(dist.Work):
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+class _Work(dist.Work):
+    def __init__(self, tensors: list[torch.Tensor], over: Callable[[_Work], None] | None) -> None:
         super().__init__()
         self._tensors = tensors
+        self._over = over
 
     def wait(self, *_: Any) -> bool:
+        if self._over is not None:
+            self._over(self)
         return True
 
     def get_future(self) -> Any:

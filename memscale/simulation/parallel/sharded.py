@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import ConfigError
 from memscale.regions import Place, read, write
+from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import patched
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
@@ -21,6 +22,8 @@ _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _DDP = "torch.nn.parallel.distributed"
 _DTENSOR = "torch.distributed.tensor._sharding_prop"
 _REMOTE = "torch.distributed.nn"
+# Modules of FSDP2 that ask for the module of a device, for its streams.
+_ASK_FOR_STREAMS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
 _CONTAINERS = (dict, list, set, deque)
 # Made at the first call, from when on state_dict() and load_state_dict() go through FSDP2.
 _HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -73,6 +76,31 @@ class Sharded:
                 return propagate(self, schema)
 
         with patched(propagator, name, apart):
+            yield
+
+    @contextmanager
+    def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
+        """Let FSDP2 take its streams and events from there; `as_it_was` puts back what it keeps of them.
+
+        None changes nothing: a CPU has no streams in truth either.
+        """
+        if streams is None or not self._states:
+            yield
+            return
+        for state in self._states:
+            state._device_handle = streams
+            for group in state._fsdp_param_groups:
+                group.device_handle = streams
+                for owner in (group, group.comm_ctx):
+                    for name, value in list(vars(owner).items()):
+                        if name.endswith("_stream") and value is not None:
+                            setattr(owner, name, streams.Stream())
+                if hasattr(group.comm_ctx, "device_handle"):
+                    group.comm_ctx.device_handle = streams
+        with ExitStack() as stack:
+            for name in _ASK_FOR_STREAMS:
+                module = sys.modules[f"{_FSDP2}.{name}"]
+                stack.enter_context(patched(module, "_get_device_handle", lambda *_, **__: streams))
             yield
 
     @contextmanager

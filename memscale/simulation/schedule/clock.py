@@ -1,15 +1,16 @@
-"""The clock of a simulated step: the queue of the device, those of the link and the disk, and the host that issues."""
+"""The clock of a simulated step: the queues of the device, the link, the disk and collectives, and the host's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memscale.hardware import Direction, Hardware, copy_seconds, issue_seconds
+from memscale.hardware import COLLECTIVES, Direction, Hardware, copy_seconds, issue_seconds
 
 #: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
-#: either of them because of the disk, or the host has not handed over the next operator.
-CAUSES = ("input", "room", "disk", "host")
+#: either of them because of the disk, or the host has not handed over the next operator; what another stream of the
+#: device computes is not ready, or a collective is not over.
+CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
 # A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
 _MOST_QUEUED = 1024
@@ -51,6 +52,36 @@ class Transfer:
         return "disk" if self.tier == "disk" else "room" if self.direction == "out" else "input"
 
 
+class Mark(NamedTuple):
+    """When something will be over, and why whoever waits for it stands still."""
+
+    end: float
+    cause: str
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A stream of the device beside the main one, which runs while that computes.
+
+    Attributes:
+        end: when it is through with what it was given.
+        cause: why whoever waits for it stands still.
+    """
+
+    end: float = 0.0
+    cause: str = "stream"
+
+
+class CollectiveRun(NamedTuple):
+    """A collective among `size` processes, over links that its group uses one after the other."""
+
+    begin: float
+    end: float
+    kind: str
+    nbytes: int
+    size: int
+
+
 class Clock:
     """Times in seconds since the clock was made. Queues work in order, so each time is known when it is asked for.
 
@@ -76,6 +107,9 @@ class Clock:
         stalls: when the device stood still.
         held_up: when the host did, likewise.
         transfers: the copies.
+        collectives: what is sent between processes.
+        lane: the stream that operators are given to; None is the main one.
+        beside: begin and end of each operator of another stream, by its number.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -90,6 +124,10 @@ class Clock:
         self.held_up: list[Stall] = []
         self.on_host: set[int] = set()
         self.transfers: list[Transfer] = []
+        self.collectives: list[CollectiveRun] = []
+        self.lane: Lane | None = None
+        self.beside: dict[int, tuple[float, float]] = {}
+        self._group_ends: dict[str, float] = {}
         self._is_host = hardware.device_type == "cpu"
         self._issue_seconds = issue_seconds(hardware)
         self._end = 0.0  # of all that the device was given
@@ -113,6 +151,10 @@ class Clock:
         """The host issues an operator that takes so long; nothing is launched for one that takes no time."""
         if seconds is None:
             self.timed, seconds = False, 0.0
+        if seconds and self.lane is not None:
+            self.now += self._issue_seconds
+            self._beside(self.lane, seconds)
+            return
         if seconds:
             self.now += self._issue_seconds
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
@@ -123,8 +165,46 @@ class Clock:
         self._end += seconds
         self.ends.append(self._end)
         if self._is_host:
-            self.now = self._end
+            self.now = max(self.now, self._end)  # it may have waited, which what takes time comes after
         self.issued.append(self.now)
+
+    def _beside(self, lane: Lane, seconds: float) -> None:
+        begin = max(self.now, lane.end)
+        lane.end = begin + seconds
+        self.beside[len(self.ends)] = begin, lane.end
+        self.issued.append(self.now)
+        self.begins.append(self._end)
+        self.ends.append(self._end)
+
+    def mark(self, lane: Lane | None) -> Mark:
+        """When a stream will be through with all that it was given so far."""
+        return Mark(self.point(), "host") if lane is None else Mark(lane.end, lane.cause)
+
+    def wait(self, mark: Mark, lane: Lane | None) -> None:
+        """Let what a stream is given from here on come after something."""
+        if lane is not None:
+            lane.end = max(lane.end, mark.end)
+        elif self._is_host:
+            self.hold_up(mark.end, mark.cause)
+        elif mark.end > self._end:
+            self._awaited.append((mark.end, mark.cause))
+
+    def collective(self, kind: str, group: str, size: int, nbytes: int, seconds: float) -> Mark:
+        """The host issues a collective on the present stream, which runs behind those that its group has still to do.
+
+        Args:
+            kind, nbytes: see `collective_seconds`.
+            group, size: the name of its processes' group, and how many they are.
+            seconds: how long it takes.
+        """
+        self.now += self._issue_seconds
+        ready = self.point() if self.lane is None else max(self.now, self.lane.end)
+        begin = max(ready, self._group_ends.get(group, 0.0))
+        self._group_ends[group] = end = begin + seconds
+        if self.lane is not None:
+            self.lane.cause = kind
+        self.collectives.append(CollectiveRun(begin, end, kind, nbytes, size))
+        return Mark(end, kind)
 
     def host_operator(self, seconds: float) -> None:
         """The host itself computes."""

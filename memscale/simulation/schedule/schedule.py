@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from memscale.hardware import COLLECTIVES
 from memscale.simulation.ledger import OpCall
 from memscale.simulation.schedule.clock import CAUSES, Clock
 
 #: The queues of a schedule, in the order in which pictures show them.
-QUEUES = ("device", "out", "in", "disk", "host")
+QUEUES = ("device", "streams", *COLLECTIVES, "out", "in", "disk", "host")
 
 
 class ScheduledOperator(NamedTuple):
@@ -19,7 +20,8 @@ class ScheduledOperator(NamedTuple):
 
     Attributes:
         name, path, phase: ``"aten::mm"``, the module, ``"forward"``.
-        queue: ``"device"``, or ``"host"`` where the CPU beside the device computes.
+        queue: ``"device"``, ``"streams"`` for one beside the main stream of that, or ``"host"`` where the CPU beside
+            the device computes.
         begin: in seconds from the beginning of the step.
         seconds: how long it takes.
         issued: when the host had handed it over.
@@ -40,6 +42,16 @@ class ScheduledCopy(NamedTuple):
     direction: str
     tier: str
     nbytes: int
+    begin: float
+    seconds: float
+
+
+class ScheduledCollective(NamedTuple):
+    """A collective among `size` processes: what it is (``"all-gather"``), and how large as a whole."""
+
+    kind: str
+    nbytes: int
+    size: int
     begin: float
     seconds: float
 
@@ -66,12 +78,14 @@ class Schedule:
         operators: in the order in which they are issued.
         copies: in the order in which they start in their direction.
         waits: of the device, and of the host for copies.
+        collectives: in the order in which they are issued.
     """
 
     seconds: float
     operators: tuple[ScheduledOperator, ...]
     copies: tuple[ScheduledCopy, ...]
     waits: tuple[ScheduledWait, ...]
+    collectives: tuple[ScheduledCollective, ...] = ()
 
     @property
     def utilisation(self) -> dict[str, float]:
@@ -88,6 +102,8 @@ class Schedule:
             seconds = max(0.0, min(self.seconds, copy.begin + copy.seconds) - copy.begin)
             for queue in queues_of(copy):
                 busy[queue] += seconds
+        for each in self.collectives:
+            busy[each.kind] += max(0.0, min(self.seconds, each.begin + each.seconds) - each.begin)
         return {queue: seconds / self.seconds for queue, seconds in busy.items() if seconds and self.seconds}
 
     @property
@@ -125,6 +141,11 @@ class Schedule:
                 if each.begin >= zero
             ),
             tuple(_waits(clock, first, zero)),
+            tuple(
+                ScheduledCollective(each.kind, each.nbytes, each.size, each.begin - zero, each.end - each.begin)
+                for each in clock.collectives
+                if each.begin >= zero
+            ),
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -137,6 +158,7 @@ class Schedule:
             ]
 
         rows = {"operators": coded(self.operators), "copies": coded(self.copies), "waits": coded(self.waits)}
+        rows["collectives"] = coded(self.collectives)
         return {"seconds": self.seconds, "names": list(names), **rows}
 
     @classmethod
@@ -153,6 +175,7 @@ class Schedule:
             tuple(ScheduledOperator(*row) for row in texts(data["operators"], 4)),
             tuple(ScheduledCopy(*row) for row in texts(data["copies"], 2)),
             tuple(ScheduledWait(*row) for row in texts(data["waits"], 2)),
+            tuple(ScheduledCollective(*row) for row in texts(data.get("collectives", ()), 1)),
         )
 
 
@@ -166,7 +189,10 @@ def _operations(clock: Clock, ops: Sequence[OpCall], first: int, zero: float) ->
         op, begin, issued = ops[at], clock.begins[at], clock.issued[at]
         seconds = clock.ends[at] - begin
         queue = "device"
-        if at in clock.on_host:
+        if at in clock.beside:
+            begin, end = clock.beside[at]
+            queue, seconds = "streams", end - begin
+        elif at in clock.on_host:
             assert op.seconds is not None
             queue, seconds, begin = "host", op.seconds, issued - op.seconds
         yield ScheduledOperator(op.name, op.path, op.phase.value, queue, begin - zero, seconds, issued - zero)

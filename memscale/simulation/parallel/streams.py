@@ -1,0 +1,76 @@
+"""The streams of a device that is not there, as FSDP2 asks for them: each a lane on the clock of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from memscale.simulation.schedule.clock import Clock, Lane, Mark
+
+
+class SimulatedEvent:
+    """A point in a stream."""
+
+    def __init__(self, clock: Clock, *_: Any, **__: Any) -> None:
+        self._clock = clock
+        self.mark: Mark | None = None
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        self.mark = self._clock.mark(self._clock.lane if stream is None else stream.lane)
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        if self.mark is not None:
+            self._clock.wait(self.mark, self._clock.lane if stream is None else stream.lane)
+
+    def query(self) -> bool:
+        return self.mark is None or self.mark.end <= self._clock.now
+
+    def synchronize(self) -> None:
+        if self.mark is not None:
+            self._clock.hold_up(self.mark.end, self.mark.cause)
+
+
+class SimulatedStream:
+    """A stream: the main one, or one beside it."""
+
+    def __init__(self, clock: Clock, lane: Lane | None) -> None:
+        self._clock = clock
+        self.lane = lane
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self._clock.wait(self._clock.mark(other.lane), self.lane)
+
+    def wait_event(self, event: Any) -> None:
+        if isinstance(event, SimulatedEvent):  # others were recorded before the simulation, and are over
+            event.wait(self)
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = SimulatedEvent(self._clock) if event is None else event
+        event.record(self)
+        return event
+
+
+class SimulatedStreams:
+    """What FSDP2 uses of the module of a device, such as ``torch.cuda``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._current = SimulatedStream(clock, None)
+        self.Event = partial(SimulatedEvent, clock)
+
+    def Stream(self, priority: int = 0) -> SimulatedStream:
+        return SimulatedStream(self._clock, Lane())
+
+    def current_stream(self, device: Any = None) -> SimulatedStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, lane = self._current, self._clock.lane
+        self._current, self._clock.lane = stream, stream.lane
+        try:
+            yield
+        finally:
+            self._current, self._clock.lane = before, lane
