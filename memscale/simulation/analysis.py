@@ -21,6 +21,7 @@ from memscale.simulation.schedule.sizing import prefetch_depth
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _HOLDINGS = 512
 _ROUNDING = "rounding"
+_PLACES = {category: place for place, category in enumerate(CATEGORIES)}
 _NAMED_FOR_TENSORS = ("parameter", "buffer", "gradient", "optimizer state")
 
 
@@ -73,7 +74,7 @@ def analyse(
         first_step_peak_bytes=peaks[0].nbytes,
         reserved_peak_bytes=reserved,
         moment=_moment(ledger, steady, first_event),
-        by_category=dict(sorted(by_category.items(), key=lambda item: CATEGORIES.index(item[0]))),
+        by_category=dict(sorted(by_category.items(), key=lambda item: _PLACES[item[0]])),
         categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
         by_tier=dict(by_tier or {}),
         holdings=tuple(_holding(ledger, number) for number in largest),
@@ -276,12 +277,12 @@ def _timeline(
     alive: dict[int, None] = {}
     for event in ledger.events[:begin]:
         _apply(event, alive, sizes)
-    rounding = CATEGORIES.index(_ROUNDING)
+    rounding = _PLACES[_ROUNDING]
 
     def parts(number: int) -> list[tuple[int, int]]:
         record = ledger.records[number]
         rest = sizes[number] - record.nbytes
-        return [(CATEGORIES.index(record.category), record.nbytes), *([(rounding, rest)] if rest else [])]
+        return [(_PLACES[record.category], record.nbytes), *([(rounding, rest)] if rest else [])]
 
     before: dict[int, int] = defaultdict(int)
     for number in alive:

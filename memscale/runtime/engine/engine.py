@@ -102,7 +102,7 @@ class Engine:
         with self.lock:
             record = Record(tensor.detach(), version(tensor))
             entry = self._by_storage.get(key)
-            if entry is None or not entry.live():  # one that is about to be closed was of another storage there
+            if entry is None or not entry.is_live():  # one that is about to be closed was of another storage there
                 entry = Entry(self, key, tier, nbytes, region)
             if (stream := self.backend.compute_stream()) not in entry.streams:
                 entry.streams += (stream,)
@@ -169,7 +169,7 @@ class Engine:
     def _look(self, most: int = _LOOKS) -> None:
         for _ in range(min(len(self._waiting), most)):
             entry = self._waiting.popleft()
-            if entry.state is not State.DEVICE or not entry.live():
+            if entry.state is not State.DEVICE or not entry.is_live():
                 continue
             if not entry.is_last_keeper():
                 self._waiting.append(entry)
@@ -347,7 +347,7 @@ class Engine:
         self.finalized.add(entry, self._close)
 
     def _close(self, entry: Entry) -> None:
-        if entry.live():
+        if entry.is_live():
             if entry.state is State.BACK and all(record.fetched for record in entry.live()):
                 self.loader.let_go(entry)
             return

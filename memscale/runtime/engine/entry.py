@@ -147,6 +147,10 @@ class Entry(Loadable):
         """The records whose handles are alive."""
         return [record for record in self.records if record is not None]
 
+    def is_live(self) -> bool:
+        """Whether a handle is alive."""
+        return any(self.records)
+
     def copies(self) -> tuple[Copy, ...]:
         """See `Loadable.copies`."""
         return tuple(copy for copy in (self.departure, self.arrival) if copy is not None)
@@ -164,6 +168,11 @@ class Entry(Loadable):
     def is_last_keeper(self) -> bool:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""
         # Held while counting: a handle may be dropped in between, and its storage with it.
+        held = next(filter(None, self.records), None)
+        # A cache that every layer is given has a record for each of them, and a stash asks this of all that waits:
+        # what is shared must be seen without going through them.
+        if held is None or _references(self.key) > len(self.records):
+            return False
         records = self.live()
         return len(records) > 0 and _references(self.key) <= len(records)
 

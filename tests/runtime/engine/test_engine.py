@@ -14,6 +14,7 @@ from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
 from memscale.runtime.checking.hazards import Checked, CheckedEngine
 from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.entry import Entry
 from memscale.runtime.engine.loader import State
 from memscale.runtime.storage.courier import Errand
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
@@ -470,3 +471,19 @@ def test_meta_tensors_are_counted():
     assert runtime.stats()["meta"].out_bytes == {"pinned": NBYTES}
     out.sum().backward()
     assert runtime.stats()["meta"].live_bytes == {"pinned": 0}
+
+
+def test_what_the_caller_holds_costs_a_stash_the_same_however_often_it_was_stashed(engine, monkeypatch):
+    """A cache that every layer is given waits with as many records as layers; each stash asks whether it may move."""
+    cache = [torch.randn(8, 8) for _ in range(4)]
+    handles = [engine.stash(tensor) for _ in range(16) for tensor in cache]
+    counted, live = [], Entry.live
+    monkeypatch.setattr(Entry, "live", lambda entry: counted.append(entry) or live(entry))
+    handles.append(engine.stash(torch.randn(8, 8)))
+    assert {entry.key for entry in counted}.isdisjoint(tensor.untyped_storage()._cdata for tensor in cache)
+    expected = cache[0].clone()
+    del handles[:32]  # half of its handles
+    cache.clear()
+    engine.look_again()
+    assert all(handle.entry.state is State.AWAY for handle in handles[:-1])
+    assert torch.equal(engine.fetch(handles[0]), expected)
