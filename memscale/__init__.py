@@ -41,7 +41,15 @@ if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
     from memscale.legacy import Executor, detach, optimize, wrap
-    from memscale.optimizers import LossScale, offload_states, quantize_states, step_in_backward, step_in_groups
+    from memscale.optimizers import (
+        LossScale,
+        compensate_rounding,
+        offload_states,
+        quantize_states,
+        round_stochastically,
+        step_in_backward,
+        step_in_groups,
+    )
     from memscale.planning import (
         AutoTuner,
         DecisionEngine,
@@ -89,6 +97,7 @@ __all__ = [
     "Verification",
     "cast",
     "checkpoint",
+    "compensate_rounding",
     "compose",
     "detach",
     "explain",
@@ -104,6 +113,7 @@ __all__ = [
     "policies",
     "profile",
     "quantize_states",
+    "round_stochastically",
     "saved_residuals",
     "step_in_backward",
     "step_in_groups",
@@ -133,6 +143,7 @@ _LOADED_WHEN_ASKED = {
     "Residual": "memscale.inspection",
     "Tuning": "memscale.planning",
     "Verification": "memscale.inspection",
+    "compensate_rounding": "memscale.optimizers",
     "detach": "memscale.legacy",
     "explain": "memscale.crashes",
     "frontier": "memscale.planning",
@@ -142,6 +153,7 @@ _LOADED_WHEN_ASKED = {
     "plan": "memscale.planning",
     "profile": "memscale.simulation",
     "quantize_states": "memscale.optimizers",
+    "round_stochastically": "memscale.optimizers",
     "saved_residuals": "memscale.inspection",
     "step_in_backward": "memscale.optimizers",
     "step_in_groups": "memscale.optimizers",
@@ -170,5 +182,5 @@ def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 # A plan that is read may have some that nobody has asked for yet.
-for _name in ("offload_states", "quantize_states", "step_in_backward", "step_in_groups"):
+for _name in (each for each, home in _LOADED_WHEN_ASKED.items() if home == "memscale.optimizers" and each.islower()):
     factory(_name, functools.partial(_made_when_asked, _name))

@@ -41,6 +41,7 @@ NAMES = [
     "Verification",
     "cast",
     "checkpoint",
+    "compensate_rounding",
     "compose",
     "detach",
     "explain",
@@ -56,6 +57,7 @@ NAMES = [
     "policies",
     "profile",
     "quantize_states",
+    "round_stochastically",
     "saved_residuals",
     "step_in_backward",
     "step_in_groups",
@@ -102,8 +104,8 @@ memscale.inspection: Residual Verification check_same_numbers saved_residuals ve
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
-memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain offload_states quantize_states
-    step_in_backward step_in_groups transformed without_states
+memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
+    offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes

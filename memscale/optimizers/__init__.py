@@ -1,11 +1,13 @@
 """What goes around an optimizer: transforms of it, and the loss scale of float16 training."""
 
+from memscale.optimizers.compensated import compensate_rounding
 from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
 from memscale.optimizers.in_place import InPlace
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.offloaded import offload_states
 from memscale.optimizers.quantized import quantize_states
+from memscale.optimizers.stochastic import round_stochastically
 from memscale.optimizers.transformed import (
     OptimizerTransform,
     TransformedOptimizer,
@@ -20,8 +22,10 @@ __all__ = [
     "OptimizerTransform",
     "TransformedOptimizer",
     "as_plain",
+    "compensate_rounding",
     "offload_states",
     "quantize_states",
+    "round_stochastically",
     "step_in_backward",
     "step_in_groups",
     "transformed",

@@ -70,7 +70,7 @@ class InPlace:
                 states = {
                     parameter: {
                         key: _at_home(key, value, parameter, group, below)
-                        for key, value in optimizer.state[parameter].items()
+                        for key, value in optimizer._plain_states(parameter).items()
                     }
                     for group in optimizer.param_groups
                     for parameter in group["params"]

@@ -29,6 +29,7 @@ class StepPart:
     writes_away: ClassVar[bool] = False
     places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
     in_backward: ClassVar[bool] = False
+    keeps_types: ClassVar[bool] = False  # states in others than their parameter's, which PyTorch loads them in
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -53,6 +54,14 @@ class StepPart:
     def advance(self, groups: list[Group]) -> None:
         """Step the parameters in `groups`, whose options it may change as the step of the class does."""
         self.inner.advance(groups)
+
+    def states_like(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type of the parameters whose states those of `parameter` are like."""
+        return parameter.dtype if self._inner is None else self._inner.states_like(parameter)
+
+    def plain_states(self, parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """Of these `states` of `parameter`, those that the optimizer has without this transform, as it has them."""
+        return states
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """The optimizer's parameters are these from here on."""
@@ -132,6 +141,14 @@ class PartedOptimizer(torch.optim.Optimizer):
             for part in reversed(self.parts):  # what an outer one brings an inner one may have to read
                 stack.enter_context(part.gathered())
             yield
+
+    def _plain_states(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """The states of `parameter` as its class has them."""
+        states: dict[str, Any] = self.state[parameter]
+        part: StepPart | None = self._tops[self._assigned.number(parameter)]
+        while part is not None:
+            states, part = part.plain_states(parameter, states), part._inner
+        return states
 
     @property
     def writes_away(self) -> bool:

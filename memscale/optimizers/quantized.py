@@ -215,7 +215,7 @@ class _Quantized(StepPart):
         return {
             moment.name: moment
             for moment in self.optimizer._evidence.moments
-            if (moment.dims, moment.of) == (parameter.dim(), parameter.dtype)
+            if (moment.dims, moment.of) == (parameter.dim(), self.inner.states_like(parameter))
         }
 
     def _shrink(self, parameter: torch.Tensor) -> None:

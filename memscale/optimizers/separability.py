@@ -88,7 +88,22 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
             f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
             "numbers than all at once; use another optimizer, or leave this transform out"
         )
-    return Separability(frozenset(at_once.full_states()), at_once.moments(still), elementwise)
+    moments = at_once.moments(still)
+    if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
+        moments |= _moments_in_float32(optimizer)
+    return Separability(frozenset(at_once.full_states()), moments, elementwise)
+
+
+def _moments_in_float32(optimizer: torch.optim.Optimizer) -> frozenset[Moment]:
+    """Those that it has where parameters in bfloat16 step as float32 ones; none where it does not take these."""
+    try:
+        moving, still = _Trial(optimizer, widens=True), _Trial(optimizer, widens=True, decays=False)
+        for number in range(_STEPS):
+            moving.step(number, moving.groups)
+            still.step(number, still.groups, size=0.0)
+    except Exception:
+        return frozenset()
+    return moving.moments(still)
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, at_once: _Trial) -> bool:
@@ -109,9 +124,12 @@ class _Trial:
         optimizer: to try.
         decays: whether parameters that have no gradient decay.
         halved: whether each parameter is two, of half its numbers each.
+        widens: whether parameters in bfloat16 are float32 ones.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, decays: bool = True, halved: bool = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, decays: bool = True, halved: bool = False, widens: bool = False
+    ) -> None:
         self._class = type(optimizer)
         self._attributes = optimizer.__dict__
         self._own: dict[str, Any] = {}  # what the step left in attributes
@@ -125,7 +143,9 @@ class _Trial:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if not decays and "weight_decay" in options:
                 options["weight_decay"] = 0.0
-            wholes = [_parts(_small(p, random), halved) for p in tried]
+            small = [_small(p, random) for p in tried]
+            small = [each.float() if widens and each.dtype == torch.bfloat16 else each for each in small]
+            wholes = [_parts(each, halved) for each in small]
             for part, p in ((part, p) for parts, p in zip(wholes, tried, strict=True) for part in parts):
                 part.requires_grad_(p.requires_grad)
             self._wholes += wholes

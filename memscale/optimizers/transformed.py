@@ -27,6 +27,7 @@ class OptimizerTransform(Transform):
     """
 
     of_optimizers: ClassVar[bool] = True
+    innermost: ClassVar[bool] = False  # for it is about the step of the class itself
 
     def misfit(self, subject: Any) -> str | None:
         """See `Transform.misfit`."""
@@ -64,7 +65,9 @@ class TransformedOptimizer(PartedOptimizer):
         for how in assigned.hows:
             part: StepPart = OwnStep(self, None)
             self.parts.append(part)
-            for each in reversed(chain(how)):
+            inside_out = list(reversed(chain(how)))
+            inside_out.sort(key=lambda each: not getattr(each, "innermost", False))
+            for each in inside_out:
                 assert isinstance(each, OptimizerTransform)
                 part = each.part(self, part)
                 self.parts.append(part)
@@ -146,6 +149,18 @@ class TransformedOptimizer(PartedOptimizer):
         self._check_shapes(state_dict)
         super().load_state_dict(state_dict)
         self._shared.clear()
+        if any(part.keeps_types for part in self.parts):
+            self._load_types(state_dict)
+            self._attend()
+
+    def _load_types(self, state_dict: dict[str, Any]) -> None:
+        """Give states the types that they were saved in: PyTorch has made all of them the parameter's."""
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, parameters_of(self.param_groups), strict=True):
+            for key, value in (state_dict["state"].get(number) or {}).items():
+                loaded = self.state[parameter][key]
+                if isinstance(value, torch.Tensor) and value.dtype != loaded.dtype:
+                    self.state[parameter][key] = value.detach().to(loaded.device, copy=True)
 
     def _check_shapes(self, state_dict: dict[str, Any]) -> None:
         """PyTorch loads any shapes, and the next step raises about tensors, or goes on with what it has broadcast."""

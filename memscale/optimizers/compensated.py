@@ -1,0 +1,91 @@
+"""`compensate_rounding`: what rounding a parameter to bfloat16 leaves out is kept, and taken into the next step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from memscale.optimizers.in_float32 import StepInFloat32
+from memscale.optimizers.parts import PartedOptimizer, StepPart
+from memscale.optimizers.transformed import OptimizerTransform
+
+_LOW = "low_bits"  # of the float32 number whose upper half is the parameter
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompensateRounding(OptimizerTransform):
+    """See `compensate_rounding`."""
+
+    spelling: ClassVar[str] = "compensate_rounding"
+    innermost: ClassVar[bool] = True
+
+    def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
+        """See `OptimizerTransform.part`."""
+        return _Compensated(self, optimizer, inner)
+
+
+def compensate_rounding() -> OptimizerTransform:
+    """An optimizer transform: parameters in bfloat16 train to the numbers of float32 ones, in two bytes more.
+
+    A step is often less than half of a bfloat16's last place, and rounding then loses all of it. Here the 16 bits that
+    rounding cuts off are kept as a state, so that nothing is lost:
+
+    >>> import torch, memscale as ms
+    >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    >>> optimizer = ms.compensate_rounding()(torch.optim.SGD([weight], lr=1.0))
+    >>> for _ in range(100):
+    ...     weight.grad = torch.full_like(weight, 2.0**-12)
+    ...     optimizer.step()
+    >>> weight[0].item(), 1 - 100 * 2.0**-12  # plain bfloat16 would still be 1
+    (0.9765625, 0.9755859375)
+
+    The contract: a parameter is the nearest bfloat16 (ties away from zero) of a float32 number, and those numbers and
+    the states of the optimizer are, bit for bit, what the optimizer makes of parameters in float32 and the same
+    gradients in float32. Parameters of other types step as ever. One that somebody else changes goes on from there, to
+    less than half of its last place.
+
+    This is Kahan's sum with a remainder that is exact, and float32 weights that are stored in two halves.
+
+    Raises:
+        TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS), or rounds by
+            `round_stochastically` already.
+
+    Cost: two bytes for each number, and moments in float32 (`quantize_states` makes them small); a pass over the
+    parameters in each step. It saves the float32 weights, and the casts of them that autocast would make.
+
+    Source: Zamirai et al., "Revisiting BFloat16 Training" (2020), section 3, where the remainder is a bfloat16.
+    """
+    return CompensateRounding()
+
+
+class _Compensated(StepInFloat32):
+    own_states: ClassVar[frozenset[str]] = frozenset([_LOW])
+
+    def states_like(self, parameter: torch.Tensor) -> torch.dtype:
+        """See `StepPart.states_like`."""
+        return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+
+    def widened(self, parameter: torch.Tensor, of: Any) -> torch.Tensor:
+        """See `StepInFloat32.widened`."""
+        bits: torch.Tensor = of(parameter).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        if _LOW in self.optimizer.state.get(parameter, {}):
+            low = of(self.optimizer.state[parameter][_LOW]).to(torch.int32)
+            # Of a parameter that was set to zero since: nothing below zero has its bits.
+            bits += torch.where(bits.bitwise_and(0x7FFFFFFF) == 0, low.clamp(min=0), low)
+        return bits.view(torch.float32)
+
+    def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
+        """See `StepInFloat32.narrow`."""
+        bits = values.view(torch.int32)
+        upper = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
+        # The largest bits are those of what is not a number, and would go around to zero.
+        upper = torch.where(values.isnan(), values.to(torch.bfloat16).view(torch.int16), upper)
+        low = bits - upper.to(torch.int32).bitwise_left_shift_(16)
+        of(self.room(parameter, _LOW, torch.int16)).copy_(low)
+        of(parameter).view(torch.int16).copy_(upper)
+
+    def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
+        """See `StepInFloat32.keep`."""
+        of(self.room(parameter, name, values.dtype)).copy_(values)

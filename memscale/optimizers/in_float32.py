@@ -1,0 +1,168 @@
+"""bfloat16 parameters that step in float32, a few numbers at a time: what the ways to round them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from memscale.core import TransformError
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+
+_AT_ONCE = 2**20  # numbers that are in float32 at a time, where the optimizer treats each alone
+
+
+class _Piece(NamedTuple):
+    """Numbers of a parameter that are about to step: `part` of them in their order, or all.
+
+    Attributes:
+        full: the states that there are one for each number.
+        small: the others, as they are before the step.
+    """
+
+    parameter: torch.Tensor
+    part: slice | None
+    full: list[str]
+    small: dict[str, Any]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers of a tensor like the parameter."""
+        return tensor.detach() if self.part is None else tensor.detach().view(-1)[self.part]
+
+
+class StepInFloat32(StepPart):
+    """Steps parameters in bfloat16 as float32 ones, which are there for as long as that takes; others as ever."""
+
+    places_states: ClassVar[bool] = True
+    keeps_types: ClassVar[bool] = True
+    how: Any
+    own_states: ClassVar[frozenset[str]] = frozenset()  # that the optimizer itself does not have
+
+    def __init__(self, how: Any, optimizer: PartedOptimizer, inner: StepPart) -> None:
+        if isinstance(inner, StepInFloat32):
+            raise TransformError(f"{inner.how!r} and {how!r} round the same numbers; choose one")
+        super().__init__(optimizer, inner)
+        self.how = how
+        self._parameters: list[torch.Tensor] = []
+
+    # ------------------------------------------------------------------------------------------ how numbers are kept
+
+    def begin(self, parameter: torch.Tensor) -> None:
+        """`parameter` is about to step."""
+
+    def widened(self, parameter: torch.Tensor, of: Any) -> torch.Tensor:
+        """The numbers of `parameter` that `of` picks, in float32 and in memory of their own."""
+        raise NotImplementedError
+
+    def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
+        """Give these numbers of `parameter` new values."""
+        raise NotImplementedError
+
+    def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
+        """Keep these numbers of a state."""
+        raise NotImplementedError
+
+    def room(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The state `name` of `parameter`, new where it is not of this type."""
+        states = self.optimizer.state[parameter]
+        if not isinstance(states.get(name), torch.Tensor) or states[name].dtype != dtype:
+            states[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        found: torch.Tensor = states[name]
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ stepping
+
+    def attend(self, parameters: list[torch.Tensor]) -> None:
+        """See `StepPart.attend`."""
+        self._parameters = parameters
+
+    def advance(self, groups: list[Group]) -> None:
+        """See `StepPart.advance`."""
+        for group in groups:
+            options = {key: value for key, value in group.items() if key != "params"}
+            narrow = [each for each in group["params"] if each.dtype == torch.bfloat16]
+            now: Group = {}
+            if wide := [each for each in group["params"] if each.dtype != torch.bfloat16]:
+                now = {**options, "params": wide}
+                self.inner.advance([now])
+            self.optimizer._part_states([{"params": narrow}])
+            for pieces in self._in_pieces(narrow):
+                now = {**options, "params": []}
+                self._advance_pieces(pieces, now)
+            group.update({**now, "params": group["params"]})
+
+    def plain_states(self, parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """See `StepPart.plain_states`."""
+        if parameter.dtype != torch.bfloat16:
+            return states
+        names = self._full_names(parameter)
+        return {
+            name: value.to(parameter.dtype) if name in names else value
+            for name, value in states.items()
+            if name not in self.own_states
+        }
+
+    def report(self) -> list[str]:
+        """See `StepPart.report`."""
+        count = sum(parameter.dtype == torch.bfloat16 for parameter in self._parameters)
+        others = len(self._parameters) - count
+        return [f"{self.how!r}: {count} parameters" + (f"; {others} are not in bfloat16" if others else "")]
+
+    def _advance_pieces(self, pieces: list[_Piece], group: Group) -> None:
+        state: Any = self.optimizer.state
+        twins = []
+        for piece in pieces:
+            twin = self.widened(piece.parameter, piece.of)
+            assert piece.parameter.grad is not None, "it steps"
+            twin.grad = piece.of(piece.parameter.grad).float()
+            full = {name: piece.of(state[piece.parameter][name]).float() for name in piece.full}
+            if full or piece.small:
+                state[twin] = {**copied(piece.small), **full}
+            twins.append(twin)
+        group["params"] = twins
+        try:
+            self.inner.advance([group])
+        finally:
+            after = [state.pop(twin, {}) for twin in twins]
+        for piece, twin, states in zip(pieces, twins, after, strict=True):
+            names = self._full_names(piece.parameter)
+            for name, value in states.items():
+                if name in names:
+                    self.keep(piece.parameter, piece.of, name, value.detach())
+                else:
+                    state[piece.parameter][name] = value
+            self.narrow(piece.parameter, piece.of, twin)
+
+    def _full_names(self, parameter: torch.Tensor) -> set[str]:
+        """The optimizer's states that have a number for each of the parameter's."""
+        return {name for dims, name in self.optimizer._evidence.full if dims == parameter.dim()}
+
+    def _in_pieces(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
+        """What is to be there in float32 at a time."""
+        few: list[_Piece] = []
+        total = 0
+        for parameter in parameters:
+            states = self.optimizer.state.get(parameter, {})
+            names = self._full_names(parameter)
+            full = [name for name in states if name in names]
+            apart = names | self.own_states
+            small = {name: copied(value) for name, value in states.items() if name not in apart}
+            self.begin(parameter)
+            if parameter.numel() > _AT_ONCE and self._cuts(parameter):
+                for start in range(0, parameter.numel(), _AT_ONCE):
+                    yield [_Piece(parameter, slice(start, start + _AT_ONCE), full, small)]
+                continue
+            if few and total + parameter.numel() > _AT_ONCE:
+                yield few
+                few, total = [], 0
+            few.append(_Piece(parameter, None, full, small))
+            total += parameter.numel()
+        if few:
+            yield few
+
+    def _cuts(self, parameter: torch.Tensor) -> bool:
+        """Whether the step may go over parts of `parameter`."""
+        tensors = [parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values()]
+        is_flat = all(each.is_contiguous() for each in tensors if isinstance(each, torch.Tensor))
+        return self.optimizer._evidence.elementwise and is_flat
