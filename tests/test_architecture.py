@@ -22,6 +22,7 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 # A file imports from its own folder and from those above it in this list.
 FLOORS = (
     ("core",),
+    ("telemetry",),
     ("algebra", "regions", "runtime", "hardware"),
     ("transforms", "optimizers", "policies", "config"),
     ("simulation",),

@@ -96,8 +96,9 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type simulating simulation spellings
     tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
-memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware Seconds Span Work assumed_links assumed_speeds
-    collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies seconds span work_of
+memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware Seconds Span Work assumed_links assumed_speeds card_name
+    card_names collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies seconds span
+    work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
@@ -130,6 +131,8 @@ memscale.simulation.kernels:
 memscale.simulation.parallel:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
+memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted faults folder
+    give_consent page schema take_consent_back uncounted week_of
 memscale.transforms: cast checkpoint listeners name offload tile
 memscale.transforms.cast:
 memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view recomputed_regions

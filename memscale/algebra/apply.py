@@ -23,6 +23,7 @@ from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, Transformed, attach, entitle, placing_in
 from memscale.core import Assembled, PlanError, TransformError, assembled_in
 from memscale.runtime import Runtime
+from memscale.telemetry import counted
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
 
@@ -35,6 +36,7 @@ def transform(
 def transform(
     model: nn.Module, plan: PlanLike, *, optimizer: AnyOptimizer, runtime: Runtime | None = None
 ) -> tuple[nn.Module, AnyOptimizer]: ...
+@counted("transform")
 def transform(
     model: nn.Module,
     plan: PlanLike,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memscale.cli import history
+from memscale.cli import history, telemetry
 from memscale.cli.demo import demo
 from memscale.cli.explain import ExplainOptions, explain_snapshot
 from memscale.cli.plan import AllowOptions, PlanOptions, frontier, plan
@@ -16,6 +16,7 @@ from memscale.cli.predict import Options, predict
 from memscale.cli.step import StepOptions
 from memscale.cli.tune import TuneOptions, tune
 from memscale.core import MemscaleError
+from memscale.telemetry import COMMANDS, State, count
 
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
 # so no import names it in both.
@@ -24,6 +25,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
 _history = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
 app.add_typer(_history, name="history")
+_telemetry = typer.Typer(help="Counts of calls: off by default, and sent by nothing but `send`.")
+app.add_typer(_telemetry, name="telemetry")
 
 
 def _whole_number(text: str | int) -> int:
@@ -375,8 +378,59 @@ def explain_command(
     return explain_snapshot(ExplainOptions(snapshot, device, step, budget, html))
 
 
+@_telemetry.command("status")
+def telemetry_status_command() -> int:
+    """Show what holds, what decided it, and where the files are."""
+    return telemetry.status()
+
+
+@_telemetry.command("on")
+def telemetry_on_command(
+    endpoint: Annotated[str, typer.Option(metavar="URL", help="Where `send` posts to; none is built in.")],
+) -> int:
+    """Count calls from now on, and let `send` post the counts."""
+    return telemetry.switch(State.ON, endpoint)
+
+
+@_telemetry.command("local")
+def telemetry_local_command() -> int:
+    """Count calls on this machine from now on, and send nothing."""
+    return telemetry.switch(State.LOCAL)
+
+
+@_telemetry.command("off")
+def telemetry_off_command() -> int:
+    """Count nothing from now on; what was counted stays, for `clean` to remove."""
+    return telemetry.switch(State.OFF)
+
+
+@_telemetry.command("show")
+def telemetry_show_command(
+    week: Annotated[str | None, typer.Option(metavar="YYYY-Www", help="One week, as it is so far.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Laid out for reading.")] = False,
+) -> int:
+    """Print the exact bytes that `send` would send."""
+    return telemetry.show(week, as_json)
+
+
+@_telemetry.command("send")
+def telemetry_send_command(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
+) -> int:
+    """Post the weeks that are over, each once. Exits with 1 where one could not be sent, which then stays."""
+    return telemetry.send(dry_run)
+
+
+@_telemetry.command("clean")
+def telemetry_clean_command() -> int:
+    """Switch it off, and remove everything that was counted or sent."""
+    return telemetry.clean()
+
+
 def run(arguments: list[str]) -> int:
     """Run the command line ``arguments`` and return the exit status."""
+    if arguments and arguments[0] in COMMANDS:
+        count(f"command:{arguments[0]}")
     try:
         return int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
     except MemscaleError as error:

@@ -1,5 +1,6 @@
 """Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
 
+from memscale.hardware.cards import card_name, card_names
 from memscale.hardware.copies import (
     DIRECTIONS,
     Direction,
@@ -24,6 +25,8 @@ __all__ = [
     "Work",
     "assumed_links",
     "assumed_speeds",
+    "card_name",
+    "card_names",
     "collective_seconds",
     "copy_seconds",
     "cpu_name",

@@ -129,6 +129,21 @@ def by_device_name(device_name: str) -> Card | None:
     return next((card for card in CARDS if device_name in card.device_names), None)
 
 
+def card_name(device_name: str) -> str | None:
+    """What the table calls the card that a driver calls `device_name`; None if it has none of that name.
+
+    >>> card_name("NVIDIA GeForce RTX 4090"), card_name("a card of tomorrow")
+    ('rtx-4090', None)
+    """
+    card = by_device_name(device_name)
+    return None if card is None else card.name
+
+
+def card_names() -> tuple[str, ...]:
+    """What the table calls its cards."""
+    return tuple(card.name for card in CARDS)
+
+
 def by_name(name: str) -> Card:
     """The card that a person calls `name`, whatever its case, spaces, dashes and maker.
 

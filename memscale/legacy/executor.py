@@ -97,6 +97,7 @@ class Executor:
         self._later: Shapes | None = None  # that came in the middle of a step
         self._between_steps = True
         self._reality: Reality | None = None
+        self.peak_error: float | None = None  # by how much of the real peak the predicted one was off
         self._steps: Any = None  # the hook that counts them
         self._metrics: Metrics | None = None
         self._server: Server | None = None
@@ -302,7 +303,7 @@ class Executor:
             if (idle := self.idle_text()) is not None:
                 LOG.warning("%s", idle)
         if self._reality is not None and self._reality.after_step(model, optimizer):
-            self._reality = None
+            self.peak_error, self._reality = self._reality.peak_error, None
 
     def _change(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Another plan for `shapes`: one that there is, or a new one."""

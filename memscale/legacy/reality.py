@@ -39,6 +39,7 @@ class Reality:
         self._steps = 0
         self._former_peak_bytes = 0
         self._began = 0.0
+        self.peak_error: float | None = None  # as a share of the real peak, once that is known
 
     @classmethod
     def of(
@@ -67,6 +68,7 @@ class Reality:
         peak = _peak_bytes(model)
         if peak > self._former_peak_bytes:  # else it was reached by something earlier, and says nothing of this step
             found["peak"] = peak
+            self.peak_error = self.predicted["peak"] / peak - 1 if self.predicted else None
         if self.predicted:
             self._report(found)
         if self.keep is not None:

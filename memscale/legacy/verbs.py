@@ -26,6 +26,7 @@ from memscale.legacy.optimizing import without_8_bits
 from memscale.legacy.recording import Recording
 from memscale.observability import check_can_serve
 from memscale.runtime import AsyncOffloadConfig
+from memscale.telemetry import counted
 
 _Target = TypeVar("_Target")
 
@@ -89,6 +90,7 @@ def _as_config(fields: Mapping[str, object]) -> str:
     return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
+@counted("wrap")
 @_with_fields
 def wrap(
     target: _Target,
@@ -157,6 +159,7 @@ def wrap(
     return target
 
 
+@counted("optimize")
 @_with_fields
 @contextmanager
 def optimize(
@@ -197,6 +200,7 @@ def optimize(
         executor.detach()
 
 
+@counted("detach")
 def detach(model: Any) -> None:
     """Take off what `wrap` put on ``model``: every attribute is the object that it was before.
 
@@ -330,7 +334,7 @@ def _config_in_force(
     for field, reason in _NOT_USED.items():
         value = getattr(config, field)
         if value is not None and value is not False:  # a port may be 0
-            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=5)
+            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=6)
     if config.verify_correctness and config.use_mixed_precision:
         raise ConfigError(
             "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "

@@ -14,8 +14,10 @@ from memscale.hardware import Hardware
 from memscale.planning.curve import Frontier
 from memscale.planning.engine import POINTS, Budget, DecisionEngine, Progress
 from memscale.planning.proven import ProvenPlan
+from memscale.telemetry import counted
 
 
+@counted("plan")
 def plan(
     model: nn.Module,
     batch: Any,

@@ -21,6 +21,7 @@ from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation,
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
 from memscale.planning.sizes import Sizes, check_range
 from memscale.simulation import MemoryProfiler
+from memscale.telemetry import counted
 
 
 class OOMPredictor:
@@ -88,6 +89,7 @@ class OOMPredictor:
         self._profiler = self._profiling(self.plan, self.config, hardware)
         self.hardware = self._profiler.hardware
 
+    @counted("predict")
     def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
         """Whether the step with this batch fits, and what would free how much.
 

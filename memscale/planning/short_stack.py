@@ -8,6 +8,7 @@ from torch import nn
 
 from memscale.algebra import Plan, transform
 from memscale.planning.parts import Part
+from memscale.telemetry import uncounted
 
 # Of a row of blocks, at both of its ends.
 _STAY = 2
@@ -34,7 +35,7 @@ def shortened(model: nn.Module, paths: Collection[str]) -> nn.Module:
     >>> [path for path, _ in short.named_children()]
     ['0', '3']
     """
-    short = transform(model, Plan())
+    short = uncounted(transform)(model, Plan())
     assert isinstance(short, nn.Module)
     for path in paths:
         parent, _, name = path.rpartition(".")

@@ -28,6 +28,7 @@ from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import training_step
 from memscale.simulation.values import NeedsValues
+from memscale.telemetry import uncounted
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them
 # Of a probe, so that the step's own Python is timed more than once.
@@ -153,7 +154,7 @@ class MemoryProfiler:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
         elif plan is not None:
             plan = as_plan(plan)
-            self.model = transform(model, plan.of_functions())
+            self.model = uncounted(transform)(model, plan.of_functions())
             self._rules = plan.of_optimizers()
         if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
             raise ConfigError(
@@ -252,7 +253,7 @@ class MemoryProfiler:
         # States that the caller has would be moved, or copied for there are two optimizers: a step makes them anew.
         given = None if self.optimizer is None else without_states(self.optimizer)
         assert isinstance(self.model, nn.Module), "a function has no plan"
-        found: Any = transform(self.model, self._rules, optimizer=given)
+        found: Any = uncounted(transform)(self.model, self._rules, optimizer=given)
         profiler = copy.copy(self)
         profiler._rules, profiler.optimizer = Plan(), found[1]
         try:

@@ -1,0 +1,28 @@
+"""How memscale is used, counted for those who asked for it: off by default, and nothing here opens a connection."""
+
+from memscale.telemetry.consent import Consent, State, consent, folder, give_consent, take_consent_back
+from memscale.telemetry.counting import count, counted, uncounted, week_of
+from memscale.telemetry.page import page
+from memscale.telemetry.report import Machine, Weeks, canonical
+from memscale.telemetry.schema import COMMANDS, SCHEMA, faults, schema
+
+__all__ = [
+    "COMMANDS",
+    "SCHEMA",
+    "Consent",
+    "Machine",
+    "State",
+    "Weeks",
+    "canonical",
+    "consent",
+    "count",
+    "counted",
+    "faults",
+    "folder",
+    "give_consent",
+    "page",
+    "schema",
+    "take_consent_back",
+    "uncounted",
+    "week_of",
+]

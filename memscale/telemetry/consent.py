@@ -1,0 +1,167 @@
+"""Whether anything is counted: off unless the user of this machine said otherwise, and what can only turn it lower."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import shutil
+import stat
+
+from memscale.core import ConfigError
+from memscale.telemetry.schema import SCHEMA
+
+_FILE = "consent.json"
+_MOST_BYTES = 4096
+
+# Any value of these but "", "0" and "false" is a no: of a person, of a machine that builds, of a test.
+_REFUSALS = (
+    "DO_NOT_TRACK",
+    "HF_HUB_OFFLINE",
+    "CI",
+    "GITHUB_ACTIONS",
+    "GITLAB_CI",
+    "BUILDKITE",
+    "CIRCLECI",
+    "TF_BUILD",
+    "JENKINS_URL",
+    "TRAVIS",
+    "CODEBUILD_BUILD_ID",
+    "TEAMCITY_VERSION",
+    "PYTEST_CURRENT_TEST",
+)
+_OWN = "MEMSCALE_TELEMETRY"
+
+
+class State(enum.Enum):
+    """What is done; each does what the one before it does, and more."""
+
+    OFF = "off"  # nothing
+    LOCAL = "local"  # calls are counted in files, and never sent
+    ON = "on"  # and ``memscale telemetry send`` posts what was counted since
+
+
+@dataclasses.dataclass(frozen=True)
+class Consent:
+    """What holds now, and why.
+
+    Attributes:
+        state: what is done.
+        because: what decided it, in words.
+        endpoint: where ``send`` posts to, ``""`` unless the user said on.
+    """
+
+    state: State
+    because: str
+    endpoint: str = ""
+
+
+def folder() -> str | None:
+    """Where all files of this are, which need not exist; None where a user has no place for settings."""
+    shared = os.environ.get("XDG_CONFIG_HOME")
+    if shared and shared[0] == "/":  # the specification has others ignored
+        return f"{shared}/memscale/telemetry"
+    if home := os.environ.get("HOME"):
+        return f"{home}/.config/memscale/telemetry" if home[0] == "/" else None
+    appdata = os.environ.get("APPDATA")
+    return f"{appdata}/memscale/telemetry" if appdata else None
+
+
+def is_off() -> bool:
+    """Whether there is no consent: by one look at whether its file exists, which is all that off costs."""
+    place = folder()
+    return place is None or not os.access(f"{place}/{_FILE}", os.F_OK)
+
+
+def consent() -> Consent:
+    """What holds in this process. Variables can lower what the user chose, and none can raise it."""
+    place = folder()
+    if place is None:
+        return Consent(State.OFF, "there is no home folder")
+    if is_off():
+        return Consent(State.OFF, "the default: nobody has switched it on")
+    try:
+        chosen = _read(f"{place}/{_FILE}")
+        state, endpoint = State(chosen["state"]), str(chosen["endpoint"])
+        because = f"memscale telemetry {state.value}, of {chosen['since']}"
+        if state is State.ON and chosen["schema"] != SCHEMA:
+            state, because = State.LOCAL, f"schema {SCHEMA} is new since {because}; say on again to agree to it"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return Consent(State.OFF, f"{place}/{_FILE} cannot be read; say `memscale telemetry local` or `on` again")
+    for name in _REFUSALS:
+        if _is_set(name):
+            return Consent(State.OFF, f"${name} is set")
+    own = os.environ.get(_OWN, "").strip().lower()
+    if own == "local":
+        return Consent(State.LOCAL, f"${_OWN}={own}")
+    if own not in ("", "on"):
+        return Consent(State.OFF, f"${_OWN}={own}")
+    return Consent(state, because, endpoint if state is State.ON else "")
+
+
+def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
+    """Write down what the user chose.
+
+    Raises:
+        ConfigError: there is no folder to write it in.
+    """
+    place = _place()
+    chosen = {"state": state.value, "endpoint": endpoint, "since": since, "schema": SCHEMA}
+    part = f"{place}/{_FILE}.part-{os.getpid()}"
+    try:
+        os.makedirs(place, mode=0o700, exist_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(chosen, file)
+        os.replace(part, f"{place}/{_FILE}")
+    except OSError as error:
+        raise ConfigError(
+            f"{place} cannot be written: {error.strerror}; set $XDG_CONFIG_HOME to a folder that can"
+        ) from (error)
+
+
+def take_consent_back(*, clean: bool = False) -> None:
+    """Be off from now on; with `clean`, keep nothing of what was counted and sent either.
+
+    Raises:
+        ConfigError: a file cannot be removed.
+    """
+    place = folder()
+    if place is None:
+        return
+    try:
+        if clean:
+            shutil.rmtree(place)
+        else:
+            os.unlink(f"{place}/{_FILE}")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}; remove it by hand") from error
+
+
+def _place() -> str:
+    place = folder()
+    if place is None:
+        raise ConfigError("there is no folder for settings: set $HOME or $XDG_CONFIG_HOME to an absolute path")
+    return place
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false")
+
+
+def _read(path: str) -> dict[str, object]:
+    """The JSON of a small regular file of this user's own; without waiting, for a pipe has nobody at its other end."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        found = os.fstat(number)
+        own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+        if not stat.S_ISREG(found.st_mode) or not own:
+            raise ValueError("not a file of this user's")
+        chosen = json.loads(os.read(number, _MOST_BYTES))
+    finally:
+        os.close(number)
+    if not isinstance(chosen, dict):
+        raise TypeError("not a JSON object")
+    return chosen

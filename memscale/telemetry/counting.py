@@ -1,0 +1,112 @@
+"""One line in a file for a call of a public verb, where the user wants that: no thread, no lock, nothing at exit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from typing import Any, TypeVar
+
+from memscale.telemetry.consent import State, consent, folder, is_off
+from memscale.telemetry.facts import facts_of, subject_of
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_MOST_EVENTS = 64  # of a process
+_MOST_BYTES = 1 << 20  # of a week
+_MOST_LINE = 512  # which one write appends whole, whoever else writes
+
+_process = os.getpid()  # a fork of it is a worker, whose calls are not the user's
+_events = 0
+_within = threading.local()  # a counted call: what it calls in turn is not counted
+
+
+def counted(call: str) -> Callable[[_F], _F]:
+    """Count the calls of a public verb. Where that is off it is called at once, after one look at a file's existence.
+
+    >>> from memscale.telemetry.counting import counted
+    >>> @counted("plan")
+    ... def plan(model): return model
+    >>> plan(3)
+    3
+    """
+
+    def around(verb: _F) -> _F:
+        @functools.wraps(verb)
+        def call_of(*args: Any, **kwargs: Any) -> Any:
+            if is_off() or getattr(_within, "call", False):
+                return verb(*args, **kwargs)
+            _within.call = True
+            subject = subject_of(args, kwargs)
+            result = error = None
+            try:
+                result = verb(*args, **kwargs)
+                return result
+            except Exception as raised:
+                error = raised
+                raise
+            finally:
+                _within.call = False
+                count(f"{call}_called", lambda: facts_of(call, args, kwargs, result, error, subject))
+
+        return call_of  # type: ignore[return-value]
+
+    return around
+
+
+def uncounted(verb: _F) -> _F:
+    """The verb itself, for memscale's own use."""
+    return verb.__wrapped__  # type: ignore[attr-defined, no-any-return]
+
+
+def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
+    """Add one to a counter, and to those of the facts. Nothing that goes wrong is seen; at worst it is not counted.
+
+    >>> from memscale.telemetry import count
+    >>> count("command:demo")
+    """
+    global _events
+    try:
+        # In the order of their costs: off is the usual.
+        if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or os.getpid() != _process or _is_a_rank():
+            return
+        state = consent().state
+        if state is State.OFF:
+            return
+        _events += 1
+        line = " ".join((name, *facts()))
+        if len(line) < _MOST_LINE:
+            _append(f"{folder()}/{state.value}", line)
+    except Exception:  # a full disk, a folder that is gone, a fact that cannot be told: the caller's call went well
+        return
+
+
+def week_of(now: datetime) -> str:
+    """The week as in ISO 8601.
+
+    >>> week_of(datetime(2026, 11, 22))
+    '2026-W47'
+    """
+    year, week, _ = now.isocalendar()
+    return f"{year:04d}-W{week:02d}"
+
+
+def _append(place: str, line: str) -> None:
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    # A pipe is not waited for, nor a link followed to wherever it leads.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    number = os.open(f"{place}/{week_of(datetime.now(timezone.utc))}.txt", flags, 0o600)
+    try:
+        found = os.fstat(number)
+        if stat.S_ISREG(found.st_mode) and found.st_size < _MOST_BYTES:
+            os.write(number, f"{line}\n".encode("ascii"))
+    finally:
+        os.close(number)
+
+
+def _is_a_rank() -> bool:
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
