@@ -3,7 +3,8 @@
 A policy maps a `Site` (one operator call inside the region) to a verdict: `Save` its output, `Recompute` it in
 backward, or `Move` it to another memory tier. The names follow `jax.checkpoint_policies`, and so does their meaning.
 
-Values: `nothing_saveable`, `everything_saveable`, `dots_saveable`, `dots_with_no_batch_dims_saveable`.
+Values: `nothing_saveable`, `everything_saveable`, `dots_saveable`, `dots_with_no_batch_dims_saveable`, and one that JAX
+does not have, `attention_saveable`.
 Factories: `save_only_these_names`, `save_any_names_but_these`, `save_and_offload_only_these_names`,
 `save_from_both_policies`. For a policy of your own: `Policy`, `Site`, and the verdicts `Save`, `Recompute`, `Move`.
 """
@@ -22,6 +23,7 @@ __all__ = [
     "Save",
     "Site",
     "Verdict",
+    "attention_saveable",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
@@ -69,6 +71,7 @@ class Site:
     batch_dims: int | None
 
 
+_OF_ATTENTION = 2
 # Contractions by their ATen names, with the number of batch dimensions. Operators are named rather than imported:
 # fused attention kernels exist in some builds of torch only. Attention is two contractions over batch and heads.
 _BATCH_DIMS = {
@@ -94,6 +97,10 @@ _BATCH_DIMS = {
 def batch_dims(op: internals.OpOverload) -> int | None:
     """The batch dimensions of the contraction `op`, `None` when `op` contracts nothing."""
     return _BATCH_DIMS.get(op._schema.name)
+
+
+#: The names of the operators that `attention_saveable` keeps the results of.
+FUSED_ATTENTION = frozenset(name for name, dims in _BATCH_DIMS.items() if dims == _OF_ATTENTION)
 
 
 class Policy(Value):
@@ -160,6 +167,16 @@ class DotsWithNoBatchDimsSaveable(_Constant):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class AttentionSaveable(_Constant):
+    """Keep the outputs of fused attention, which grow with the tokens while its time grows with their square."""
+
+    spelling: ClassVar[str] = "policies.attention_saveable"
+
+    def verdict(self, site: Site) -> Verdict:
+        return Save() if site.batch_dims == _OF_ATTENTION else Recompute()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class SaveOnlyTheseNames(Policy):
     """Made by `save_only_these_names`."""
 
@@ -221,6 +238,7 @@ nothing_saveable = NothingSaveable()
 everything_saveable = EverythingSaveable()
 dots_saveable = DotsSaveable()
 dots_with_no_batch_dims_saveable = DotsWithNoBatchDimsSaveable()
+attention_saveable = AttentionSaveable()
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -302,7 +320,13 @@ def _names(where: str, names: Any, *, least: int = 1) -> tuple[str, ...]:
     return tuple(names)
 
 
-for _value in (nothing_saveable, everything_saveable, dots_saveable, dots_with_no_batch_dims_saveable):
+for _value in (
+    nothing_saveable,
+    everything_saveable,
+    dots_saveable,
+    dots_with_no_batch_dims_saveable,
+    attention_saveable,
+):
     factory(_value.spelling, lambda value=_value: value)
 for _make in (
     save_only_these_names,

@@ -73,6 +73,7 @@ POLICIES = [
     "Save",
     "Site",
     "Verdict",
+    "attention_saveable",
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
@@ -133,7 +134,7 @@ memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted faults folder
     give_consent page schema take_consent_back uncounted week_of
-memscale.transforms: cast checkpoint listeners name offload tile
+memscale.transforms: cast checkpoint listeners may_be_proven name offload proven_rows tile
 memscale.transforms.cast:
 memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view recomputed_regions
 memscale.transforms.offload:

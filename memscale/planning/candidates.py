@@ -15,11 +15,13 @@ from memscale.core import batches
 from memscale.planning.heads import loss_head
 from memscale.planning.parts import Part
 from memscale.simulation import SimulatedStep
-from memscale.transforms import cast, checkpoint, offload, tile
+from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
 
 # Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products.
 _CHUNKS = 4
 _HEAD_CHUNKS = (4, 16, 64)
+# Of a piece of a whole part: whether its rows are independent is shown with them.
+_FEWEST_ROWS = 2
 
 # Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
 _ROW_BY_ROW = frozenset(
@@ -105,9 +107,16 @@ class Menu:
             if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}"))
         ]
         pieces = self._tile(_CHUNKS)
+        operators = step.operators(part.path)
+        # What attention gives is worth keeping before all else where that is fused, and has no product that is not.
+        fused = any(name.removesuffix(".default") in policies.FUSED_ATTENTION for name in operators)
+        kept = (
+            policies.dots_saveable,
+            policies.attention_saveable if fused else policies.dots_with_no_batch_dims_saveable,
+        )
         if may("checkpoint"):
             yield Candidate(((whole, again),))
-            for policy in (policies.dots_saveable, policies.dots_with_no_batch_dims_saveable):
+            for policy in kept:
                 yield Candidate(((whole, checkpoint(policy=policy)),))
             for child in part.children:
                 yield Candidate(((child, again),))
@@ -120,6 +129,12 @@ class Menu:
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
+        if may("tile") and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
+            # By size: whatever rows the part has, its first piece shows whether they are independent.
+            size = max(_FEWEST_ROWS, self.rows // _CHUNKS)
+            yield Candidate(((whole, tile(size=size)),))
+            for policy in kept if may("checkpoint") else ():
+                yield Candidate(((whole, compose(tile(size=size, recompute=False), checkpoint(policy=policy))),))
         if may("offload"):
             yield Candidate(((whole, offload()),))
             if may("checkpoint"):

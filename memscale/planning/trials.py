@@ -17,6 +17,7 @@ from memscale.planning.candidates import Candidate, Rules
 from memscale.planning.parts import Part
 from memscale.planning.short_stack import left_out
 from memscale.simulation import Attribution, SimulatedStep
+from memscale.transforms import proven_rows
 
 #: The techniques that move bytes.
 MOVES = frozenset({"offload", "stream"})
@@ -91,7 +92,8 @@ class TrialSteps:
             for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
         ]
         try:
-            found = self._found(tuple(rules), chosen)
+            with proven_rows():
+                found = self._found(tuple(rules), chosen)
         except Exception as error:  # a transform refuses its region, or the model's own code does
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()

@@ -16,9 +16,11 @@ from memscale.core import ConfigError, by_name, factory, internals, is_of_module
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
+from memscale.transforms.tile import independence
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
+from memscale.transforms.tile.independence import IndependenceWatch
 from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
@@ -196,7 +198,7 @@ class Tiled(Transformed):
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = Joined(self.how, cut.total, thrifty=thrifty)
         whole = [t for i, t in enumerate(cut.leaves) if i not in cut.dims and isinstance(t, torch.Tensor)]
-        run = self.body if compiling else self._guarded(whole)
+        run = self.body if compiling else self._guarded(whole, cut)
         for start, length in cut.ranges:
             leaves = list(cut.leaves)
             for index, source in sources.items():
@@ -208,7 +210,7 @@ class Tiled(Transformed):
             joined.add(result, start, length)
         return joined.result()
 
-    def _guarded(self, whole: list[torch.Tensor]) -> Callable[..., Any]:
+    def _guarded(self, whole: list[torch.Tensor], cut: Cut) -> Callable[..., Any]:
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
         scope = Scope(self.fn)
         flags = scope.flags()
@@ -234,8 +236,15 @@ class Tiled(Transformed):
         def piece(*args: Any, **kwargs: Any) -> Any:
             if flags in self._watched:
                 return self.body(*args, **kwargs)
-            with RowwiseWatch(scope, whole, repr(self.how)):
-                result = self.body(*args, **kwargs)
+            long = cut.ranges[0][1] >= independence.FEWEST_ROWS
+            if independence.is_wanted() and long and not any(cut.dims.values()):
+                given, _ = pytrees.flatten((args, kwargs))
+                with IndependenceWatch(scope, whole, [given[at] for at in cut.dims], repr(self.how)) as watch:
+                    result = self.body(*args, **kwargs)
+                watch.check(result)
+            else:
+                with RowwiseWatch(scope, whole, repr(self.how)):
+                    result = self.body(*args, **kwargs)
             refuse_stored_tensors(scope, repr(self.how))
             self._watched.add(flags)
             if any(flags) not in self.watched:

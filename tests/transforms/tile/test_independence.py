@@ -1,0 +1,135 @@
+"""Rows that are independent are shown to be, and what couples them in any way, or might, is refused."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memscale as ms
+from memscale.transforms import proven_rows
+from tests.support.models import TransformerBlock
+
+ROWS, TOKENS, WIDTH = 8, 6, 4
+torch.manual_seed(0)
+WEIGHT, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(TOKENS, TOKENS)
+
+
+def _heads(x):
+    return x.view(len(x), TOKENS, 2, WIDTH // 2).transpose(1, 2)
+
+
+def _scores(x):
+    q = _heads(x).reshape(-1, TOKENS, WIDTH // 2)
+    scores = torch.bmm(q, q.transpose(1, 2)).view(len(x), 2, TOKENS, TOKENS) + TABLE
+    return (scores.softmax(-1) @ _heads(x)).transpose(1, 2).reshape(x.shape)
+
+
+def _windows(x):
+    parts = x.view(len(x), 2, 3, WIDTH).permute(0, 2, 1, 3).contiguous().view(-1, 2, WIDTH)
+    return (parts - parts.mean(1, keepdim=True)).view(len(x), 3, 2, WIDTH).permute(0, 2, 1, 3).reshape(x.shape)
+
+
+INDEPENDENT = {
+    "products": lambda x: F.gelu(F.layer_norm(x @ WEIGHT, (WIDTH,))) + x,
+    "attention": lambda x: F.scaled_dot_product_attention(_heads(x), _heads(x), _heads(x)).transpose(1, 2).flatten(2),
+    "attention by hand, with a table": _scores,
+    "windows": _windows,
+    "a mask of the tokens": lambda x: x.masked_fill(torch.ones(TOKENS, WIDTH).triu().bool(), 0.0),
+    "joined, split, turned": lambda x: torch.cat([*x.chunk(2, -1)[::-1], x.roll(1, 1)], -1).flip(1),
+    "reduced and spread": lambda x: x / x.norm(dim=(1, 2), keepdim=True) + x.amax(1)[:, None].expand(-1, TOKENS, -1),
+    "stacked": lambda x: torch.stack([x, 2 * x], 0).unbind(0)[1].unsqueeze(0).squeeze(0),
+    "written in place": lambda x: x.clone().mul_(2).add_(x),
+    "convolved": lambda x: F.group_norm(F.conv2d(x[:, None], torch.ones(2, 1, 3, 3), padding=1), 2).flatten(1),
+    "in the middle, and folded with the tokens": lambda x: (
+        (x.transpose(0, 1).reshape(-1, WIDTH) @ WEIGHT).view(TOKENS, len(x), WIDTH)
+    ).transpose(0, 1),
+    "padded": lambda x: F.max_pool2d(F.pad(x, (1, 1))[:, None], 2),
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_rows_are_proven(name):
+    x = torch.randn(ROWS, TOKENS, WIDTH)
+    with proven_rows():
+        found = ms.tile(size=2)(INDEPENDENT[name])(x)
+    torch.testing.assert_close(found, INDEPENDENT[name](x))
+
+
+@pytest.mark.parametrize("kind", ["ours", "PyTorch's"])
+def test_a_block_is_proven_with_its_parameters(kind):
+    block = TransformerBlock(16, dropout=0.0)
+    if kind == "PyTorch's":  # its attention has the tokens first
+        block = nn.TransformerEncoderLayer(16, 2, dropout=0.0, batch_first=True)
+    x = torch.randn(ROWS, TOKENS, 16)
+    with proven_rows():
+        torch.testing.assert_close(ms.tile(size=2)(block)(x), block(x))
+
+
+COUPLED = {
+    "softmax over them": lambda x: x.softmax(0),
+    "their mean": lambda x: x - x.mean(0),
+    "a mean of all": lambda x: x - x.mean(),
+    "one after the other": lambda x: x.cumsum(0),
+    "neighbours": lambda x: x.roll(1, 0) + x,
+    "in another order": lambda x: x.flip(0),
+    "sorted": lambda x: x.sort(0).values,
+    "products of rows": lambda x: x.flatten(1) @ x.flatten(1).T @ x.flatten(1),
+    "a view across them": lambda x: x.reshape(TOKENS, len(x), WIDTH).softmax(0).reshape(x.shape),
+    "attention between them": lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
+    "a softmax after they were turned": lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1),
+    "where they are in the piece": lambda x: x + torch.arange(len(x))[:, None, None],
+    "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
+    "random numbers": lambda x: F.dropout(x, 0.5),
+    "random rows": lambda x: x * torch.rand(len(x), 1, 1),
+    "one for all": lambda x: x * torch.rand(1),
+    "random attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.5)[
+        :, 0
+    ],
+    "chosen by value": lambda x: x[torch.argsort(x[:, 0, 0])],
+    "put elsewhere": lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x)).flip(0), x),
+    "what no rule speaks of": lambda x: torch.cdist(x, x),
+    "folded with the tokens, and summed": lambda x: x.transpose(0, 1).reshape(-1, WIDTH).softmax(0).view_as(x),
+    "folded, and left so": lambda x: x.transpose(0, 1).reshape(x.shape),
+    "rows behind": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)[:, :2].transpose(0, 1).reshape(len(x), -1),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_rows_is_refused(name):
+    with proven_rows(), pytest.raises(ms.TransformError, match=r"not known|cut"):
+        ms.tile(size=2)(COUPLED[name])(torch.randn(ROWS, TOKENS, WIDTH))
+
+
+def test_a_batch_norm_is_refused():
+    with proven_rows(), pytest.raises(ms.TransformError):
+        ms.tile(size=2)(nn.BatchNorm1d(TOKENS))(torch.randn(ROWS, TOKENS, WIDTH))
+
+
+def test_what_was_asked_for_needs_no_proof():
+    x = torch.ones(ROWS, TOKENS, WIDTH)
+    assert torch.equal(ms.tile(size=2)(COUPLED["what no rule speaks of"])(x), torch.cdist(x, x))
+
+
+class _Block(nn.Module):
+    def __init__(self, coupled):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.dim = 0 if coupled else 1
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)).softmax(self.dim)) / math.sqrt(2)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
+    model = nn.Sequential(*[_Block(coupled) for _ in range(4)])
+    engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
+    candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
+    assert ("tile(size=4)" in candidates) is not coupled
+    assert (
+        any("not known to compute each row" in reason for reason in engine.searches[0].costs.rejected.values())
+        is coupled
+    )
+    assert any("tile" in repr(rule.transform) for rule in engine.smallest()) is not coupled
