@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from typing import Any, ClassVar
 
 import torch
 
 from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, integer
+from memscale.optimizers.clipping import TwoPasses
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
 from memscale.optimizers.transformed import OptimizerTransform
@@ -21,13 +23,14 @@ class StepInBackward(OptimizerTransform):
     spelling: ClassVar[str] = "step_in_backward"
 
     accumulate: int = 1
+    max_norm: float | None = None
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
         """See `OptimizerTransform.part`."""
         return _InBackward(self, optimizer, inner)
 
 
-def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
+def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> OptimizerTransform:
     """An optimizer transform: a parameter steps when backward has its whole gradient, which is freed at once.
 
     Gradients never are there all at once, and the numbers are those of the plain step, bit for bit:
@@ -49,29 +52,47 @@ def step_in_backward(*, accumulate: int = 1) -> OptimizerTransform:
     Args:
         accumulate: how many backward passes make one step. Before the last one gradients are summed up as ever, and
             all of them are there. A parameter that fewer passes have reached steps in `step`.
+        max_norm: clip gradients to this norm of all of them, as ``clip_grad_norm_`` does and to the same bits, in two
+            passes over one graph: ``loss.backward(retain_graph=True)`` measures each gradient and frees it,
+            ``loss.backward()`` makes it again, clips and steps. For all parameters of an optimizer, and not with
+            `accumulate`.
 
     Raises:
-        ConfigError: `accumulate` is not an int of at least 1.
+        ConfigError: `accumulate` is not an int of at least 1, or `max_norm` is not a positive number, or both are
+            given.
         TransformError: when it is applied, if the optimizer does not treat each parameter alone (LBFGS); in backward,
             for a gradient that is sparse or has a graph (``create_graph=True``), for a second backward before `step`,
             and in a job of several processes with whole parameters on each, where gradients are averaged later than
-            they are complete; in `step`, for a closure. What reads a gradient that is gone raises it too: clipping by
-            the norm of all gradients needs them at once, and so does a loss scale (`LossScale`, ``GradScaler``).
+            they are complete; in `step`, for a closure, or with `max_norm` after one pass. What reads a gradient that
+            is gone raises it too: clipping by the norm of all gradients needs them at once (`max_norm` does not), and
+            so does a loss scale (`LossScale`, ``GradScaler``).
         CorrectnessError: in `step`, if the options of a group, such as ``lr``, were changed after the backward that
-            has used them.
+            has used them; with `max_norm`, if the second pass has other gradients than the first (on an accelerator it
+            is known in `step` only, when parameters have stepped).
 
     An exception inside of a backward leaves some parameters stepped and others not: call `step` and `zero_grad` to go
     on all the same.
 
-    Cost: saves all gradients but the largest; pays one call of the optimizer for each parameter.
+    Cost: saves all gradients but the largest; pays one call of the optimizer for each parameter, and with `max_norm` a
+    second backward.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (2023), section 3;
     bit for bit the same optimizer here.
     """
     try:
-        return StepInBackward(integer(1)(accumulate))
+        accumulate = integer(1)(accumulate)
     except Misfit as misfit:
         raise ConfigError(f"step_in_backward(accumulate={accumulate!r}) {misfit}") from None
+    if max_norm is None:
+        return StepInBackward(accumulate)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not 0 < max_norm < math.inf:
+        raise ConfigError(f"step_in_backward(max_norm={max_norm!r}) must be positive and finite; None does not clip")
+    if accumulate > 1:
+        raise ConfigError(
+            f"step_in_backward(accumulate={accumulate}, max_norm={max_norm}): the norm is that of the sum, which is "
+            "there for one graph only; put the micro-batches into one loss, or clip without step_in_backward()"
+        )
+    return StepInBackward(accumulate, float(max_norm))
 
 
 class _InBackward(StepPart):
@@ -83,10 +104,12 @@ class _InBackward(StepPart):
         self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
         self._parameters: list[torch.Tensor] = []
         self._hooks: dict[int, _Hook] = {}
+        self._clip = None if how.max_norm is None else TwoPasses(how.max_norm)
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
+        self._check_norm(parameters)
         self._parameters = parameters
         present = {id(parameter) for parameter in parameters}
         for key in [key for key in self._hooks if key not in present]:
@@ -110,6 +133,9 @@ class _InBackward(StepPart):
                     f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
                     "call zero_grad() and backward first"
                 )
+        if self._clip is not None:
+            self._clip.check()
+            self._check_passes()
         if self.stepped and (changed := optimizer._changed_options()):
             raise CorrectnessError(
                 f"{self.how!r}: {changed} after the backward whose parameters have stepped with the options before; "
@@ -119,6 +145,8 @@ class _InBackward(StepPart):
     def after_step(self) -> None:
         """See `StepPart.after_step`."""
         self.stepped.clear()
+        if self._clip is not None:
+            self._clip.clear()
         for hook in self._hooks.values():
             hook.passes = 0
         self.attend(self._parameters)
@@ -132,9 +160,55 @@ class _InBackward(StepPart):
             return
         if (wrong := self._misfit(hook, parameter, gradient)) is not None:
             raise TransformError(f"{self.how!r}: {wrong}")
+        if self._clip is not None:
+            if hook.passes == 1:
+                self._clip.measure(parameter, gradient)
+                parameter.grad = None
+                return
+            self._clip.clip(parameter, gradient, self._parameters)
         self.stepped.add(id(parameter))
         optimizer._advance(hook.number, [parameter])
         parameter.grad = SpentGradient(parameter, hook.title)
+
+    @property
+    def backward_passes(self) -> int:
+        """See `StepPart.backward_passes`."""
+        return 1 if self._clip is None else 2
+
+    def after_zero_grad(self) -> None:
+        """See `StepPart.after_zero_grad`."""
+        if self._clip is not None and not self.stepped:  # what was measured is no gradient of the next step
+            self._clip.clear()
+            for hook in self._hooks.values():
+                hook.passes = 0
+
+    def _check_norm(self, parameters: list[torch.Tensor]) -> None:
+        """Raise `TransformError` where the norm would not be that of all gradients."""
+        if self._clip is None or not parameters:
+            return
+        if len(parameters) < sum(len(group["params"]) for group in self.optimizer.param_groups):
+            raise TransformError(
+                f"{self.how!r} clips by the norm of all gradients of an optimizer, and would have {len(parameters)} of "
+                "its parameters here; give all of them the same rules"
+            )
+        if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+            raise TransformError(
+                f"{self.how!r}: these parameters are sharded, and the norm would be that of one process's part; leave "
+                "max_norm out, or clip without step_in_backward()"
+            )
+
+    def _check_passes(self) -> None:
+        """Raise `TransformError` for gradients that have no second pass behind them."""
+        for parameter in self._parameters:
+            hook = self._hooks.get(id(parameter))
+            waits = hook is not None and hook.passes == 1
+            if waits or (parameter.grad is not None and id(parameter) not in self.stepped):
+                title = self.optimizer._places()[id(parameter)][1]
+                raise TransformError(
+                    f"{self.how!r}: {title} {'was measured and has not stepped' if waits else 'was not measured'}; "
+                    "before step() call loss.backward(retain_graph=True), which measures, and loss.backward(), which "
+                    "steps. zero_grad() begins again"
+                )
 
     def _misfit(self, hook: _Hook, parameter: torch.Tensor, gradient: torch.Tensor) -> str | None:
         """Why `parameter` cannot step now."""

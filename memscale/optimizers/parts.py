@@ -70,6 +70,14 @@ class StepPart:
         """The tensors that live on a tier below the device."""
         return []
 
+    @property
+    def backward_passes(self) -> int:
+        """How many passes of backward over one graph make a step."""
+        return 1
+
+    def after_zero_grad(self) -> None:
+        """Gradients are dropped."""
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """For the body, let the optimizer's `state` have all of it."""
@@ -159,6 +167,11 @@ class PartedOptimizer(torch.optim.Optimizer):
     def steps_in_backward(self) -> bool:
         """Whether parameters step before `step` is called."""
         return any(part.in_backward for part in self.parts)
+
+    @property
+    def backward_passes(self) -> int:
+        """How many passes of backward over one graph make a step."""
+        return max((part.backward_passes for part in self.parts), default=1)
 
     def below(self) -> list[torch.Tensor]:
         """The states that live on a tier below the device."""

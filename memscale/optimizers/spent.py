@@ -44,8 +44,8 @@ class SpentGradient(torch.Tensor):
         return TransformError(
             f"the gradient of {self.title} is gone: step_in_backward() used it when it was complete, and {asked} asks "
             "for it now. Call zero_grad() after each step; for several backward passes a step say "
-            "step_in_backward(accumulate=...); what needs all gradients at once, as clipping by their norm and a loss "
-            "scale do, goes without step_in_backward()"
+            "step_in_backward(accumulate=...), and to clip by their norm step_in_backward(max_norm=...); "
+            "what else needs them at once, as a loss scale does, goes without step_in_backward()"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -134,6 +134,8 @@ class TransformedOptimizer(PartedOptimizer):
             if isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
         super().zero_grad(set_to_none)
+        for part in self.parts:
+            part.after_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer.state_dict`."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memscale.core import Loss, call, scalar_loss
+from memscale.optimizers import TransformedOptimizer
 
 
 def training_step(
@@ -26,9 +27,14 @@ def training_step(
     gradients stay.
     """
 
+    passes = optimizer.backward_passes if isinstance(optimizer, TransformedOptimizer) else 1
+
     def step() -> None:
         for _ in range(accumulate):
-            scalar_loss(call(model, batch), batch, loss).backward()
+            found = scalar_loss(call(model, batch), batch, loss)
+            for left in reversed(range(passes)):
+                found.backward(retain_graph=left > 0)
+            del found
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -242,3 +242,95 @@ def test_a_rule_for_an_optimizer_is_not_one_for_a_module():
         ms.PlanError, match=r"the rule '': step_in_backward\(\) is for an optimizer; pass it too: model, optimizer"
     ):
         ms.transform(network(), {"": HOW})
+
+
+# ---------------------------------------------------------------------------------------- clipping, in two passes
+
+CLIPS = ms.step_in_backward(max_norm=0.5)
+
+
+def two_passes(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, float("inf")], ids=["below it", "above it", "not finite"])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_two_passes_clip_by_the_norm_of_all_gradients_to_the_bits_of_clip_grad_norm(make, scale):
+    if make is OPTIMIZERS["Muon"]:
+        pytest.skip("it steps some of the parameters, by whose norm clip_grad_norm_ would not clip")
+    (plain, expected), (model, optimizer) = twins(make, CLIPS)
+    for number in (2, 3):
+        (plain(batch(number)).square().sum() * scale).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        expected.step()
+        plain.zero_grad()
+        two_passes(model(batch(number)).square().sum() * scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: ms.transform(model, {"*": ms.checkpoint()})])
+def test_two_passes_hold_no_more_than_one(around):
+    def most_gradient_bytes(how):
+        model = deep()
+        fit, optimizer = around(model), how(torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.ones(2, SIZE)
+
+        def step():
+            two_passes(fit(x).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        return ms.measure(step, roles=training_roles(model, optimizer)).growth_bytes
+
+    one, activations = SIZE * SIZE * 4, 64 * 2 * SIZE * 4
+    assert most_gradient_bytes(CLIPS) <= 2 * one + activations
+
+
+def test_what_two_passes_refuse():
+    model = network()
+    optimizer = CLIPS(ADAMW(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = model(batch(0)).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(
+        ms.TransformError, match=r"parameter 0 .* was measured and has not stepped; before step\(\) call"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    two_passes(model(batch(1)).square().sum() * 0)  # the first of another graph measures again
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch(0)).square().sum().backward()
+    with pytest.raises(ms.CorrectnessError, match="is not the one whose norm was measured"):
+        model(batch(1)).square().sum().backward()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ms.TransformError, match="was not measured"):
+        optimizer.step()
+    decayed = [value * (1 - 0.05 * 0.01) for value in before]
+    assert all(map(torch.equal, decayed, model.parameters()))  # one step, of gradients that were zero
+    with pytest.raises(ms.TransformError, match=r"by the norm of all gradients .* would have 2 of its parameters here"):
+        ms.transform(model, {"0": CLIPS, "": ms.step_in_groups(group_bytes=8)}, optimizer=ADAMW(model.parameters()))
+    for options, message in [
+        ({"max_norm": 0}, "must be positive and finite"),
+        ({"max_norm": True}, "must be positive and finite"),
+        ({"max_norm": 1.0, "accumulate": 2}, "put the micro-batches into one loss"),
+    ]:
+        with pytest.raises(ms.ConfigError, match=message):
+            ms.step_in_backward(**options)
+
+
+def test_a_simulated_step_has_both_passes():
+    model = deep()
+    step = {"loss": lambda y, _: y.square().sum(), "hardware": "h100"}
+    profiles = [
+        ms.profile(model, torch.ones(2, SIZE), optimizer=how(torch.optim.SGD(model.parameters())), **step)
+        for how in (HOW, CLIPS)
+    ]
+    assert profiles[1].flops > 1.5 * profiles[0].flops
+    assert profiles[1].peak_bytes <= 1.02 * profiles[0].peak_bytes
