@@ -188,6 +188,7 @@ INTERNALS = tuple(
         ("torch.autograd._disable_profiler_legacy", "the memory that a kernel takes meanwhile", _S),
         ("torch._int_mm", "a card's speed with integers", "hardware"),
         ("torch._scaled_mm", "a card's speed with float8", "hardware"),
+        ("torch._foreach_norm", "norms as clip_grad_norm_ takes them", "optimizers"),
         ("torch._amp_foreach_non_finite_check_and_unscale_", "scaled losses", "optimizers"),
         # Operators that are not in the documentation.
         (f"{_ATEN}_to_copy", "to know it", f"{_S} {_T}checkpoint"),

@@ -73,8 +73,10 @@ class TwoPasses:
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
     if device_type(gradient) == "cpu":
-        return torch.linalg.vector_norm(gradient, 2.0)
-    return torch._foreach_norm([gradient], 2.0)[0]
+        whole: torch.Tensor = torch.linalg.vector_norm(gradient, 2.0)
+        return whole
+    [norm] = torch._foreach_norm([gradient], 2.0)
+    return norm
 
 
 def _differs() -> CorrectnessError:

@@ -18,6 +18,7 @@ from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
 from memscale.runtime.storage import PAGE_BYTES, page_aligned_memory
 
+_KEPT_BYTES = 2**28  # of memory, from one step to the next: what is new costs a tenth of what the disk takes
 AHEAD = 2  # parameters whose states are being read while another one steps, and as many being written
 
 
@@ -75,7 +76,9 @@ class OnDisk(StepPart):
         self._views: dict[int, dict[str, torch.Tensor]] = {}  # and those themselves
         self._moving: dict[int, Event] = {}  # what they wait for
         self._written: deque[int] = deque()
+        self._whole: dict[int, torch.Tensor] = {}  # the memory that those bytes are the first of
         self._spare: list[torch.Tensor] = []  # memory of this step that others can have
+        self._kept: list[torch.Tensor] = []  # and of the step before
         self._last: int | None = None  # to have stepped in this step
         self._after: dict[int, int] = {}  # which parameter stepped after which
         weakref.finalize(self, _free_all, self._rooms).atexit = False
@@ -86,6 +89,8 @@ class OnDisk(StepPart):
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._rooms if key not in self._parameters]:
             self._rooms.pop(key).free()
+        if not parameters:
+            self._kept.clear()
         for parameter in parameters:
             if any(self._is_large(value) for value in self.optimizer.state.get(parameter, {}).values()):
                 self._leave(parameter)
@@ -120,6 +125,11 @@ class OnDisk(StepPart):
             self._wait(key)
         self._there.clear()
         self._views.clear()
+        self._whole.clear()
+        if not simulating():  # what is simulated has no memory that others can have
+            self._kept += self._spare
+            while sum(map(len, self._kept)) > _KEPT_BYTES:
+                self._kept.pop(0)
         self._spare.clear()
 
     @contextmanager
@@ -137,6 +147,7 @@ class OnDisk(StepPart):
                     state[parameter] = small
             self._there.clear()  # those who have the states keep it
             self._views.clear()
+            self._whole.clear()
 
     # ------------------------------------------------------------------------------------------------- out and back
 
@@ -204,7 +215,9 @@ class OnDisk(StepPart):
             self._wait(key)
             self._written.popleft()
             if key in self._there and key not in self._written:
-                self._spare.append(self._there.pop(key))
+                del self._there[key]
+                if (whole := self._whole.pop(key, None)) is not None:
+                    self._spare.append(whole)
 
     def _wait(self, key: int) -> None:
         """Let the copy of these states end."""
@@ -239,8 +252,8 @@ class OnDisk(StepPart):
             if {key: _kind(like) for key, like in room.likes.items()} == {k: _kind(like) for k, like in likes.items()}:
                 return room
             self._rooms.pop(id(parameter)).free()
-            self._there.pop(id(parameter), None)
-            self._views.pop(id(parameter), None)
+            for known in (self._there, self._views, self._whole):
+                known.pop(id(parameter), None)
         room = self._rooms[id(parameter)] = self._new_room(likes)
         return room
 
@@ -260,11 +273,17 @@ class OnDisk(StepPart):
         nbytes = room.buffer.nbytes
         if device_type(parameter) != "cpu":
             return self._below.room(nbytes, parameter, "auto")
-        for position, memory in enumerate(self._spare):
-            if memory.nbytes == nbytes:
-                return self._spare.pop(position)
-        self._spare.clear()  # of other sizes
-        return torch.empty(nbytes, dtype=torch.uint8) if simulating() else page_aligned_memory(nbytes)
+        spares = [self._spare] if simulating() else [self._spare, self._kept]
+        fit = min((each for spare in spares for each in spare if len(each) >= nbytes), key=len, default=None)
+        if fit is None:
+            for spare in spares:
+                del spare[:1]  # too small: with the new one there are no more than before
+            fit = torch.empty(nbytes, dtype=torch.uint8) if simulating() else page_aligned_memory(nbytes)
+        else:
+            for spare in spares:
+                spare[:] = [each for each in spare if each is not fit]
+        self._whole[id(parameter)] = fit
+        return fit[:nbytes]
 
 
 def _kind(like: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
