@@ -44,7 +44,7 @@ class SpentGradient(torch.Tensor):
         return TransformError(
             f"the gradient of {self.title} is gone: step_in_backward() used it when it was complete, and {asked} asks "
             "for it now. Call zero_grad() after each step; for several backward passes a step say "
-            "step_in_backward(accumulate=...), and to clip by their norm step_in_backward(max_norm=...); "
+            "step_in_backward(accumulate=...), clipping by their norm takes step_in_backward(max_norm=...); "
             "what else needs them at once, as a loss scale does, goes without step_in_backward()"
         )
 
