@@ -125,8 +125,8 @@ memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
-memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Phase Profile ProfileDiff Schedule
-    SimulatedStep Station as_hardware differences profile queues_of
+memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile ProfileDiff Ranks
+    Schedule SimulatedStep Station arguments_of as_hardware differences profile queues_of
 memscale.simulation.allocator:
 memscale.simulation.kernels:
 memscale.simulation.parallel:

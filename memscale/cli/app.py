@@ -85,6 +85,16 @@ _Gpu = Annotated[
 _Dtype = Annotated[
     str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
 ]
+_Parallel = Annotated[
+    str | None, typer.Option(metavar="fsdp2|ddp", help="The step is one process's of several; the batch is that one's.")
+]
+_World = Annotated[
+    int | None, typer.Option(parser=_whole_number, metavar="N", help="How many processes, with --parallel.")
+]
+_Shard = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
+]
 _Accumulate = Annotated[int, typer.Option(parser=_whole_number, metavar="N", help="Batches for each optimizer step.")]
 _SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
 _Mode = Annotated[
@@ -121,6 +131,9 @@ def predict_command(
     dtype: _Dtype = None,
     plan: _Plan = None,
     accumulate: _Accumulate = 1,
+    parallel: _Parallel = None,
+    world: _World = None,
+    shard: _Shard = None,
     budget: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%."),
@@ -149,7 +162,7 @@ def predict_command(
     """
     return predict(
         Options(
-            step=StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate),
+            step=StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ())),
             plan=plan,
             budget=budget,
             largest=largest,
@@ -173,6 +186,9 @@ def plan_command(
     gpu: _Gpu = None,
     dtype: _Dtype = None,
     accumulate: _Accumulate = 1,
+    parallel: _Parallel = None,
+    world: _World = None,
+    shard: _Shard = None,
     mode: _Mode = None,
     allow: _Allow = None,
     forbid: _Forbid = None,
@@ -190,7 +206,7 @@ def plan_command(
 
     Exits with 0 if there is one, 3 if nothing fits, 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return plan(PlanOptions(step, allowed, budget, json, plot, html, python))
 
@@ -204,6 +220,9 @@ def frontier_command(
     gpu: _Gpu = None,
     dtype: _Dtype = None,
     accumulate: _Accumulate = 1,
+    parallel: _Parallel = None,
+    world: _World = None,
+    shard: _Shard = None,
     budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help=f"Plan for this too, and say why: {_SIZES}.")
     ] = None,
@@ -225,7 +244,7 @@ def frontier_command(
 
     Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return frontier(PlanOptions(step, allowed, budget, json, plot, html, python), points)
 
@@ -255,6 +274,9 @@ def tune_command(
     gpu: _Gpu = None,
     dtype: _Dtype = None,
     accumulate: _Accumulate = 1,
+    parallel: _Parallel = None,
+    world: _World = None,
+    shard: _Shard = None,
     mode: _Mode = None,
     allow: _Allow = None,
     forbid: _Forbid = None,
@@ -276,7 +298,7 @@ def tune_command(
 
     Exits with 0, with 3 if nothing fits, with 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return tune(TuneOptions(step, allowed, objective, budget, at_least, at_most, confirm, json, plot, html, python))
 

@@ -103,6 +103,7 @@ def plan(options: PlanOptions) -> int:
                 plan=found,
                 hardware=engine.hardware,
                 accumulate=engine.accumulate,
+                **options.step.ranks,
             )
             step.plot(path)
 
@@ -175,6 +176,7 @@ def _engine(options: PlanOptions) -> Iterator[tuple[DecisionEngine, Subject]]:
                 hardware=step.hardware,
                 accumulate=options.step.accumulate,
                 progress=progress,
+                **options.step.ranks,
             )
         except MemscaleError:
             raise

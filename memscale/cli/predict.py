@@ -69,6 +69,7 @@ def predict(options: Options) -> int:
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
             accumulate=options.step.accumulate,
             progress=progress,
+            **options.step.ranks,
         )
         batch = batch_of(subject, options.step.batch, seq)
         prediction = predictor.predict(batch, budget=budget, recommend=options.recommend)

@@ -31,6 +31,9 @@ class StepOptions:
     gpu: str | None
     dtype: str | None
     accumulate: int
+    parallel: str | None = None
+    world: int | None = None
+    shard: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the model is."""
@@ -39,6 +42,18 @@ class StepOptions:
                 raise ConfigError(f"--{name} must be at least 1, got {value}")
         if self.dtype is not None and self.dtype.lower() not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.parallel not in (None, "fsdp2", "ddp"):
+            raise ConfigError(f"--parallel must be fsdp2 or ddp, got {self.parallel!r}")
+        if self.parallel is None and (self.world is not None or self.shard):
+            name = "world" if self.world is not None else "shard"
+            raise ConfigError(f"--{name} is about several processes; say which way, with --parallel fsdp2 or ddp")
+        if self.parallel is not None and (self.world is None or self.world < 1):
+            raise ConfigError(f"--parallel {self.parallel} needs --world N, how many processes there are")
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """What says that the step is one process's of several, as the library takes it."""
+        return {"parallel": self.parallel, "world": self.world, "shard": self.shard or None}
 
 
 @dataclass(frozen=True)

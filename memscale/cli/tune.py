@@ -75,6 +75,7 @@ def tune(options: TuneOptions) -> int:
             hardware=step.hardware,
             accumulate=options.step.accumulate,
             progress=progress,
+            **options.step.ranks,
         )
         try:
             found = tuner.tune(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from memscale.core import (
     budget_bytes,
     format_bytes,
     format_seconds,
+    matches,
 )
 from memscale.hardware import Hardware
 from memscale.planning.candidates import Menu, Rules
@@ -35,7 +36,7 @@ from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.stepping import Way, checked_names, hows, least_held, ways
-from memscale.simulation import MemoryProfiler, NeedsValues, Profile, SimulatedStep
+from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep, arguments_of
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -73,15 +74,20 @@ class DecisionEngine:
         stepping: Collection[str] = (),
         progress: Progress | None = None,
         streams: bool = True,
+        parallel: Parallel | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
     ) -> None:
         check_model(model, "plan")
+        self.ranks = Ranks.of(model, parallel, world, shard, caller="plan")
         self.model = model
         self.batch = batch
         self.optimizer = optimizer
         self.loss = loss
         self.config = config if config is not None else Config(mode="aggressive")
         self.accumulate = accumulate
-        self.streams = streams
+        # FSDP2 and DDP have the parameters themselves.
+        self.streams = streams and self.ranks is None
         self.simulations = 0
         self._progress = progress
         self._searches: list[Search] | None = None
@@ -175,7 +181,7 @@ class DecisionEngine:
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)}",
+            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)} {self.ranks}",
         }
 
     def profile_of(self, plan: Plan) -> Profile:
@@ -210,7 +216,19 @@ class DecisionEngine:
             self._progress(what, self.simulations, None)
 
     def _profiler(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryProfiler:
-        return MemoryProfiler(model, optimizer, loss=self.loss, plan=plan if plan else None, hardware=self.hardware)
+        ranks = self.ranks
+        if ranks is not None and ranks.shard is not None and model is not self.model:
+            there = [path for path, _ in model.named_modules()]
+            kept = tuple(each for each in ranks.shard if any(matches(each, path) for path in there))
+            ranks = dataclasses.replace(ranks, shard=kept)
+        return MemoryProfiler(
+            model,
+            optimizer,
+            loss=self.loss,
+            plan=plan if plan else None,
+            hardware=self.hardware,
+            **arguments_of(ranks),
+        )
 
     @property
     def searches(self) -> list[Search]:
@@ -353,6 +371,7 @@ class DecisionEngine:
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),
             simulations=self.simulations if decisions else 1,
+            parallel=self.ranks,
         )
 
     def _does_not_fit(self, limit: int) -> BudgetError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from memscale.hardware import Hardware
 from memscale.planning.curve import Frontier
 from memscale.planning.engine import POINTS, Budget, DecisionEngine, Progress
 from memscale.planning.proven import ProvenPlan
+from memscale.simulation import Parallel
 from memscale.telemetry import counted
 
 
@@ -30,6 +31,9 @@ def plan(
     accumulate: int = 1,
     stepping: Collection[str] = (),
     progress: Progress | None = None,
+    parallel: Parallel | None = None,
+    world: int | None = None,
+    shard: Iterable[str] | str | None = None,
     record: Record = None,
 ) -> ProvenPlan:
     """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
@@ -61,6 +65,8 @@ def plan(
             ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
             third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
         progress: called before each simulation with what it is about, how many are done, and None.
+        parallel, world, shard: as in `memscale.profile`: the step is one process's of several, and the plan is the
+            same for all of them. Apply it to the plain model, then distribute what `transform` returns.
         record: keep the step with the plan in the history, as in `memscale.profile`; it is simulated once more for it.
 
     Raises:
@@ -78,6 +84,9 @@ def plan(
         accumulate=accumulate,
         stepping=stepping,
         progress=progress,
+        parallel=parallel,
+        world=world,
+        shard=shard,
     )
     found = engine.plan(budget)
     if path is not None:
@@ -100,6 +109,9 @@ def frontier(
     points: int = POINTS,
     stepping: Collection[str] = (),
     progress: Progress | None = None,
+    parallel: Parallel | None = None,
+    world: int | None = None,
+    shard: Iterable[str] | str | None = None,
 ) -> Frontier:
     """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
 
@@ -113,7 +125,8 @@ def frontier(
     Plan()
 
     Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress: as in `plan`.
+        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress, parallel, world, shard: as in
+            `plan`.
         points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
 
     Raises:
@@ -129,5 +142,8 @@ def frontier(
         accumulate=accumulate,
         stepping=stepping,
         progress=progress,
+        parallel=parallel,
+        world=world,
+        shard=shard,
     )
     return engine.frontier(points)

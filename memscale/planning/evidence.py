@@ -9,7 +9,7 @@ from typing import Any
 
 from memscale.hardware import Hardware
 from memscale.planning.prediction import taken_bytes
-from memscale.simulation import Profile
+from memscale.simulation import Profile, Ranks
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Evidence:
         rejected: candidates that cannot be, with the reason.
         notes: what the simulation assumed.
         simulations: how many steps were simulated.
+        parallel: how the step is one process's of several; None if it is not.
     """
 
     budget_bytes: int
@@ -91,6 +92,7 @@ class Evidence:
     rejected: Mapping[str, str]
     notes: tuple[str, ...]
     simulations: int
+    parallel: Ranks | None = None
 
     @property
     def gap(self) -> float:
@@ -107,11 +109,16 @@ class Evidence:
             "decisions": [vars(each) for each in self.decisions],
             "by_tier": dict(self.by_tier),
             "rejected": dict(self.rejected),
+            "parallel": None if self.parallel is None else self.parallel.arguments(),
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Evidence:
         """The evidence that `to_data` made."""
+        ranks = data.get("parallel")
+        if ranks is not None:
+            shard = ranks["shard"]
+            ranks = Ranks(ranks["parallel"], ranks["world"], None if shard is None else tuple(shard))
         return cls(
             **{
                 **data,
@@ -121,5 +128,6 @@ class Evidence:
                 "trace": tuple(data["trace"]),
                 "decisions": tuple(Decision(**each) for each in data["decisions"]),
                 "notes": tuple(data["notes"]),
+                "parallel": ranks,
             }
         )

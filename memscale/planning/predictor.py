@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fi
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
 from memscale.planning.sizes import Sizes, check_range
-from memscale.simulation import MemoryProfiler
+from memscale.simulation import MemoryProfiler, Parallel, Ranks, arguments_of
 from memscale.telemetry import counted
 
 
@@ -46,7 +46,7 @@ class OOMPredictor:
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
-        optimizer, loss, hardware, probe: as in `memscale.profile`.
+        optimizer, loss, hardware, probe, parallel, world, shard: as in `memscale.profile`.
         plan: transforms that the step has already; the plan that is recommended takes its place.
         accumulate: forward and backward passes for each optimizer step.
         config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
@@ -70,12 +70,16 @@ class OOMPredictor:
         config: Config | None = None,
         probe: bool = False,
         progress: Progress | None = None,
+        parallel: Parallel | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
                 "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
             )
+        self.ranks = Ranks.of(model, parallel, world, shard, caller="OOMPredictor")
         self.model = model
         self.optimizer = optimizer
         self.plan = Plan() if plan is None else as_plan(plan)
@@ -267,6 +271,7 @@ class OOMPredictor:
             hardware=self.hardware,
             accumulate=self.accumulate,
             progress=lambda what, *_: self._next(what),
+            **arguments_of(self.ranks),
         )
         capacity_bytes = prediction.capacity_bytes
         limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
@@ -342,6 +347,7 @@ class OOMPredictor:
             hardware=hardware,
             config=config,
             probe=self.probe,
+            **arguments_of(self.ranks),
         )
 
     def _capacity_bytes(self, budget: Budget | None) -> int:

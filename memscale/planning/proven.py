@@ -10,6 +10,7 @@ from memscale.algebra import Plan, compose
 from memscale.core import Document, PlanError, format_bytes, format_seconds, matches
 from memscale.planning.evidence import Decision, Evidence
 from memscale.planning.explanation import about_parts, explanation, in_rows, label, numbers, template
+from memscale.simulation import Ranks
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 
@@ -30,6 +31,11 @@ class ProvenPlan(Plan):
         object.__setattr__(self, "evidence", evidence)
 
     __hash__ = Plan.__hash__
+
+    @property
+    def parallel(self) -> Ranks | None:
+        """How the step that it was made for is one process's of several."""
+        return self.evidence.parallel
 
     def __reduce__(self) -> Any:
         return (ProvenPlan, (Plan([(rule.pattern, rule.transform) for rule in self]), self.evidence))
@@ -57,8 +63,9 @@ class ProvenPlan(Plan):
         """As `Plan.to_python`, after a line about what the plan was made for."""
         evidence = self.evidence
         before, after = evidence.plain, evidence.planned
+        ranks = "" if evidence.parallel is None else f", {evidence.parallel}"
         return (
-            f"# For {format_bytes(evidence.budget_bytes)} on {evidence.hardware.name}: the simulated step takes "
+            f"# For {format_bytes(evidence.budget_bytes)} on {evidence.hardware.name}{ranks}: the simulated step takes "
             f"{format_bytes(after.taken_bytes)} and {format_seconds(after.step_seconds)}\n"
             f"# (as it is, {format_bytes(before.taken_bytes)} and {format_seconds(before.step_seconds)}).\n"
             f"{super().to_python()}"

@@ -25,7 +25,7 @@ from memscale.planning.proven import ProvenPlan
 from memscale.planning.rates import Pace, fastest_size
 from memscale.planning.sizes import BatchFn, Sizes
 from memscale.planning.tuning import SizeTrial, Tuning
-from memscale.simulation import MemoryProfiler, Profile
+from memscale.simulation import MemoryProfiler, Profile, Ranks, arguments_of
 
 # Plans for different sizes, beside those at the ends.
 _MOST_PLANS = 12
@@ -47,6 +47,7 @@ class ModelStep:
     config: Config | None
     hardware: Hardware
     accumulate: int
+    ranks: Ranks | None = None
 
 
 class SizeSearch:
@@ -326,7 +327,14 @@ class SizeSearch:
         if (plan, size) not in self._under:
             self._say(size, "the plan of another size")
             own, rules = self.step, plan if plan else None
-            profiler = MemoryProfiler(own.model, own.optimizer, loss=own.loss, plan=rules, hardware=self._hardware)
+            profiler = MemoryProfiler(
+                own.model,
+                own.optimizer,
+                loss=own.loss,
+                plan=rules,
+                hardware=self._hardware,
+                **arguments_of(own.ranks),
+            )
             try:
                 profile = profiler.simulated(self._made(size), accumulate=own.accumulate).profile()
                 nbytes = taken_bytes(profile)
@@ -354,6 +362,7 @@ class SizeSearch:
                 hardware=own.hardware,
                 accumulate=own.accumulate,
                 progress=None if quiet else lambda what, *_: self._say(size, what),
+                **arguments_of(own.ranks),
             )
         except ConfigError as error:
             if size == self.at_least:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from memscale.planning.engine import Budget, Progress, check_model
 from memscale.planning.size_search import Count, ModelStep, SizeSearch
 from memscale.planning.sizes import BatchFn, Sizes, check_range
 from memscale.planning.tuning import Confirmation, Tuning
-from memscale.simulation import MemoryProfiler
+from memscale.simulation import MemoryProfiler, Parallel, Ranks
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
 _MOST = 2**20
@@ -51,6 +52,7 @@ class AutoTuner:
         model: a module on any device, not transformed; ``meta`` costs no memory.
         optimizer, loss, config, hardware, accumulate: as in `memscale.plan`.
         progress: called before each simulation with what it is about, how many are done, and None.
+        parallel, world, shard: as in `memscale.profile`; sizes are those of one process's batch.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
@@ -66,15 +68,19 @@ class AutoTuner:
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
         progress: Progress | None = None,
+        parallel: Parallel | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
     ) -> None:
         check_model(model, "AutoTuner")
+        ranks = Ranks.of(model, parallel, world, shard, caller="AutoTuner")
         check_loss(loss)
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"AutoTuner(config={config!r}) must be a Config or None; build one with Config()")
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"AutoTuner(accumulate={accumulate!r}) must be an int of at least 1")
         self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate)
+        self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, ranks)
         self._progress = progress
 
     def tune(
@@ -146,8 +152,10 @@ class AutoTuner:
         return dataclasses.replace(found, budget_bytes=limit)
 
     def _confirmed(self, sizes: Sizes, found: Tuning) -> tuple[Confirmation | None, str]:
-        self._say(f"size {found.size}: a real step", found.simulations)
         step = self._step
+        if step.ranks is not None:
+            return None, f"not confirmed by a real step: it is one process's of several ({step.ranks})"
+        self._say(f"size {found.size}: a real step", found.simulations)
         return confirmed(
             step.model,
             sizes.batch(found.size),

@@ -21,6 +21,7 @@ The journey of `profile(model, batch)`, in the order in which to read:
 
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
 from memscale.simulation.ledger import Phase
+from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.schedule.schedule import Schedule, queues_of
@@ -32,12 +33,15 @@ __all__ = [
     "Holding",
     "MemoryProfiler",
     "NeedsValues",
+    "Parallel",
     "Phase",
     "Profile",
     "ProfileDiff",
+    "Ranks",
     "Schedule",
     "SimulatedStep",
     "Station",
+    "arguments_of",
     "as_hardware",
     "differences",
     "profile",

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -38,7 +39,7 @@ from memscale.simulation.kernels.shapes import (
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Course, Ledger, OpCall, StorageRecord, Sum
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.operators import Operator
-from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_wait, is_wrap
+from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_of_fsdp, is_wait, is_wrap
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 
@@ -116,6 +117,9 @@ class HollowMode(TorchDispatchMode):
                 return self._collective(op, args)
             if op.__class__ is not OpOverload:  # operators of higher order
                 return op(*args, **kwargs)
+            if is_of_fsdp(op):
+                with self:  # a function in Python, of operators: one returns views of memory that it has copied to
+                    return op._op_dk(DispatchKey.CPU, *args, **kwargs)
             if is_wait(op):
                 self.works.awaited(args[0])
                 return args[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
-from memscale.simulation.parallel.asked import Parallel, check_parallel, one_rank
+from memscale.simulation.parallel.asked import Parallel, Ranks, one_rank
 from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
@@ -47,6 +47,7 @@ def profile(
     probe: bool = False,
     parallel: Parallel | None = None,
     world: int | None = None,
+    shard: Iterable[str] | str | None = None,
     record: Record = None,
 ) -> Profile:
     """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
@@ -84,6 +85,8 @@ def profile(
             the root sharded, as `fully_shard` does by default) or ``"ddp"``; the batch is this process's. None for a
             model that is trained as it is, distributed already or not.
         world: how many processes, with `parallel`.
+        shard: patterns of the modules that ``"fsdp2"`` shards each on its own, beside the root; None is the repeated
+            blocks.
         record: keep the profile in the history. None does where ``$MEMSCALE_HISTORY`` names its file, False does not,
             True asks for the variable, and a path is another file. A history that cannot be written is logged.
 
@@ -93,7 +96,15 @@ def profile(
     """
     path = history_path(record)
     profiler = MemoryProfiler(
-        model, optimizer, loss=loss, plan=plan, hardware=hardware, probe=probe, parallel=parallel, world=world
+        model,
+        optimizer,
+        loss=loss,
+        plan=plan,
+        hardware=hardware,
+        probe=probe,
+        parallel=parallel,
+        world=world,
+        shard=shard,
     )
     found = profiler.profile(batch, accumulate=accumulate)
     if path is not None:
@@ -120,7 +131,7 @@ class MemoryProfiler:
     640
 
     Args:
-        model, optimizer, loss, plan, hardware, probe, parallel, world: as in `profile`.
+        model, optimizer, loss, plan, hardware, probe, parallel, world, shard: as in `profile`.
         config: None is ``Config()``.
     """
 
@@ -136,9 +147,9 @@ class MemoryProfiler:
         probe: bool = False,
         parallel: Parallel | None = None,
         world: int | None = None,
+        shard: Iterable[str] | str | None = None,
     ) -> None:
-        check_parallel(model, parallel, world)
-        self.parallel, self.world = parallel, world
+        self.ranks = Ranks.of(model, parallel, world, shard, caller="profile")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -224,14 +235,15 @@ class MemoryProfiler:
         with self._under_rules() as profiler:
             if updates:
                 return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
-            assert isinstance(self.model, nn.Module), "a function's own step updates what it updates"
+            model = profiler.model
+            assert isinstance(model, nn.Module), "a function's own step updates what it updates"
             # The first step is no step like others: regions copy their inputs until they know what they write to.
             # Gradients that are still there after the last are known for what they are.
             stepping = profiler.optimizer
             # What steps in backward counts on the step that ends it.
             ends = isinstance(stepping, TransformedOptimizer) and stepping.steps_in_backward
             steps = [
-                training_step(self.model, batch, stepping if ends else None, self.loss, accumulate, drops=drops)
+                training_step(model, batch, stepping if ends else None, self.loss, accumulate, drops=drops)
                 for drops in (True, False)
             ]
             return profiler._simulated(steps, batch)
@@ -239,11 +251,11 @@ class MemoryProfiler:
     @contextmanager
     def _under_rules(self) -> Iterator[MemoryProfiler]:
         """This, with the optimizer under its rules: only now, for some act on parameters as long as they are there."""
-        if self.parallel is not None and self.world is not None:
+        if self.ranks is not None:
             assert isinstance(self.model, nn.Module), "checked with the other arguments"
-            with one_rank(self.model, self.optimizer, self.parallel, self.world) as (part, over):
+            with one_rank(self.model, self.optimizer, self.ranks) as (part, over):
                 ranked = copy.copy(self)
-                ranked.parallel, ranked.model, ranked.optimizer = None, part, over
+                ranked.ranks, ranked.model, ranked.optimizer = None, part, over
                 with ranked._under_rules() as each:
                     yield each
             return

@@ -27,6 +27,7 @@ from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
+from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import begin_alike, patched, process_kept
@@ -125,7 +126,7 @@ class Simulation:
                 on_device = partial(_is_on_device, self.mode.storages)
                 self.answers = Answers(self._kernels.hardware, self._kernels.capability, on_device)
                 stack.enter_context(self.answers.given())
-            stack.enter_context(self._sharded.propagating())
+            stack.enter_context(propagating())
             streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
             stack.enter_context(self._sharded.on_streams(streams))
             stack.enter_context(self.mode)

@@ -1,5 +1,6 @@
 """``memscale plan`` and ``memscale frontier``: what the library plans, as text and files; exit codes for scripts."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -164,3 +165,30 @@ def test_bad_options_get_one_line(folder, capsys, options, message):
     assert lines[0].startswith("memscale: ")
     assert message in lines[0]
     assert sorted(path.name for path in Path.cwd().iterdir() if path.name != "__pycache__") == ["factories.py"]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # of a product's output, changed by nobody
+def test_the_step_can_be_one_processs_of_several(folder, capsys):
+    ranks = ("--parallel", "fsdp2", "--world", 8, "--shard", "*")
+    assert command("plan", *STEP, *ranks, "--budget", "1GiB", "--json", "plan.json") == 0
+    assert str(ProvenPlan.from_json(Path("plan.json").read_text()).parallel) == "fsdp2 over 8 processes, sharding *"
+    capsys.readouterr()
+    peaks = []
+    for more in ((), ranks):
+        assert command("predict", *STEP, *more, "--json", "--no-recommend") == 0
+        peaks.append(json.loads(capsys.readouterr().out)["profile"]["peak_bytes"])
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        (("--world", 8), "--world is about several processes"),
+        (("--parallel", "ddp"), "--parallel ddp needs --world N"),
+        (("--parallel", "fsdp", "--world", 8), "--parallel must be fsdp2 or ddp, got 'fsdp'"),
+        (("--parallel", "fsdp2", "--world", 8, "--shard", "blocks"), "'blocks' matches no module"),
+    ],
+)
+def test_ranks_that_are_none(folder, capsys, ranks, told):
+    assert command("predict", *STEP, *ranks) == 2
+    assert told in capsys.readouterr().err

@@ -3,60 +3,117 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable, matches
 from memscale.optimizers import without_states
 
 Parallel = Literal["ddp", "fsdp2"]
 _KNOWN = ("ddp", "fsdp2")
 
 
-def check_parallel(model: Any, parallel: Any, world: Any) -> None:
-    """Do nothing for what `one_rank` can make.
+@dataclass(frozen=True)
+class Ranks:
+    """How a step is one process's of several.
 
-    Raises:
-        ConfigError: `parallel`, `world` or `model` is not what it takes.
+    >>> print(Ranks("fsdp2", 64))
+    fsdp2 over 64 processes
+
+    Args:
+        parallel: ``"fsdp2"`` or ``"ddp"``.
+        world: how many processes.
+        shard: patterns of the modules that FSDP2 shards beside the root; None is the repeated blocks.
     """
-    if parallel is None:
-        if world is not None:
+
+    parallel: Parallel
+    world: int
+    shard: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        beside = "" if self.shard is None else f", sharding {', '.join(self.shard)}"
+        return f"{self.parallel} over {self.world} process{'es' * (self.world > 1)}{beside}"
+
+    @classmethod
+    def of(cls, model: Any, parallel: Any, world: Any, shard: Any, *, caller: str) -> Ranks | None:
+        """What the arguments of `caller` mean for `model`; None for a step that is trained as it is.
+
+        Raises:
+            ConfigError: `parallel`, `world`, `shard` or `model` is not what it takes.
+        """
+        if parallel is None:
+            if world is not None or shard is not None:
+                name, value = ("world", world) if world is not None else ("shard", shard)
+                raise ConfigError(
+                    f"{caller}({name}={value!r}) is about several processes; say which: parallel='fsdp2' or 'ddp'"
+                )
+            return None
+        if parallel not in _KNOWN:
             raise ConfigError(
-                f"profile(world={world!r}) is a number of processes; say which: parallel='fsdp2' or 'ddp'"
+                f"{caller}(parallel={parallel!r}) is none of {list(_KNOWN)}; for another way, distribute the model "
+                "yourself in a process group of the fake backend, and profile that"
             )
-        return
-    if parallel not in _KNOWN:
-        raise ConfigError(
-            f"profile(parallel={parallel!r}) is none of {list(_KNOWN)}; for another way, distribute the model yourself "
-            "in a process group of the fake backend, and profile that"
-        )
-    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
-        raise ConfigError(
-            f"profile(parallel={parallel!r}, world={world!r}) takes the number of processes, an int above 0"
-        )
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"profile(parallel={parallel!r}) needs a module; distribute it inside the function")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or isinstance(
-        model, nn.parallel.DistributedDataParallel
-    ):
-        raise ConfigError(
-            f"profile(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel out"
-        )
+        if isinstance(world, bool) or not isinstance(world, int) or world < 1:
+            raise ConfigError(
+                f"{caller}(parallel={parallel!r}, world={world!r}) takes the number of processes, an int above 0"
+            )
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{caller}(parallel={parallel!r}) needs a module; distribute it inside the function")
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or isinstance(
+            model, nn.parallel.DistributedDataParallel
+        ):
+            raise ConfigError(
+                f"{caller}(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel "
+                "out"
+            )
+        return cls(parallel, world, _patterns(model, parallel, shard, caller))
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments of whatever takes them."""
+        return {"parallel": self.parallel, "world": self.world, "shard": self.shard}
+
+
+def arguments_of(ranks: Ranks | None) -> dict[str, Any]:
+    """`Ranks.arguments`, nothing for a step that is trained as it is."""
+    return {} if ranks is None else ranks.arguments()
+
+
+def _patterns(model: nn.Module, parallel: str, shard: Any, caller: str) -> tuple[str, ...] | None:
+    if shard is None:
+        return None
+    if parallel != "fsdp2":
+        raise ConfigError(f"{caller}(shard={shard!r}) is for parallel='fsdp2'; {parallel} keeps every module whole")
+    found = (shard,) if isinstance(shard, str) else tuple(shard) if isinstance(shard, Iterable) else (shard,)
+    paths = [path for path, _ in model.named_modules()]
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise ConfigError(
+                f"{caller}(shard={shard!r}) takes patterns of module paths, such as ('layers.*',); the root is sharded "
+                "besides"
+            )
+        if not any(matches(pattern, path) for path in paths):
+            near = ", ".join(map(repr, difflib.get_close_matches(pattern, paths, n=3, cutoff=0.3)))
+            raise ConfigError(
+                f"{caller}(shard=...): {pattern!r} matches no module" + (f"; the nearest are {near}" if near else "")
+            )
+    return found
 
 
 @contextmanager
 def one_rank(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, parallel: Parallel, world: int
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer | None]]:
     """The first process's part of `model`, on meta, and an optimizer like `optimizer` over that.
 
-    The arguments stay as they are. FSDP2 shards the repeated blocks and the root, each on its own; the first process
-    has the most where shards differ.
+    The arguments stay as they are. FSDP2 shards the modules that are asked for and the root, each on its own; the first
+    process has the most where shards differ.
 
     Raises:
         RuntimeUnavailable: there is no `torch.distributed`, or this process is one of several already.
@@ -71,10 +128,10 @@ def one_rank(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     part = _on_meta(model)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
     try:
-        if parallel == "fsdp2":
-            _shard(part)
+        if ranks.parallel == "fsdp2":
+            _shard(part, ranks)
             runs = part
         else:
             # Nothing to agree on with the others: they have no numbers either.
@@ -95,12 +152,22 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _shard(model: nn.Module) -> None:
+def _shard(model: nn.Module, ranks: Ranks) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    for block in _blocks(model):
-        fully_shard(block)
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (ranks.world,))  # of what the simulation has, whatever is in this machine
+    if ranks.shard is None:
+        chosen = _blocks(model)
+    else:
+        patterns = ranks.shard
+        named = [(path, module) for path, module in model.named_modules() if path]
+        # Those inside of others first.
+        named.sort(key=lambda each: -each[0].count("."))
+        chosen = [module for path, module in named if any(matches(pattern, path) for pattern in patterns)]
+    for block in chosen:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -51,6 +51,11 @@ def is_wait(op: Any) -> bool:
     return op.name() in _WAITS
 
 
+def is_of_fsdp(op: Any) -> bool:
+    """Whether `op` is one of FSDP2's own: what it copies in before a collective, and out after it."""
+    return bool(op.namespace == "fsdp")
+
+
 def is_wrap(op: Any) -> bool:
     """Whether `op` makes such a result a tensor that waits when it is used."""
     return op.name() in _WRAPS

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.core import ConfigError
 from memscale.regions import Place, read, write
@@ -20,7 +19,6 @@ from memscale.simulation.process_state import patched
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _DDP = "torch.nn.parallel.distributed"
-_DTENSOR = "torch.distributed.tensor._sharding_prop"
 _REMOTE = "torch.distributed.nn"
 # Modules of FSDP2 that ask for the module of a device, for its streams.
 _ASK_FOR_STREAMS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
@@ -60,23 +58,6 @@ class Sharded:
     def tensors(self) -> list[Any]:
         """The parameters of this process, also where a forward has left the gathered ones in the modules."""
         return [parameter.sharded_param for parameter in self._parameters]
-
-    @contextmanager
-    def propagating(self) -> Iterator[None]:
-        """Let DTensors find shapes with fake tensors, of which a mode that lies below sees what is theirs alone."""
-        if _DTENSOR not in sys.modules:
-            yield
-            return
-        propagator = sys.modules[_DTENSOR].ShardingPropagator
-        name = "_propagate_tensor_meta_non_cached"
-        propagate = getattr(propagator, name)
-
-        def apart(self: Any, schema: Any) -> Any:
-            with _disable_current_modes():
-                return propagate(self, schema)
-
-        with patched(propagator, name, apart):
-            yield
 
     @contextmanager
     def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
