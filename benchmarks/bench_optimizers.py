@@ -1,6 +1,7 @@
-"""Transformed optimizers against the plain one: step time, allocator peak, the same bits.
+"""Transformed optimizers against the plain one and against peers: step time, allocator peak, the same bits.
 
-A stack in the shape of GPT-2. All contenders run in one process, their steps interleaved; figures are medians.
+A stack in the shape of GPT-2. All contenders run in one process, their steps interleaved; figures are medians. Peers
+that are not installed are left out: bitsandbytes, torchao.
 
     python benchmarks/bench_optimizers.py [--device cuda] [--rounds 20] [--quick]
 """
@@ -8,6 +9,7 @@ A stack in the shape of GPT-2. All contenders run in one process, their steps in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from _blocks import TransformerBlock
 from bench_checkpoint import interleaved_seconds
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import memscale as ms
 from memscale.runtime.storage import page_aligned_memory
@@ -30,6 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
 }
+_PEER = "apply_optimizer_in_backward"
 HOWS: dict[str, Any] = {
     "plain": ms.identity,
     "step_in_backward": ms.step_in_backward(),
@@ -56,15 +60,63 @@ def main() -> None:
             step()
             trace = ms.measure(step, device=options.device, roles=training_roles(model, optimizer))
             peaks[title] = trace.growth_bytes
+        if name == "AdamW":
+            models[_PEER] = model = copy.deepcopy(first)
+            _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {})
+            steps[_PEER] = step = _backward(model, x)
+            step()
+            peaks[_PEER] = ms.measure(step, device=options.device).growth_bytes
         took = interleaved_seconds(steps, rounds, options.device)
         print(f"{name}: {sum(p.nbytes for p in first.parameters()):,} bytes of parameters")
         for title, seconds in took.items():
             same = all(map(torch.equal, models[title].parameters(), models["plain"].parameters()))
             print(
-                f"  {title:20} step {1e3 * seconds:7.1f} ms, {seconds / took['plain']:.3f} of plain   "
+                f"  {title:27} step {1e3 * seconds:7.1f} ms, {seconds / took['plain']:.3f} of plain   "
                 f"peak above weights and states {peaks[title]:12,} bytes   bitwise equal: {same}"
             )
+    _small_states(options.device, 2**16 if options.quick else 2**20, 1 if options.quick else 5)
     _large_states(1 if options.quick else 8, 2**16 if options.quick else 2**22, 1 if options.quick else 7)
+
+
+def _small_states(device: str, numel: int, rounds: int) -> None:
+    """Steps alone, with states in fewer bits, next to those of others."""
+    makers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "AdamW": torch.optim.AdamW,
+        "quantize_states": lambda p: ms.quantize_states()(torch.optim.AdamW(p)),
+        "quantize_states, fused": lambda p: ms.quantize_states()(torch.optim.AdamW(p, fused=True)),
+    }
+    with contextlib.suppress(ImportError):
+        import bitsandbytes
+
+        makers["bitsandbytes AdamW8bit"] = bitsandbytes.optim.AdamW8bit
+    with contextlib.suppress(ImportError):
+        from torchao.optim import AdamW8bit
+
+        makers["torchao AdamW8bit"] = AdamW8bit
+    steps, bytes_of = {}, {}
+    for title, make in makers.items():
+        parameters = [nn.Parameter(torch.randn(numel, device=device)) for _ in range(4)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = make(parameters)
+        optimizer.step()
+        steps[title] = optimizer.step
+        bytes_of[title] = sum(map(_nbytes, optimizer.state.values()))
+    took = interleaved_seconds(steps, rounds, device)
+    print(f"AdamW over 4 parameters of {numel:,} numbers, states in 8 bits")
+    for title, seconds in took.items():
+        share = bytes_of[title] / bytes_of["AdamW"]
+        print(f"  {title:27} {1e9 * seconds / (4 * numel):7.2f} ns a parameter   states {share:.4f} of float32's bytes")
+
+
+def _nbytes(states: dict[str, Any]) -> int:
+    """Those of torchao's are subclasses that are made of several tensors."""
+    found = 0
+    for value in states.values():
+        if isinstance(value, torch.Tensor):
+            inner = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+            found += sum(getattr(value, name).nbytes for name in inner) or value.nbytes
+    return found
 
 
 def _large_states(count: int, numel: int, rounds: int) -> None:
@@ -97,6 +149,10 @@ def _large_states(count: int, numel: int, rounds: int) -> None:
             f"  {title:20} {1e9 * seconds / (count * numel):6.2f} ns a parameter, {seconds / took['fused=True']:.2f} "
             f"of fused=True   {2e-9 * nbytes / seconds:6.2f} GB/s of states, {took['raw'] / seconds:.2f} of the disk"
         )
+
+
+def _backward(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    return lambda: model(x).square().mean().backward()
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Callable[[], None]:
