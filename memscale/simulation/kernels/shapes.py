@@ -181,28 +181,40 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
+    if on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16):
+        layout = _with_statistics(layout, torch.float32)
+    if on_cuda and op in _NORMALISES_BATCHES and not _is_for_cudnn(*args[:2]):
+        # `batch_norm_cuda` makes room for statistics in evaluation, too.
+        layout = _with_statistics(layout, layout.outputs[1].dtype, (args[0].shape[1],))
     if op in _ORDERED_AS:
         decides = _ORDERED_AS[op]
         return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
-    if on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16):
-        return _with_statistics(layout, torch.float32)
     if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
         # Statistics are in the dtype of the weight, which under autocast is not that of the input.
         return _with_statistics(layout, args[2].dtype)
     return layout
 
 
-# On CUDA their statistics are in the dtype that they accumulate in.
-_ACCUMULATED = {
-    torch.ops.aten.native_layer_norm.default,
+_NORMALISES_BATCHES = {
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten._native_batch_norm_legit.default,
 }
+# On CUDA their statistics are in the dtype that they accumulate in.
+_ACCUMULATED = {torch.ops.aten.native_layer_norm.default, *_NORMALISES_BATCHES}
 
 
-def _with_statistics(layout: ResultLayout, dtype: torch.dtype) -> ResultLayout:
+def _is_for_cudnn(image: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether cuDNN normalises a batch, by its types: `_batch_norm_impl_index` in Normalization.cpp."""
+    if weight is None or image.dtype == torch.bfloat16:
+        return False
+    return image.dtype != torch.float16 or weight.dtype == torch.float32
+
+
+def _with_statistics(layout: ResultLayout, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> ResultLayout:
     result, *statistics = layout.outputs
     wide = [replace(tensor, dtype=dtype) for tensor in statistics]
+    if shape is not None:
+        wide = [replace(tensor, shape=torch.Size(shape), stride=(1,)) for tensor in wide]
     nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
     return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
 

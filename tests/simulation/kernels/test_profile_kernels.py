@@ -68,6 +68,31 @@ def test_results_lie_in_memory_as_the_real_kernel_lays_them(op, args, kwargs):
     assert FakeKernels().layout(op, args, kwargs, tensors) == result_layout(op(*args, **kwargs), tensors)
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Of a batch normalisation of 8 channels on CUDA: the image, the weight, whether it trains; and what each of its two
+# statistics is there, as the CUDA build of torch 2.13 makes them.
+STATISTICS = [
+    (BF16, BF16, True, FP32, 8),
+    (BF16, FP32, True, FP32, 8),
+    (BF16, BF16, False, FP32, 8),
+    (FP16, FP16, False, FP32, 8),
+    (FP16, FP32, False, FP32, 0),  # by cuDNN, as the next
+    (FP32, FP32, False, FP32, 0),
+    (FP32, None, False, FP32, 8),
+]
+
+
+@pytest.mark.parametrize(("image", "weight", "training", "dtype", "count"), STATISTICS)
+def test_statistics_of_a_batch_on_cuda(image, weight, training, dtype, count):
+    affine = [None] * 2 if weight is None else [torch.ones(8, dtype=weight) for _ in range(2)]
+    running = [torch.ones(8, dtype=weight or image) for _ in range(2)]
+    args = (torch.ones(2, 8, 4, 4, dtype=image), *affine, *running, training, 0.1, 1e-5)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    layout = FakeKernels(on_cuda=True).layout(aten.native_batch_norm.default, args, {}, tensors)
+    assert [(each.dtype, each.shape) for each in layout.outputs[1:]] == [(dtype, (count,))] * 2
+    assert layout.storage_bytes[1:] == (count * dtype.itemsize,) * 2
+
+
 class Residual(nn.Module):
     def __init__(self, cin, cout):
         super().__init__()
