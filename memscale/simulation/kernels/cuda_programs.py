@@ -63,6 +63,8 @@ def cuda_program(
         capability: the device's compute capability, (major, minor).
         multiprocessors: of the device; 132 is an H100.
     """
+    if op in REDUCTIONS and op.endswith(".correction") and args[0].is_complex():
+        return _moment_of_complex(op, args, outputs, capability, multiprocessors)
     if op in REDUCTIONS:
         return RESULTS, *_reduced(op, args, outputs, capability, multiprocessors)
     formula = PROGRAMS.get(op)
@@ -74,6 +76,21 @@ def _reduced(
 ) -> tuple[int, ...]:
     threads = threads_per_multiprocessor(capability)
     return reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
+
+
+def _moment_of_complex(
+    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
+) -> Program:
+    """Those of the real parts and of the imaginary ones, each whole with its scratch, and then their sum.
+
+    Source: ``std_var_out`` and ``std_var_mean_out`` in aten/src/ATen/native/ReduceOps.cpp.
+    """
+    source, results = args[0], [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    strides = [2 * stride for stride in source.stride()]
+    part = torch.empty_strided(source.shape, strides, dtype=source.dtype.to_real(), device="meta")
+    scratch = _reduced(op, (part, *args[1:]), outputs, capability, multiprocessors)
+    half = *[results[0].nbytes] * len(results), *scratch, *(-nbytes for nbytes in reversed(scratch))
+    return *taken(*half, *half), RESULTS
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

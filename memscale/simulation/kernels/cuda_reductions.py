@@ -7,8 +7,7 @@ takes 48 MiB. The rule is that of ``setReduceConfig``, ``ReduceConfig`` and ``gp
 aten/src/ATen/native/cuda/Reduce.cuh of PyTorch 2.13, over the dims that ``reorder_dimensions`` and
 ``coalesce_dimensions`` of aten/src/ATen/TensorIterator.cpp leave. What a kernel accumulates is said by
 ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceAMinMaxKernel.cu, ReduceArgMaxKernel.cu and
-ReduceLogicKernel.cu beside it. Not known: variances of complex numbers, and what count_nonzero and logsumexp take,
-which are several operators in one.
+ReduceLogicKernel.cu beside it. Not known: what count_nonzero and logsumexp take, which are several operators in one.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def reduction_blocks(
     if op in _FLATTENED and asked is None and not source.is_contiguous():
         source = torch.empty(source.shape, dtype=source.dtype, device="meta")
         copied = source.nbytes
-    if not source.numel() or (kernel is _MOMENT and source.is_complex()):
+    if not source.numel():
         return ()
     dims = [asked] if isinstance(asked, int) else asked
     reduced = {dim % source.dim() for dim in dims} if dims and source.dim() else set(range(source.dim()))
