@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memscale as ms
+from tests.support.checks import bits
 
 transformers = pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
     peft = pytest.importorskip("peft", reason="LoRA is of PEFT")
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks by the old name
+# PEFT calls these by their old names.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:`(is_gradient_checkpointing|gradient_checkpointing_enable)`:FutureWarning"
+)
 FORCE = ms.Config(force_optimize=True, enable_logging=False)
 
 
-def adapted(*, wrap_first: bool | None, dora: bool = False) -> nn.Module:
+def plain_gpt2() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 61, "n_positions": 16}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
+    return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)
+    )
+
+
+def adapted(*, wrap_first: bool | None, dora: bool = False) -> nn.Module:
+    model = plain_gpt2()
     if wrap_first:
         ms.wrap(model, FORCE)
     settings = peft.LoraConfig(target_modules=["c_attn"], use_dora=dora, lora_dropout=0.1, fan_in_fan_out=True)
@@ -51,3 +63,92 @@ def test_adapters_train_to_the_same_numbers(wrap_first: bool, dora: bool) -> Non
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert all(bool(found[name].any()) for name in found if "lora_B" in name)
+
+
+TOKENS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
+KIND = {"target_modules": ["c_attn"], "lora_dropout": 0.1, "fan_in_fan_out": True}
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss  # type: ignore[no-any-return]
+
+
+def switched(model: nn.Module) -> torch.Tensor:
+    loss = loss_of(model)
+    model.set_adapter("other")
+    loss.backward()
+    return loss
+
+
+def both_in_one_graph(model: nn.Module) -> torch.Tensor:
+    loss = loss_of(model)
+    model.set_adapter("other")
+    (loss + loss_of(model)).backward()
+    return loss
+
+
+def disabled(model: nn.Module) -> torch.Tensor:
+    loss = loss_of(model)
+    with model.disable_adapter():
+        reference = loss_of(model)
+        loss.backward()
+    return torch.stack([loss, reference])
+
+
+@pytest.mark.parametrize("turn", [switched, both_in_one_graph, disabled])
+def test_adapters_that_are_switched_before_backward_get_the_gradients_of_their_forward(turn: Any) -> None:
+    def run(wraps: bool) -> tuple[Any, ...]:
+        model = adapted(wrap_first=None)
+        model.add_adapter("other", peft.LoraConfig(r=4, **KIND))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, when it makes no difference which adapter it is
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+        if wraps:
+            ms.wrap(model, FORCE)
+        torch.manual_seed(3)
+        return bits(turn(model).detach()), bits([parameter.grad for parameter in model.parameters()])
+
+    assert run(True) == run(False)
+
+
+def test_copies_of_modules_that_are_saved_with_the_adapter_train() -> None:
+    def run(wraps: bool) -> Any:
+        model = peft.get_peft_model(plain_gpt2(), peft.LoraConfig(modules_to_save=["ln_f", "mlp"], **KIND))
+        if wraps:
+            ms.wrap(model, FORCE)
+        return bits(trained(model))
+
+    assert run(True) == run(False)
+
+
+class Tanhs(TorchDispatchMode):
+    """Counts those of GPT-2's activations: one for each run of a block."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")  # PEFT does not pass it
+@pytest.mark.parametrize("its_own", [True, False])
+@pytest.mark.parametrize("wrap_first", [True, False])
+def test_a_model_in_4_bits_that_peft_prepares_recomputes_once_and_is_counted(wrap_first: bool, its_own: bool) -> None:
+    def prepared(wraps: bool) -> nn.Module:
+        model = plain_gpt2().bfloat16()
+        model.is_loaded_in_4bit = True  # by which PEFT knows it: its real weights take a GPU
+        if wraps and wrap_first:
+            ms.wrap(model, FORCE)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=its_own)
+        model = peft.get_peft_model(model, peft.LoraConfig(**KIND))
+        return ms.wrap(model, FORCE) if wraps and not wrap_first else model
+
+    model, expected = prepared(True), prepared(False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    with Tanhs() as counted:
+        found = trained(model)
+    assert counted.calls == 2 * 2 * 2  # two blocks, twice each, in two steps
+    assert bits(found) == bits(trained(expected))
+    profile = ms.profile(expected, {"input_ids": TOKENS, "labels": TOKENS}, hardware="h100")
+    assert profile.by_category["parameter"] == sum(parameter.nbytes for parameter in expected.parameters())
