@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench_tile
 import torch
 from _environment import environment
 from _zoo import ZOO, Case
@@ -34,8 +35,18 @@ from memscale.planning import Point, repeated_blocks, taken_bytes
 from memscale.simulation.measured import training_roles
 
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
-PEERS = ("gpt2", "bert", "vit", "convnet")
+PEERS = ("bert", "vit", "convnet", "gpt2-tile")
 _USED = 0.97
+_HALVINGS = 5  # in the search for our smallest plan that is as fast as a peer
+
+
+def _with_tokens(model: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, model.config.vocab_size, (4, 512), generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+# The step of bench_tile.py, which takes long: 8 layers, width 512, 16 000 words, 4 x 512 tokens.
+CASES = {**ZOO, "gpt2-tile": Case("gpt2-tile", lambda: _with_tokens(bench_tile.gpt2("cpu")), head="lm_head")}
 
 
 def steps_of(case: Case, model: torch.nn.Module, batch: object) -> tuple[Callable[[], None], torch.optim.Optimizer]:
@@ -59,7 +70,7 @@ def realised_bytes(case: Case, model: torch.nn.Module, batch: object) -> int:
 
 
 def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
-    case = ZOO[name]
+    case = CASES[name]
     model, batch = case.make("fp32")
     began = time.perf_counter()
     engine = ms.DecisionEngine(model, batch, optimizer=case.make_optimizer(model.parameters()), loss=case.loss)
@@ -143,9 +154,23 @@ def interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
     return {key: tuple(statistics.median(column) for column in zip(*rows, strict=True)) for key, rows in times.items()}
 
 
-def beside_peers(name: str, rounds: int = 5) -> dict[str, Any]:
+def smallest_as_fast(engine: ms.DecisionEngine, curve: ms.Frontier, pace: float) -> Point:
+    """Our smallest plan whose step takes at most `pace` times that of the step as it is, by the simulation."""
+    limit = pace * curve[-1].step_seconds
+    at = next((at for at, point in enumerate(curve) if point.step_seconds <= limit), len(curve) - 1)
+    found, low = curve[at], curve[max(0, at - 1)].peak_bytes
+    for _ in range(_HALVINGS if at else 0):
+        middle = Point.of(engine.plan((low + found.peak_bytes) // 2))
+        if middle.step_seconds <= limit:
+            found = middle
+        else:
+            low = middle.peak_bytes
+    return found
+
+
+def beside_peers(name: str, rounds: int) -> dict[str, Any]:
     """Each peer, our fastest plan that takes no more than it does, and our smallest that is no slower."""
-    case = ZOO[name]
+    case = CASES[name]
     model, batch = case.make("fp32")
     optimizer = case.make_optimizer(model.parameters())
     engine = ms.DecisionEngine(model, batch, optimizer=optimizer, loss=case.loss, hardware=ms.Hardware.measure("cpu"))
@@ -170,9 +195,7 @@ def beside_peers(name: str, rounds: int = 5) -> dict[str, Any]:
         took = interleaved(steps, rounds)
         wall, processor = (took["ours"][at] / took["peer"][at] for at in (0, 1))
         pace = took["peer"][1] / took["plain"][1]
-        as_fast = next(
-            point for point in curve if point.step_seconds <= pace * curve[-1].step_seconds or not point.plan
-        )
+        as_fast = smallest_as_fast(engine, curve, pace)
         fit = ms.transform(model, as_fast.plan)
         ours = realised_bytes(case, fit, batch)
         against = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
@@ -200,6 +223,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of the zoo, with commas between")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5, help="of steps that are timed beside each other")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     names = [name for name in options.only.split(",") if name] or (PEERS if options.peers else MODELS)
@@ -208,7 +232,7 @@ def main() -> None:
         os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
         for name in names:
             print(name, flush=True)
-            found[name] = beside_peers(name) if options.peers else kept_budgets(name, options.budgets)
+            found[name] = beside_peers(name, options.rounds) if options.peers else kept_budgets(name, options.budgets)
             if options.output:  # after each, for whoever has no time for all
                 data = {"environment": environment("cpu"), "load": os.getloadavg(), "results": found}
                 options.output.write_text(json.dumps(data, indent=2) + "\n")

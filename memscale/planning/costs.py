@@ -220,6 +220,7 @@ def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[in
     columns = {station: at for at, station in enumerate(base.stations)}
     known = [(at, columns[station]) for at, station in enumerate(found.stations) if station in columns]
     there, here = (np.array(each, dtype=np.int64) for each in zip(*known, strict=True))
+    outside = len(base.held_bytes) - 1
     for pair in sorted({*found.handed_bytes, *base.handed_bytes}):
         holder, maker = pair
         if donor not in pair or maker not in tried:
@@ -228,6 +229,13 @@ def _owed(base: Attribution, found: Attribution, donor: int, tried: frozenset[in
         more = (0 if now is None else now[there]) - (0 if before is None else before[here])
         if holder in tried:
             more = np.maximum(0, more)  # that it holds less is its own doing
+        if holder == outside:
+            # In place of what another made: the gradient that runs past all blocks is summed in place into the tensor
+            # of the last that made one, and counts to what is outside, where it ends.
+            held = found.held_bytes[outside, there] - found.states_bytes[outside]
+            rise = np.maximum(0, held - base.held_bytes[outside, here] + base.states_bytes[outside])
+            turn = [_is_turn(found.stations[at], donor) for at in there]  # before the other's is gone
+            more = np.where(turn, more, np.minimum(more, rise))
         owed[there] += more if maker == donor else -more
     return owed
 
@@ -261,11 +269,11 @@ def _sources(
         turn = next((place for place, at in enumerate(others) if _is_turn(found[at], donor)), 0)
         for place in range(len(rows)):
             away = place - own
-            # Beyond the donor's first or last station there is nothing to see, unless that is its turn.
-            if away < 0:
-                away = max(away, -turn)
-            elif away > 0:
-                away = min(away, len(others) - 1 - turn)
+            # Beyond the donor's first or last station there is nothing to see: what is kept from forward to backward is
+            # there as at that station, and before and after that there is nothing of it.
+            if not -turn <= away < len(others) - turn:
+                kept = (away > 0) == (phase is Phase.FORWARD)
+                away = max(-turn, min(away, len(others) - 1 - turn)) if kept else 0
             sources.append(others[turn + away] if away or place == own else None)
     order = [at for phase in Phase for at, station in enumerate(wanted) if station.phase is phase]
     placed: list[int | None] = [None] * len(wanted)

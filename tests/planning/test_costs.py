@@ -8,6 +8,7 @@ from torch import nn
 import memscale as ms
 from memscale.planning.engine import DecisionEngine
 from tests.planning.test_plan import CPU, MODELS, Stages
+from tests.support.models import TransformerBlock
 
 
 def _activated():
@@ -43,6 +44,16 @@ def test_a_choice_holds_what_was_thought(make, of_the_peak):
         peak = search.prove(choice).profile.peak_bytes
         assert costs.held_bytes(choice).max() == pytest.approx(peak, rel=of_the_peak)
         assert costs.seconds(choice) == pytest.approx(search.prove(choice).seconds, rel=1e-9)
+
+
+def test_blocks_that_are_cut_pass_on_one_gradient():
+    """Each makes a tensor for it, in place of the one before it: as many as blocks would be a tenth of this peak."""
+    search = _searched(nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(5)]), torch.ones(16, 32, 32))
+    costs = search.costs
+    cut = [next(at for at, each in enumerate(menu) if str(each) == "tile(size=4)") for menu in costs.candidates[:-1]]
+    choice = (*cut, 0)
+    peak = search.prove(choice).profile.peak_bytes
+    assert peak <= costs.held_bytes(choice).max() <= 1.03 * peak
 
 
 def test_a_tiled_head_takes_the_time_of_its_pieces():
