@@ -7,7 +7,7 @@ import json
 import logging
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -274,3 +274,27 @@ def test_outer_hooks_see_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
         return kept
 
     assert abs(bytes_kept("ours") - bytes_kept("theirs")) <= 256  # the positions, which each layer is given
+
+
+def test_the_optimizer_of_a_trainer_is_in_8_bits_while_it_trains_and_resumes_to_the_same_numbers(
+    tmp_path: Path,
+) -> None:
+    class Seen(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        types: ClassVar[set[torch.dtype]] = set()
+
+        def on_step_end(self, *_: Any, model: Any = None, optimizer: Any = None, **__: Any) -> None:
+            self.types.add(optimizer.state[model.transformer.h[0].mlp.c_fc.weight]["exp_avg"].dtype)
+
+    def run(resume: str | None) -> Any:
+        made = trainer(tmp_path, save_strategy="steps", save_steps=2, callbacks=[Seen()])
+        ms.wrap(made, ms.Config(force_optimize=True, use_8bit_optimizer=True, enable_logging=False))
+        made.train(resume_from_checkpoint=resume)
+        return made
+
+    whole = run(None)
+    assert Seen.types == {torch.uint8}
+    assert type(whole.optimizer.optimizer) is torch.optim.AdamW
+    kept = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    for states in (kept.values(), whole.optimizer.state.values()):
+        assert {each["exp_avg"].dtype for each in states} == {torch.float32}
+    assert same(numbers(run(str(tmp_path / "checkpoint-2"))), numbers(whole))
