@@ -8,11 +8,11 @@ The journey of `profile(model, batch)`, in the order in which to read:
    and puts everything back afterwards (`process_state`).
 3. `hollow_mode`: answers each operator with hollow tensors. `operators` and `call_effects` know what it does whatever
    its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them (`kernels/`).
-   `values` knows which values are known all the same.
+   `values` knows which values are known all the same; `in_place_sums` what happens in place where no mode is active.
    `parallel/`: collectives, and what FSDP2 and DDP keep, where the step is one process's of several.
 4. `schedule/`: when each operator and each copy runs, by a clock that the offload engine's waits go by.
-5. `live_storages`: notices when a storage is made and when the last tensor over it dies; `ledger`: the births and
-   deaths, as data.
+5. `books`: enters what each operator did, and `live_storages` notices when a storage is made and when the last tensor
+   over it dies, in the `ledger`: births and deaths as data.
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
    `attribution` takes the same books apart by modules and stations, for whoever plans.

@@ -31,7 +31,7 @@ def reads_checked(mode: HollowMode) -> Iterator[None]:
             with _disable_current_modes():  # values computed for this, by no operator of the step
                 values = mode.values.of(tensor)
                 if values is None:
-                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode.path())
+                    raise NeedsValues(f"Tensor.{name}() reads values that only a real run computes", mode.books.path())
                 return original(values, *args, **kwargs)
 
         return read

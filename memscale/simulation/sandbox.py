@@ -146,7 +146,7 @@ class Simulation:
         """Run `step` and record it as one step."""
         self.mode.ledger.begin_step()
         self.clock.begin_step()
-        self.mode.course = Course()
+        self.mode.books.course = Course()
         self.mode.values.begin_step()
         with nullcontext() if self._host is None else self._host.running():
             step()
@@ -225,12 +225,12 @@ class Simulation:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         with self._unseen():
             self.mark_gradients()
-        self.mode.course.optimizing = True
+        self.mode.books.course.optimizing = True
         # An optimizer that evaluates the loss itself, such as LBFGS, decides by its value how often it does.
         self.mode.searching = any(map(callable, (*args[1:], *kwargs.values())))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-        self.mode.course.optimizing = self.mode.searching = False
+        self.mode.books.course.optimizing = self.mode.searching = False
         with self._unseen():
             for parameter, state in optimizer.state.items():
                 path = self.mode.storages.record(with_storages([parameter])[0]).path
@@ -286,7 +286,7 @@ def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int
 
 @contextmanager
 def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
-    """Keep ``mode.modules`` at the modules that are running.
+    """Keep ``mode.books.modules`` at the modules that are running.
 
     Not by forward hooks: they are not told of a forward that ends in an exception outside `Exception`, such as the one
     that ends a recompute early, and modules take another path while global hooks exist.
@@ -294,11 +294,11 @@ def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
     call = nn.Module.__call__
 
     def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mode.modules.append(paths.get(id(module), type(module).__name__))
+        mode.books.modules.append(paths.get(id(module), type(module).__name__))
         try:
             return call(module, *args, **kwargs)
         finally:
-            mode.modules.pop()
+            mode.books.modules.pop()
 
     with patched(nn.Module, "__call__", followed):
         yield

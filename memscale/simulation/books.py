@@ -1,0 +1,147 @@
+"""The books of a simulated step: what each operator did to memory and to the clock, entered as it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memscale.hardware import Direction, host_seconds, knows_copies
+from memscale.simulation.call_effects import CallEffect
+from memscale.simulation.garbage import StepCollections
+from memscale.simulation.host_time import HostTime
+from memscale.simulation.kernels.cuda_programs import in_order
+from memscale.simulation.kernels.programs import PLAIN
+from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.ledger import Course, OpCall, StorageRecord
+from memscale.simulation.live_storages import LiveStorages
+from memscale.simulation.operators import Operator
+from memscale.simulation.schedule.clock import Clock
+
+
+class Books:
+    """Enters operators in the ledger of the storages that they make.
+
+    Args:
+        storages: those that live.
+        clock: which each operator moves on.
+        host: times what happens between the operators; None if nobody asks.
+
+    Attributes:
+        modules: the paths of the modules that are running, innermost last.
+        course: how far the step has come.
+        used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
+    """
+
+    def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
+        self.modules: list[str] = []
+        self.course = Course()
+        self.used: list[tuple[StorageRecord, int]] = []
+        self._storages = storages
+        self._ledger = storages.ledger
+        self._clock = clock
+        self._host = host
+        # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
+        self._workspaces: set[tuple[str, bool]] = set()
+        self._collections = StepCollections()
+        self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
+        self._first_node = torch._C._autograd._get_sequence_nr()
+
+    def path(self) -> str:
+        """Of the module that is running, in backward of the one whose forward made the node."""
+        if self.modules:
+            return self.modules[-1]
+        node = torch._C._current_autograd_node()
+        return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
+
+    def enter(
+        self,
+        operator: Operator,
+        result: Any,
+        effect: CallEffect,
+        known: bool = False,
+        *,
+        way: Direction | None = None,
+    ) -> Any:
+        """Record the operator, its scratch memory and the storages of its results that are new.
+
+        A copy between the device and memory of the CPU beside it goes a `way` over the link.
+        """
+        # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
+        # those before that no operator saw; one that makes no node sees that of an operator before it.
+        node = torch._C._autograd._get_sequence_nr() - 1
+        while node >= self._first_node and node not in self._node_paths:
+            self._node_paths[node] = self.path()
+            node -= 1
+        results = results_of(result)
+        if operator.order and len(results) > 1:
+            results = in_order(operator.order, results)
+        storages = self._storages
+        new = [
+            (storage, tensor)
+            for tensor in results
+            if (storage := tensor.untyped_storage())._cdata not in storages.live and not tensor.is_meta
+        ]
+        work = effect.work
+        if not new and not work.flops and not work.nbytes and effect.program == PLAIN:
+            return result
+        ledger, path, records = self._ledger, self.path(), torch.is_grad_enabled()
+        in_backward = torch._C._current_graph_task_id() != -1
+        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
+        uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
+        if self._host is not None:
+            uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
+            between = self._host.taken(operator.name)
+        seconds: float | None
+        if way is not None and knows_copies(self._clock.hardware):
+            seconds = self._clock.across(way, work.nbytes // 2)
+        elif storages.away:  # the CPU beside an accelerator computes, from tensors of its own
+            seconds = host_seconds(work.nbytes, self._clock.hardware)
+            self._clock.host_operator(seconds)
+        else:
+            seconds = None if effect.seconds is None else between + effect.seconds.at(uncached_share)
+            self._clock.operator(seconds)
+        # Half the time of calling the class, which is a fiftieth of a simulation.
+        call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
+        ledger.ops.append(tuple.__new__(OpCall, call))
+        at = len(ledger.ops) - 1
+        self._collections.after(at)
+        scratch: list[int] = []  # what the kernel holds beside its results
+        for nbytes in effect.program:
+            if nbytes > 0:
+                scratch.append(ledger.birth(StorageRecord(nbytes, at, "workspace", path=path)))
+            elif nbytes < 0:
+                last = next(number for number in reversed(scratch) if ledger.records[number].nbytes == -nbytes)
+                scratch.remove(last)
+                ledger.death(last)
+            else:
+                self._take(operator, result, new, at, path, known)
+        # Asked for with the handle, when there is room for the result.
+        for library, nbytes in effect.workspaces.items():
+            if (library, in_backward) not in self._workspaces:
+                self._workspaces.add((library, in_backward))
+                ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
+        for number in reversed(scratch):
+            ledger.death(number)
+        return result
+
+    def _take(
+        self,
+        operator: Operator,
+        result: Any,
+        new: list[tuple[torch.UntypedStorage, torch.Tensor]],
+        at: int,
+        path: str,
+        known: bool,
+    ) -> None:
+        """Record the storages that operator `at` returns."""
+        storages = self._storages
+        before, beside = storages.away, set[int]()
+        if operator.on_host:
+            results = results_of(result)
+            beside = {id(results[number]) for number in operator.on_host if number < len(results)}
+        for storage, tensor in new:
+            if storage._cdata not in storages.live:
+                storages.away = before or id(tensor) in beside
+                storages.enter(storage, tensor, at, "", path, known)
+        storages.away = before

@@ -1,0 +1,53 @@
+"""Additions that PyTorch does in place where no dispatch mode is active, and out of place under one."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from memscale.simulation.kernels.kernels import linear
+from memscale.simulation.ledger import Sum
+from memscale.simulation.live_storages import LiveStorages
+
+aten = torch.ops.aten
+
+
+class InPlaceSums:
+    """Notes those of a step in its ledger, which has them happen in place: see `Ledger.add_in_place`.
+
+    Args:
+        storages: those that are added.
+    """
+
+    def __init__(self, storages: LiveStorages) -> None:
+        self._storages = storages
+        self._ledger = storages.ledger
+        self._sum: Sum | None = None  # the last one
+
+    def maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
+        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
+        self._sum = None
+        if len(operands) < 2:
+            return
+        first, number = map(self._storages.number, (operands[0], total))
+        born = len(self._ledger.events) - 1
+        while self._ledger.events[born] != number + 1:  # scratch memory dies after the result is born
+            born -= 1
+        self._sum = Sum(born, first, number)
+        # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
+        caller = sys._getframe(3).f_code
+        if caller is linear.__code__:
+            self._ledger.sums.append(self._sum)  # of a product that nobody else has and a bias
+            return
+        by_engine = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        if not by_engine or caller.co_name != "_engine_run_backward":
+            return
+        # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
+        if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):
+            self._ledger.sums.append(self._sum)
+
+    def mask_added_in_place(self, scores: torch.Tensor) -> None:
+        """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
+        if self._sum is not None and self._sum.total == self._storages.number(scores):
+            self._ledger.sums.append(self._sum)
