@@ -233,9 +233,10 @@ class MemoryProfiler:
             ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
         """
         with self._under_rules() as profiler:
-            if updates:
-                return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
             model = profiler.model
+            # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
+            if updates and (profiler.optimizer is not None or not isinstance(model, nn.Module)):
+                return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
             assert isinstance(model, nn.Module), "a function's own step updates what it updates"
             # The first step is no step like others: regions copy their inputs until they know what they write to.
             # Gradients that are still there after the last are known for what they are.

@@ -56,6 +56,20 @@ def test_blocks_that_are_cut_pass_on_one_gradient():
     assert peak <= costs.held_bytes(choice).max() <= 1.03 * peak
 
 
+def test_without_an_optimizer_gradients_count_to_their_parts_too():
+    """Plain SGD has no states and no temporaries, so that forward and backward hold what they hold without it."""
+    labels = torch.zeros(256, dtype=torch.long)
+    body = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    model, batch = nn.Sequential(*body, nn.Linear(32, 2048)), torch.ones(256, 32)
+    step = {"loss": lambda y, _: nn.functional.cross_entropy(y, labels), "hardware": CPU}
+    held = [
+        DecisionEngine(model, batch, optimizer=optimizer, **step).searches[0].costs.effects
+        for optimizer in (None, torch.optim.SGD(model.parameters()))
+    ]
+    for without, with_one in zip(*held, strict=True):  # of each part, and last of the head
+        assert [each.held_bytes.tolist() for each in without] == [each.held_bytes[:-1].tolist() for each in with_one]
+
+
 def test_a_tiled_head_takes_the_time_of_its_pieces():
     """They compute gradients in forward, which is no part of the update."""
     body = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
