@@ -13,6 +13,7 @@ import torch
 
 from memscale.simulation.kernels.attention_programs import ATTENTION
 from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduction_blocks, threads_per_multiprocessor
+from memscale.simulation.kernels.cuda_rnns import RNNS
 from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, taken
 
 # The order in which results are taken, where it is not that in which they are returned.
@@ -369,6 +370,7 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
 #: The ops whose programs are known, by ``str(OpOverload)``; reductions have one rule for all.
 PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     **ATTENTION,
+    **RNNS,
     **dict.fromkeys(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"), _product),
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_dense_backward,

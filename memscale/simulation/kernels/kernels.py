@@ -14,13 +14,22 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
-from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
+from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.hardware import Hardware, Seconds, Work, seconds
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_programs import by_products, cuda_program, on_host, order_of, without_cudnn
+from memscale.simulation.kernels.cuda_rnns import (
+    RESULTS_OF_RNNS,
+    RNN,
+    cuda_rnns,
+    dropout_states_bytes,
+    drops,
+    launches,
+    recurrence_notes,
+)
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -66,7 +75,8 @@ class Kernels:
 
     def program(self, op: OpOverload, args: Any, kwargs: Any, result: Any, flops: int) -> Program:
         """What `op`, which does `flops` of arithmetic, takes inside one call, and when it takes its results."""
-        if self._cuda is not None:
+        # One storage of all weights, which cuDNN is given for real, is not there.
+        if self._cuda is not None and op not in RESULTS_OF_RNNS:
             # Some operators are the CPU's own, and some do not take zeros or do not fit: the formulas know as much.
             with contextlib.suppress(RuntimeError):
                 return RESULTS, *taken(self._cuda.nbytes(op, args, kwargs))
@@ -81,6 +91,8 @@ class Kernels:
             return measured
         try:
             taken = seconds(work, self.hardware, op=op._opname)
+            if self.is_cuda and (more := launches(op, args) - 1):
+                taken += more * seconds(Work(0, 1, ""), self.hardware)
         except ConfigError:
             return None
         return Seconds(taken, taken)
@@ -93,6 +105,8 @@ class Kernels:
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
+        if self.is_cuda and op is RNN and drops(args):
+            return {"cuDNN dropout": dropout_states_bytes(self.multiprocessors)}
         if not self.is_cuda or not (op._opname in _PRODUCTS or self._convolves_by_products(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
@@ -110,14 +124,7 @@ class Kernels:
         if self._times is not None and self._times.estimated:
             names = ", ".join(sorted(self._times.estimated))
             return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
-        recurrent = sorted({_reserved(module) for module in modules if isinstance(module, nn.RNNBase)})
-        if not (self.is_cuda and recurrent):
-            return []
-        return [
-            f"{'; '.join(recurrent)}. Simulated with the CPU's kernels. On CUDA cuDNN runs it, and only cuDNN knows "
-            "what it keeps for backward and its workspace: for the least that the peak may be, take out of it what "
-            "Profile.categories_by_module has as activations of these modules; add what was published for the most"
-        ]
+        return recurrence_notes(modules) if self.is_cuda else []
 
     @contextmanager
     def chosen(self, optimizers: list[torch.optim.Optimizer], at_home: Mapping[int, Home]) -> Iterator[None]:
@@ -127,6 +134,7 @@ class Kernels:
             if self.is_cuda:
                 stack.enter_context(cuda_attention(self.capability))
                 stack.enter_context(cuda_dropout())
+                stack.enter_context(cuda_rnns(self.capability))
                 stack.enter_context(patched(torch, "histc", _histogram))
                 # What an optimizer asks that was not told which loop to take (Adafactor does not ask), and an average
                 # of the weights. The tensors say that they are on a CPU.
@@ -140,23 +148,6 @@ class Kernels:
                         if "foreach" in group and group["foreach"] is None and not group.get("fused") and away:
                             group["foreach"] = False  # put back with everything else that the simulation reached
             yield
-
-
-def _reserved(module: nn.RNNBase) -> str:
-    """What is known of what cuDNN keeps for the backward of `module`.
-
-    A measurement of cuDNN 7 in float32 fits to the byte: 736 000 000 for an LSTM and 864 000 000 for a GRU, 4 layers
-    of width 320 over 25 000 positions, are 5 and 6 numbers a unit, and one more between layers.
-
-    Source: https://github.com/pytorch/pytorch/issues/2895
-    """
-    name, layers = type(module).__name__, module.num_layers
-    numbers = {"LSTM": 5, "GRU": 6}.get(module.mode)
-    if numbers is None:
-        return f"{name}: no reserve space was published"
-    units = module.hidden_size * (1 + module.bidirectional)
-    nbytes = (numbers * layers + layers - 1) * units * next(module.parameters()).element_size()
-    return f"{name}: {format_bytes(nbytes)} of reserve space for each position of a sequence, as published for cuDNN 7"
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

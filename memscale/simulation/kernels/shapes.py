@@ -16,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS
 
 
 class Kind(enum.Enum):
@@ -240,7 +241,8 @@ class FakeKernels:
             with self._mode, torch.no_grad():
                 narrow = op in _SAYS_BFLOAT16
                 fakes = {id(tensor): _like(tensor, narrow=narrow) for tensor in arguments}
-                result = op(*exchanged(args, fakes), **exchanged(kwargs, fakes))
+                run: Any = RESULTS_OF_RNNS.get(op, op) if self._on_cuda else op
+                result = run(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
                 return _as_real(
                     op, layout if not narrow else _of_dtype(layout, arguments[0].dtype), args, on_cuda=self._on_cuda
