@@ -182,7 +182,8 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
-    if on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16):
+    accumulates = on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16)
+    if accumulates:
         layout = _with_statistics(layout, torch.float32)
     if on_cuda and op in _NORMALISES_BATCHES and not _is_for_cudnn(*args[:2]):
         # `batch_norm_cuda` makes room for statistics in evaluation, too.
@@ -190,7 +191,7 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     if op in _ORDERED_AS:
         decides = _ORDERED_AS[op]
         return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
-    if op is torch.ops.aten.native_layer_norm.default and args[2] is not None:
+    if op is torch.ops.aten.native_layer_norm.default and args[2] is not None and not accumulates:
         # Statistics are in the dtype of the weight, which under autocast is not that of the input.
         return _with_statistics(layout, args[2].dtype)
     return layout

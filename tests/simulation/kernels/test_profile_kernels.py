@@ -211,3 +211,11 @@ def test_a_draw_is_not_asked_for():
     torch.manual_seed(0)
     CpuScratch(probe=False).nbytes(aten.multinomial.default, (torch.ones(50), 3), {}, 0)
     assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(("on_cuda", "statistics"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_a_layer_norm_in_16_bits_has_float32_statistics_on_cuda(on_cuda, statistics):
+    x, weight = torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    arguments = x, [8], weight, weight, 1e-5
+    layout = FakeKernels(on_cuda=on_cuda).layout(aten.native_layer_norm.default, arguments, {}, [x, weight, weight])
+    assert [result.dtype for result in layout.outputs] == [torch.bfloat16, statistics, statistics]
