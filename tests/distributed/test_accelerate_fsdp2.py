@@ -1,0 +1,106 @@
+"""The way of accelerate to FSDP2, which moves a wrapped model to `meta`, shards it and loads it, over two processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import types
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import memscale as ms
+
+pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
+pytest.importorskip("accelerate", reason="fsdp2_prepare_model is of accelerate")
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed"),
+]
+
+CASES = [(efficient, tied) for efficient in (True, False) for tied in (True, False)]
+
+
+def gpt2(tied: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    still = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **still, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=1)  # type: ignore[arg-type]
+    )
+
+
+def prepared(model: nn.Module, efficient: bool, rank: int) -> nn.Module:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+        cpu_ram_efficient_loading=efficient,
+        reshard_after_forward=True,
+    )
+    accelerator: Any = types.SimpleNamespace(
+        state=types.SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=None,
+        device=torch.device("cpu"),
+        is_main_process=rank == 0,
+        mixed_precision="no",
+        parallelism_config=None,
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def losses(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    assert {type(each).__name__ for group in optimizer.param_groups for each in group["params"]} == {"DTensor"}
+    found = []
+    for step in range(3):
+        tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def worker(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")  # of accelerate's own imports
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found = {}
+    for efficient, tied in CASES:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(efficient).lower()
+        expected = losses(prepared(gpt2(tied), efficient, rank), rank)
+        model = ms.wrap(gpt2(tied), ms.Config(force_optimize=True, enable_logging=False))
+        whole = [weakref.ref(each.untyped_storage()) for each in model.parameters()]
+        model = prepared(model, efficient, rank)
+        gc.collect()
+        kept = sum(each() is not None for each in whole)
+        same = losses(model, rank) == expected
+        executor: Any = model._memscale_executor
+        ran = executor.regions_that_ran
+        ms.detach(model)
+        found[efficient, tied] = same, kept, ran, any("forward" in each.__dict__ for each in model.modules())
+    if rank == 0:
+        torch.save(found, f"{folder}/results.pt")
+    dist.barrier()
+    os._exit(0)  # as in test_fsdp.py: the interpreter's own exit may abort in a thread of gloo
+
+
+def test_losses_are_those_without_and_no_whole_weight_is_kept(tmp_path: Path) -> None:
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    found = torch.load(tmp_path / "results.pt")
+    assert found == dict.fromkeys(CASES, (True, 0, ("transformer.h.0", "transformer.h.1"), False))
