@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-cover docs compat dist
+.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-cover docs compat dist policy
 
 setup: $(READY)
 
@@ -100,3 +100,12 @@ dist: $(READY)
 	.dist/bin/python -m pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[cli,hf,plot]"
 	cd .dist && bin/memscale demo
 	rm -rf .dist
+
+# Labels cases by planning each in seven ways, and fits policies to them: docs/policy.md has the table. It goes on where it
+# was, for SECONDS more; a label takes about a second, and all 300 configurations on 12 cards with 6 budgets nearly three days.
+SECONDS ?= 1800
+
+policy: $(READY)
+	$(PIP) --constraint constraints.txt --editable '.[train]'
+	$(PYTHON) benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seconds $(SECONDS) $(ARGS)
+	$(PYTHON) benchmarks/policy/fit.py benchmarks/policy/labels.jsonl

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         frontier,
         plan,
     )
+    from memscale.policy import StrategyContext, StrategyDecision
     from memscale.simulation import MemoryProfiler, Profile, profile
     from memscale.simulation.measured import measure
 
@@ -91,6 +92,8 @@ __all__ = [
     "Profile",
     "Residual",
     "RuntimeUnavailable",
+    "StrategyContext",
+    "StrategyDecision",
     "Transform",
     "TransformError",
     "Tuning",
@@ -141,6 +144,8 @@ _LOADED_WHEN_ASKED = {
     "OptimizationMode": "memscale.config",
     "Profile": "memscale.simulation",
     "Residual": "memscale.inspection",
+    "StrategyContext": "memscale.policy",
+    "StrategyDecision": "memscale.policy",
     "Tuning": "memscale.planning",
     "Verification": "memscale.inspection",
     "compensate_rounding": "memscale.optimizers",

@@ -141,7 +141,8 @@ class Config:
         verify_correctness: prove the wrapped model's numbers on ``sample_input`` before returning it.
         async_offload: move tensors, and while the device computes. Not with ``enable_offloading=False``.
         async_config: sizes of that engine; None takes the defaults of :class:`AsyncOffloadConfig`.
-        auto_policy: let a policy adjust the config to the model; False uses it exactly as given.
+        auto_policy: let a policy choose which exact transforms are tried first; a switch that the caller sets stays as
+            it is. False uses the config exactly as given.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range (all bad fields are named at once), or two fields

@@ -26,6 +26,7 @@ FLOORS = (
     ("algebra", "regions", "runtime", "hardware"),
     ("transforms", "optimizers", "policies", "config"),
     ("simulation",),
+    ("policy",),
     ("planning", "inspection", "reports", "observability"),
     ("history", "testing", "crashes"),
     ("legacy",),

@@ -35,6 +35,8 @@ NAMES = [
     "Profile",
     "Residual",
     "RuntimeUnavailable",
+    "StrategyContext",
+    "StrategyDecision",
     "Transform",
     "TransformError",
     "Tuning",
@@ -111,6 +113,8 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes
+memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
+    widenings
 memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered
     Rewind Scope Snapshot Streams accelerators arguments as_it_was code_names counted_states functorch_state
     hidden_changes holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing

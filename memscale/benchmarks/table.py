@@ -82,7 +82,7 @@ def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: 
     model = subject.make().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    return profile(model, subject.inputs(), optimizer=optimizer, plan=plan, hardware=subject.device)
+    return profile(model, subject.inputs(), optimizer=optimizer, plan=plan, hardware=subject.device, record=False)
 
 
 def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:

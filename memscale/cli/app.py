@@ -192,6 +192,9 @@ def plan_command(
     mode: _Mode = None,
     allow: _Allow = None,
     forbid: _Forbid = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Let a policy choose the techniques that are tried first.")
+    ] = False,
     host: _Host = None,
     json: _Json = None,
     plot: Annotated[
@@ -207,7 +210,7 @@ def plan_command(
     Exits with 0 if there is one, 3 if nothing fits, 2 if an option is wrong.
     """
     step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
-    allowed = AllowOptions(mode, allow or [], forbid or [], host)
+    allowed = AllowOptions(mode, allow or [], forbid or [], host, auto)
     return plan(PlanOptions(step, allowed, budget, json, plot, html, python))
 
 

@@ -38,6 +38,7 @@ class AllowOptions:
     allow: list[str]
     forbid: list[str]
     host: str | None
+    auto: bool = False
 
     def config(self) -> Config:
         """The config that these mean: every exact transform without a mode.
@@ -57,8 +58,8 @@ class AllowOptions:
         switches: dict[str, Any] = {_SWITCHES[name]: name in self.allow for name in (*self.allow, *self.forbid)}
         if self.host is not None:
             host_bytes = budget_bytes(typed_budget(self.host), 0, argument="--host")
-            return Config(mode=mode, max_cpu_offload_gb=host_bytes / 1e9, **switches)
-        return Config(mode=mode, **switches)
+            switches["max_cpu_offload_gb"] = host_bytes / 1e9
+        return Config(mode=mode, auto_policy=self.auto, **switches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ def plan(options: PlanOptions) -> int:
                 plan=found,
                 hardware=engine.hardware,
                 accumulate=engine.accumulate,
+                record=False,
                 **options.step.ranks,
             )
             step.plot(path)

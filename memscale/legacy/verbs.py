@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -29,11 +28,6 @@ from memscale.runtime import AsyncOffloadConfig
 from memscale.telemetry import counted
 
 _Target = TypeVar("_Target")
-
-# What a caller can set and nothing looks at yet: (field of Config, what would be needed).
-_NOT_USED = {
-    "auto_policy": "there are no policies to choose from yet",
-}
 
 # The trainers that make or move their model themselves, and what wraps them: loaded when one is given, since it stands
 # above this file.
@@ -331,10 +325,6 @@ def _config_in_force(
         config = dataclasses.replace(config, async_offload=async_offload)
     if async_config is not None:
         config = dataclasses.replace(config, async_config=async_config)
-    for field, reason in _NOT_USED.items():
-        value = getattr(config, field)
-        if value is not None and value is not False:  # a port may be 0
-            warnings.warn(f"Config({field}={value!r}) has no effect: {reason}", stacklevel=6)
     if config.verify_correctness and config.use_mixed_precision:
         raise ConfigError(
             "Config(verify_correctness=True, use_mixed_precision=True) contradict each other: the first compares bit "

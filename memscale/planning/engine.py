@@ -26,7 +26,7 @@ from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of
 from memscale.planning.evidence import Decision, Evidence, Figures
-from memscale.planning.fingerprint import fingerprint
+from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.globs import with_globs
 from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
@@ -36,6 +36,8 @@ from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.stepping import Way, checked_names, hows, least_held, ways
+from memscale.planning.trials import Trials
+from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
 from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep, arguments_of
 from memscale.transforms import cast
 
@@ -44,6 +46,9 @@ Budget = int | float | str
 Progress = Callable[[str, int, int | None], None]
 
 POINTS = 12  # of a frontier
+
+# A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
+_NEAR = 1.02
 
 
 class DecisionEngine:
@@ -90,6 +95,8 @@ class DecisionEngine:
         self.streams = streams and self.ranks is None
         self.simulations = 0
         self._progress = progress
+        self._allowed = self.config  # to the searches; less than the config where a policy chose
+        self._trials: Trials = {}
         self._searches: list[Search] | None = None
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
@@ -119,18 +126,23 @@ class DecisionEngine:
     def plan(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
         limit = self._budget_bytes(budget)
+        asked = self._select(limit)
         if leaves_margin(taken_bytes(self.plain), limit):
-            return self._unchanged(limit)
+            return self._unchanged(limit, asked)
 
         def find(engine: DecisionEngine) -> Answer:
-            found = engine._fastest(limit)
-            if found is None and engine._smallest().taken_bytes <= limit:
-                found = engine._fastest(limit)  # the smallest is among those that it knows of now
-            if found is None:
-                return Answer(fault=engine._does_not_fit(limit))
-            return Answer((engine._proven_plan(found, limit),))
+            found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
+            try:
+                if found is None and engine._smallest().taken_bytes <= limit:
+                    found = engine._fastest(limit)  # the smallest is among those that it knows of now
+                if found is None:
+                    return Answer(fault=engine._does_not_fit(limit))
+                return Answer((engine._proven_plan(found, limit, decision),))
+            finally:
+                engine._allow(engine.config)
 
-        return self._known.answer(self, f"plan {limit}", find).plan()
+        request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
+        return self._known.answer(self, request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
@@ -196,7 +208,8 @@ class DecisionEngine:
             self._say("a plan of before")
             return self.profile_of(plan)
 
-        allowed = self._techniques(self._link, self.config) | (self.config.eligible() & {"cast"}) | self.stepping
+        config = everything(self.config) if self.config.auto_policy else self.config
+        allowed = self._techniques(self._link, config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- simulations and searches --------------------------------------------------------------------------------------
@@ -235,8 +248,9 @@ class DecisionEngine:
         """Among the exact transforms; and, where the config allows it, among them in a model that is cast."""
         if self._searches is None:
             link = self._link
-            menu = self._menu(link, self.config)
-            self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
+            menu = self._menu(link, self._allowed)
+            exact = Search(self.model, self._simulate, menu, link=link, plain=self.plain_step, trials=self._trials)
+            self._searches, self._trials = [exact], {**self._trials, **exact.trials}
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
                 always = (("", cast(compute=menu.dtype)),)
@@ -295,6 +309,41 @@ class DecisionEngine:
         best = min(found, key=lambda each: each.proven.seconds)
         return Found(best.proven, min(each.bound_seconds for each in found))
 
+    # -- with a policy in front ----------------------------------------------------------------------------------------
+
+    def _select(self, limit: int) -> StrategyDecision | None:
+        """What the policy chooses; None where there is none to ask, and everything is as if there never was one."""
+        if not self.config.auto_policy or self.hardware.device_type == "cpu":
+            return None
+        context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
+        return select(context, self.config, planner=planner())
+
+    def _by_policy(self, limit: int, asked: StrategyDecision) -> tuple[Found | None, StrategyDecision]:
+        """The fastest plan of what the policy chose, or of more where that may lose time or does not fit."""
+        context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
+        best: Found | None = None
+        for widened, config in widenings(asked, context, self.config):
+            decision = dataclasses.replace(asked, widened=widened, config=config)
+            self._allow(config)
+            found = self._fastest(limit)
+            # A search among more finds a slower plan now and then: what is chosen is not always what is then proved.
+            if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
+                best = found
+            if found is not None and (widened == "rules" or found.proven.seconds <= _NEAR * self._floor_seconds()):
+                break
+        return best, decision
+
+    def _allow(self, config: Config) -> None:
+        """Let searches use what this config does, from here on; what was tried stays known."""
+        if config.eligible() != self._allowed.eligible():
+            self._searches, self._stepping = None, {}
+        self._allowed = config
+
+    def _floor_seconds(self) -> float:
+        """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
+        steps = [self.plain_step, *(each.plain for each in self.searches), *(way.plain for way in self.ways)]
+        return min(step.profile().step_seconds or 0.0 for step in steps)
+
     def _smallest(self) -> Proven:
         # What keeps the least for the whole step, whatever the model does.
         least = min(self.ways, key=least_held, default=None)
@@ -307,12 +356,13 @@ class DecisionEngine:
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
 
-    def _unchanged(self, limit: int) -> ProvenPlan:
+    def _unchanged(self, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         taken = taken_bytes(self.plain)
         trace = (f"smart skip: the step as it is takes {format_bytes(taken)} of {format_bytes(limit)}",)
-        return ProvenPlan(Plan(), self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {}))
+        evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
+        return ProvenPlan(Plan(), evidence, decision)
 
-    def _proven_plan(self, best: Found, limit: int) -> ProvenPlan:
+    def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         costs = found.search.costs
         taken, plain = found.taken_bytes, taken_bytes(self.plain)
@@ -337,7 +387,7 @@ class DecisionEngine:
             "that of the step as it is"
         )
         evidence = self._evidence(limit, found.profile, bound, tuple(trace), decisions_of(found), costs.rejected)
-        return ProvenPlan(with_globs(found.plan, self.model), evidence)
+        return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
 
     def _evidence(
         self,

@@ -93,7 +93,8 @@ def plan(
         from memscale import history  # which stands above, and is loaded when something is recorded
 
         with_it = engine.profile_of(found)
-        history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, accumulate=accumulate)
+        options = {"accumulate": accumulate, "parallel": parallel, "world": world}
+        history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, **options)
     return found
 
 

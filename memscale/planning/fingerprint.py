@@ -204,6 +204,15 @@ def simulator() -> list[Any]:
     ]
 
 
+@functools.cache
+def planner() -> str:
+    """A hash of the planner's own code, which decides what a policy for it is worth."""
+    own = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        own.update(path.name.encode() + path.read_bytes())
+    return own.hexdigest()
+
+
 def _is_of_a_library(thing: Any) -> bool:
     """Whether the versions say what its code is."""
     return str(thing.__module__).partition(".")[0] in ("torch", "memscale", "builtins", "collections", "abc", "typing")

@@ -76,7 +76,7 @@ class Proofs:
         shown = (Figures.of(self._plain), Figures.of(profile), dict(profile.by_tier), self._hardware)
         if shown != (evidence.plain, evidence.planned, dict(evidence.by_tier), evidence.hardware):
             raise ValueError("the evidence is of another step")
-        return ProvenPlan(plan, dataclasses.replace(evidence, hardware=self._hardware))
+        return ProvenPlan(plan, dataclasses.replace(evidence, hardware=self._hardware), plan.decision)
 
     def _profile(self, plan: Plan) -> Profile:
         techniques = Candidate(tuple((rule.pattern, rule.transform) for rule in plan)).techniques

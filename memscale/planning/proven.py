@@ -10,6 +10,7 @@ from memscale.algebra import Plan, compose
 from memscale.core import Document, PlanError, format_bytes, format_seconds, matches
 from memscale.planning.evidence import Decision, Evidence
 from memscale.planning.explanation import about_parts, explanation, in_rows, label, numbers, template
+from memscale.policy import StrategyDecision
 from memscale.simulation import Ranks
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
@@ -20,15 +21,18 @@ class ProvenPlan(Plan):
 
     Attributes:
         evidence: see `Evidence`.
+        decision: of the policy; None where the config decided, as it does without ``auto_policy``.
     """
 
-    __slots__ = ("evidence",)
+    __slots__ = ("decision", "evidence")
 
+    decision: StrategyDecision | None
     evidence: Evidence
 
-    def __init__(self, plan: Plan, evidence: Evidence) -> None:
+    def __init__(self, plan: Plan, evidence: Evidence, decision: StrategyDecision | None = None) -> None:
         super().__init__([(rule.pattern, rule.transform) for rule in plan])
         object.__setattr__(self, "evidence", evidence)
+        object.__setattr__(self, "decision", decision)
 
     __hash__ = Plan.__hash__
 
@@ -38,12 +42,13 @@ class ProvenPlan(Plan):
         return self.evidence.parallel
 
     def __reduce__(self) -> Any:
-        return (ProvenPlan, (Plan([(rule.pattern, rule.transform) for rule in self]), self.evidence))
+        return (ProvenPlan, (Plan([(rule.pattern, rule.transform) for rule in self]), self.evidence, self.decision))
 
     def to_json(self) -> str:
         """The plan and its evidence as JSON text; `Plan.from_json` reads the plan of it."""
         data = json.loads(super().to_json())
-        return _DOCUMENT.write({"rules": data["rules"], "evidence": self.evidence.to_data()}, indent=2)
+        said = {} if self.decision is None else {"decision": self.decision.to_data()}
+        return _DOCUMENT.write({"rules": data["rules"], "evidence": self.evidence.to_data(), **said}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> ProvenPlan:
@@ -57,7 +62,8 @@ class ProvenPlan(Plan):
         if "evidence" not in data:
             raise PlanError("this plan has no evidence: it was written by hand; read it with Plan.from_json")
         with _DOCUMENT.parts():
-            return cls(plan, Evidence.from_data(data["evidence"]))
+            decision = StrategyDecision.from_data(data["decision"]) if "decision" in data else None
+            return cls(plan, Evidence.from_data(data["evidence"]), decision)
 
     def to_python(self) -> str:
         """As `Plan.to_python`, after a line about what the plan was made for."""
@@ -89,7 +95,8 @@ class ProvenPlan(Plan):
                 for rule in self
                 if not rule.pattern
             ]
-            return "".join([*whole, explanation(evidence)])
+            policy = [] if self.decision is None else [f"{self.decision.explain()}\n"]
+            return "".join([*policy, *whole, explanation(evidence)])
         return about_parts(self._about(path), evidence)
 
     def _about(self, path: str) -> list[Decision]:

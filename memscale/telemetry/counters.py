@@ -102,6 +102,13 @@ DIMENSIONS = (
         "Which failures are looked into first.",
     ),
     Dimension(
+        "decision_source",
+        ("ml", "rule", "rule_fallback", "user_config"),
+        ("plan", "wrap"),
+        "Who chose the techniques that plans were made with?",
+        "Whether the policy is worth its lines.",
+    ),
+    Dimension(
         "peak_error",
         ("over<0.1%", "over<1%", "over<5%", "over>=5%", "under<0.1%", "under<1%", "under<5%", "under>=5%"),
         ("detach",),

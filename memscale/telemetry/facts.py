@@ -39,6 +39,7 @@ def facts_of(
         "mode": lambda: [str(_given("config", args, kwargs).mode.value)],
         "pressure": lambda: [below(_pressure(result), "pressure")],
         "outcome": lambda: [_outcome(result, error)],
+        "decision_source": lambda: [_decision_source(result)],
         "peak_error": lambda: [peak_error(before.peak_error)],
     }
     for dimension in DIMENSIONS:
@@ -73,6 +74,14 @@ def _techniques(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     text = repr(result if hasattr(result, "evidence") else plan)
     known = next(each.buckets for each in DIMENSIONS if each.name == "technique")
     return [name for name in known if f" {name}(" in text or f"({name}(" in text]
+
+
+def _decision_source(result: Any) -> str:
+    executor = _executor_in(result)
+    plan = result if executor is None else executor.plan
+    if not hasattr(plan, "evidence"):
+        raise LookupError
+    return "user_config" if plan.decision is None else str(plan.decision.decision_source)
 
 
 def _pressure(result: Any) -> float:

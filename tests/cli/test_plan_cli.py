@@ -108,6 +108,8 @@ def test_what_a_plan_may_use(folder, capsys):
     assert command("plan", *STEP, "--budget", "1.9MiB", "--allow", "cast", "--json", "plan.json") == 0
     assert "cast" in repr(ms.Plan.from_json(Path("plan.json").read_text()))
     assert "cast" in capsys.readouterr().out
+    assert command("plan", *STEP, "--budget", "1GiB", "--gpu", "t4", "--auto", "--json", "auto.json") == 0
+    assert ProvenPlan.from_json(Path("auto.json").read_text()).decision.reason == "the step fits"
 
 
 def test_what_fits_needs_no_plan(folder, capsys):

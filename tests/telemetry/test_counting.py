@@ -154,6 +154,7 @@ def test_what_is_counted_of_each_verb(place):
         "mode:conservative",
         "pressure:<1.5",
         "outcome:fits",
+        "decision_source:user_config",
     ]
     assert [line.split()[0] for line in found[2:]] == [
         "transform_called",

@@ -1,0 +1,134 @@
+"""A trained policy as data: small trees of integers in JSON, checked whole before any of it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any
+
+from memscale.core import PolicyFallbackNeeded
+from memscale.policy.context import FEATURES, TECHNIQUES, StrategyContext
+
+SCHEMA = 1
+_MOST_BYTES = 1 << 20
+_MOST_TREES, _MOST_NODES, _MOST_DEPTH = 1024, 255, 8
+_MOST_VALUE = 1 << 40
+_ARMS = 1 << len(TECHNIQUES)  # sets of techniques, each technique a bit
+
+# A node: feature, threshold, the row below it for at most that, and for more; or -1, arm, value, 0: a leaf.
+_Node = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """Trees that vote for sets of techniques. Sums of integers: every platform and every rank decides alike.
+
+    Attributes:
+        sha256: of its file.
+        trees: each a table of nodes, of which a row refers to rows below it only.
+        ranges: of each feature, what was seen in training.
+        threshold: the confidence from which its answer counts, in percent.
+        planner: the fingerprint of the planner that labelled its data; ``""`` for any.
+    """
+
+    sha256: str
+    trees: tuple[tuple[_Node, ...], ...]
+    ranges: tuple[tuple[int, int], ...]
+    threshold: int
+    planner: str
+
+    @classmethod
+    def read(cls, path: str, planner: str = "") -> Artifact:
+        """The artifact in a file.
+
+        Raises:
+            PolicyFallbackNeeded: ``no_artifact``, ``bad_artifact`` or ``stale_artifact``.
+        """
+        try:
+            with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+                found = file.read(_MOST_BYTES + 1)
+        except (OSError, ValueError) as error:
+            raise PolicyFallbackNeeded("no_artifact") from error
+        try:
+            made = cls._checked(found)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError) as error:
+            raise PolicyFallbackNeeded("bad_artifact") from error
+        if made.planner and planner and made.planner != planner:
+            raise PolicyFallbackNeeded("stale_artifact")
+        return made
+
+    @classmethod
+    def _checked(cls, found: bytes) -> Artifact:
+        if len(found) > _MOST_BYTES:
+            raise ValueError("too large")
+        data = json.loads(found)
+        if data["schema"] != SCHEMA or tuple(data["features"]) != FEATURES or tuple(data["techniques"]) != TECHNIQUES:
+            raise ValueError("of another schema")
+        trees = tuple(tuple(_node(node) for node in tree) for tree in data["trees"])
+        ranges = tuple((_integer(low), _integer(high)) for low, high in data["ranges"])
+        if not 0 < len(trees) <= _MOST_TREES or len(ranges) != len(FEATURES):
+            raise ValueError("not a forest")
+        for tree in trees:
+            _check_tree(tree)
+        threshold, planner = _integer(data["threshold"]), data["manifest"]["planner"]
+        if not 0 <= threshold <= 100 or not isinstance(planner, str):
+            raise ValueError("not a threshold")
+        return cls(hashlib.sha256(found).hexdigest(), trees, ranges, threshold, planner)
+
+    def vote(self, context: StrategyContext) -> tuple[tuple[str, ...], int]:
+        """The set of techniques with most votes among those that are eligible, and its share of them in percent.
+
+        Raises:
+            PolicyFallbackNeeded: ``out_of_range:<feature>``, or ``unsure``.
+        """
+        values = [getattr(context, name) for name in FEATURES]
+        for name, value, (low, high) in zip(FEATURES, values, self.ranges, strict=True):
+            if not low <= value <= high:
+                raise PolicyFallbackNeeded(f"out_of_range:{name}")
+        votes = [0] * _ARMS
+        for tree in self.trees:
+            at = 0
+            while tree[at][0] >= 0:
+                feature, bound, low_row, high_row = tree[at]
+                at = low_row if values[feature] <= bound else high_row
+            votes[tree[at][1]] += tree[at][2]
+        allowed = sum(1 << TECHNIQUES.index(name) for name in context.eligible)
+        arms = [arm for arm in range(_ARMS) if arm & ~allowed == 0]
+        best = max(arms, key=lambda arm: (votes[arm], -arm))
+        total = sum(votes[arm] for arm in arms)
+        confidence = 100 * votes[best] // total if total else 0
+        if confidence < self.threshold or not votes[best]:
+            raise PolicyFallbackNeeded("unsure")
+        return tuple(name for bit, name in enumerate(TECHNIQUES) if best >> bit & 1), confidence
+
+
+def _check_tree(tree: tuple[_Node, ...]) -> None:
+    if not 0 < len(tree) <= _MOST_NODES:
+        raise ValueError("not a tree")
+    depth = [0] * len(tree)
+    for row, (feature, *rest) in enumerate(tree):
+        if feature < 0:
+            arm, value, _ = rest
+            if feature != -1 or not 0 <= arm < _ARMS or not 0 <= value <= _MOST_VALUE:
+                raise ValueError("not a leaf")
+            continue
+        for below in rest[1:]:
+            # Further on only: no walk can come back.
+            if feature >= len(FEATURES) or not row < below < len(tree):
+                raise ValueError("not a node")
+            depth[below] = max(depth[below], depth[row] + 1)
+    if max(depth) > _MOST_DEPTH:
+        raise ValueError("too deep")
+
+
+def _node(node: Any) -> _Node:
+    feature, threshold, low, high = node
+    return _integer(feature), _integer(threshold), _integer(low), _integer(high)
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or abs(value) > _MOST_VALUE:
+        raise ValueError("not an integer in range")
+    return value

@@ -1,0 +1,213 @@
+"""What a policy sees of a step: ratios of its bytes and seconds to those of the device, as integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+
+from memscale.config import Config
+from memscale.core import ConfigError, Document, budget_bytes
+from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, knows_copies
+from memscale.simulation import Profile
+
+_DOCUMENT = Document("strategy_context", version=1, writer="StrategyContext.to_json()", error=ConfigError)
+_ONE = 1024  # a ratio of 1: integers compare alike on every platform
+_MOST = 1 << 40
+_PROBE_BYTES = 1 << 30
+
+#: The techniques that a policy chooses among, in the order in which sets of them are written. None changes what is
+#: computed; those that do (`cast`, 8-bit states) are on where the caller says so, and nowhere else.
+TECHNIQUES = ("checkpoint", "tile", "offload")
+SWITCHES = {"checkpoint": "enable_checkpointing", "tile": "enable_tiling", "offload": "enable_offloading"}
+
+_NUMBERED = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)(?:\.|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyContext:
+    """One step on one device under one budget, in numbers without a unit; no name of a model or a card is in it.
+
+    All but the last three are ratios in units of 1/1024, and none is above 2**40.
+
+    >>> import torch, memscale as ms
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    >>> profile = ms.profile(model, torch.ones(512, 64), loss=lambda y, _: y.sum(), hardware="t4")
+    >>> context = ms.StrategyContext.of(profile, profile.hardware, "1MiB", ms.Config())
+    >>> context.pressure > 1024, context.blocks // 1024, context.eligible
+    (True, 4, ('checkpoint', 'tile', 'offload'))
+    >>> ms.StrategyContext.from_json(context.to_json()) == context
+    True
+
+    Attributes:
+        pressure: what the step takes over the budget.
+        static_over_budget: parameters, gradients at their most and optimizer states over the budget.
+        excess_over_activations: what must go, over the most that activations hold.
+        parameter_share, gradient_share, state_share, activation_share, other_share: of the peak, by category.
+        reserved_over_allocated: what the allocator holds over what it hands out.
+        largest_over_budget: the largest single tensor at the peak.
+        outside_over_budget: the largest one that is no parameter and belongs to none of the repeated blocks.
+        blocks: how many repeated blocks there are.
+        block_seconds_share: their share of the step's time.
+        forward_share, optimizer_share: of the step's time.
+        link_window: the bytes of the activations over what the link carries in a forward pass; 0 without a link.
+        excess_window: what must go over the same; 0 without a link.
+        host_over_activations: what may lie in the host's memory over the activations, where that is limited.
+        machine_balance: operations of the device in a byte's time.
+        intensity_share: the step's operations over the most that the device has time for.
+        has_link, is_accelerator: 1 or 0.
+        eligible: the techniques that the config leaves to the policy.
+    """
+
+    pressure: int
+    static_over_budget: int
+    excess_over_activations: int
+    parameter_share: int
+    gradient_share: int
+    state_share: int
+    activation_share: int
+    other_share: int
+    reserved_over_allocated: int
+    largest_over_budget: int
+    outside_over_budget: int
+    blocks: int
+    block_seconds_share: int
+    forward_share: int
+    optimizer_share: int
+    link_window: int
+    excess_window: int
+    host_over_activations: int
+    machine_balance: int
+    intensity_share: int
+    has_link: int
+    is_accelerator: int
+    eligible: tuple[str, ...]
+
+    @classmethod
+    def of(cls, profile: Profile, hardware: Hardware, budget: int | float | str, config: Config) -> StrategyContext:
+        """The context of the step that `profile` is about, as it is without a plan.
+
+        Args:
+            profile: with its timeline.
+            hardware: the device to plan for.
+            budget: as in `memscale.plan`.
+            config: what is allowed.
+
+        Raises:
+            ConfigError: the budget is none, or the profile has no timeline.
+        """
+        limit = budget_bytes(budget, hardware.usable_bytes)
+        if not profile.changes:
+            raise ConfigError("this profile has no timeline; make a new one with memscale.profile")
+        live = {name: int(each.max()) for name, each in profile.timeline.live_bytes.items()}
+        taken = profile.reserved_peak_bytes if profile.reserved_peak_bytes is not None else profile.peak_bytes
+        activations = live.get("activation", 0)
+        excess = max(taken - limit, 0)
+        seconds = profile.step_seconds or 0.0
+        begins = dict(profile.phases) if profile.position_unit == "seconds" else {}
+        forward = begins.get("backward", 0.0) - begins.get("forward", 0.0)
+        optimizer = seconds - begins["optimizer"] if "optimizer" in begins else 0.0
+        prefix, count, block_seconds = _blocks(profile)
+        outside = [
+            each.nbytes
+            for each in profile.holdings
+            if each.category not in ("parameter", "gradient", "optimizer state") and not _is_in(each.path, prefix)
+        ]
+        link = _link_bytes_per_second(hardware)
+        at_peak, peak = profile.by_category, profile.peak_bytes
+        known = ("parameter", "gradient", "optimizer state", "activation")
+        rate = max(hardware.flops_per_second.values(), default=0.0)
+        bandwidth = hardware.bandwidth_bytes_per_second or 0.0
+        static = sum(live.get(name, 0) for name in ("parameter", "gradient", "optimizer state"))
+        return cls(
+            pressure=_ratio(taken, limit),
+            static_over_budget=_ratio(static, limit),
+            excess_over_activations=_ratio(excess, activations),
+            parameter_share=_ratio(at_peak.get("parameter", 0), peak),
+            gradient_share=_ratio(at_peak.get("gradient", 0), peak),
+            state_share=_ratio(at_peak.get("optimizer state", 0), peak),
+            activation_share=_ratio(at_peak.get("activation", 0), peak),
+            other_share=_ratio(peak - sum(at_peak.get(name, 0) for name in known), peak),
+            reserved_over_allocated=_ratio(taken, peak),
+            largest_over_budget=_ratio(max((each.nbytes for each in profile.holdings), default=0), limit),
+            outside_over_budget=_ratio(max(outside, default=0), limit),
+            blocks=_ratio(count, 1),
+            block_seconds_share=_ratio(block_seconds, seconds),
+            forward_share=_ratio(forward, seconds),
+            optimizer_share=_ratio(optimizer, seconds),
+            link_window=_ratio(activations, link * forward) if link else 0,
+            excess_window=_ratio(excess, link * forward) if link else 0,
+            host_over_activations=_MOST if config.host_bytes is None else _ratio(config.host_bytes, activations),
+            machine_balance=_ratio(rate, bandwidth),
+            intensity_share=_ratio(profile.flops, rate * seconds),
+            has_link=int(link > 0),
+            is_accelerator=int(hardware.device_type != "cpu"),
+            eligible=eligible(config),
+        )
+
+    def to_json(self) -> str:
+        """The context as JSON text."""
+        return _DOCUMENT.write(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StrategyContext:
+        """The context that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is not JSON, is of another schema version, or lacks a field.
+        """
+        data = _DOCUMENT.read(text)
+        with _DOCUMENT.parts():
+            return cls(**{**data, "eligible": tuple(data["eligible"])})
+
+    def __str__(self) -> str:
+        rows = [f"{name:<24} {value / _ONE:.4g}" for name, value in self.features().items()]
+        return "\n".join([*rows, f"{'eligible':<24} {', '.join(self.eligible)}"])
+
+    def features(self) -> dict[str, int]:
+        """All but what is eligible, by name."""
+        return {name: getattr(self, name) for name in FEATURES}
+
+
+FEATURES = tuple(field.name for field in dataclasses.fields(StrategyContext) if field.name != "eligible")
+
+
+def eligible(config: Config) -> tuple[str, ...]:
+    """The techniques that a policy may use: what a caller switched off stays off, and a mode that was set holds."""
+    held = "mode" in config.given
+    return tuple(
+        name for name in TECHNIQUES if getattr(config, SWITCHES[name]) or not (held or SWITCHES[name] in config.given)
+    )
+
+
+def _ratio(part: float, whole: float) -> int:
+    return min(_MOST, max(0, round(_ONE * part / whole))) if whole > 0 else _MOST if part > 0 else 0
+
+
+def _blocks(profile: Profile) -> tuple[str, int, float]:
+    """The family of numbered modules that takes most of the step: its prefix, how many, and their seconds."""
+    seconds: dict[str, float] = defaultdict(float)
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for path, each in profile.seconds_by_module.items():
+        if found := _NUMBERED.match(path):
+            seconds[found[1]] += each
+            numbers[found[1]].add(found[2])
+    repeated = [prefix for prefix in seconds if len(numbers[prefix]) > 1]
+    if not repeated:
+        return "\0", 0, 0.0
+    prefix = max(repeated, key=lambda each: (seconds[each], each))
+    return prefix, len(numbers[prefix]), seconds[prefix]
+
+
+def _is_in(path: str, prefix: str) -> bool:
+    found = _NUMBERED.match(path)
+    return found is not None and found[1] == prefix
+
+
+def _link_bytes_per_second(hardware: Hardware) -> float:
+    if hardware.device_type == "cpu" or not knows_copies(hardware):
+        return 0.0
+    return min(_PROBE_BYTES / copy_seconds(_PROBE_BYTES, "pinned", way, hardware) for way in DIRECTIONS)
+
+
+__all__ = ["FEATURES", "SWITCHES", "TECHNIQUES", "StrategyContext", "eligible"]
