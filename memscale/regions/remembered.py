@@ -11,9 +11,7 @@ keep both forever, out of sight of Python's garbage collector. A rerun makes an 
 
 from __future__ import annotations
 
-import enum
 import functools
-import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -21,47 +19,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from memscale.core import Assembled, TransformError, pytrees
+from memscale.core import TransformError, pytrees
+from memscale.regions.kinds import Sort, can_be_made, slots, sort_of
+from memscale.regions.outlines import Outlined, outlined
 from memscale.regions.scope import LARGEST_CONTAINER, Scope
 
 _MOST_OBJECTS = 4096
-# These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
-_LEFT_ALONE = {"concurrent", "logging", "multiprocessing", "numpy", "threading", "torch", "weakref"}
-_IMMUTABLE = (bool, int, float, complex, str, bytes, type, types.ModuleType, enum.Enum)
 
 
-class Sort(enum.Enum):
-    """How a thing among the arguments is remembered."""
-
-    VALUE = "by reference: nothing in it can change"
-    TUPLE = "by its items"
-    CONTAINER = "by its items; made again for a rerun"
-    OBJECT = "by its attributes, and its items if it is a container too"
-    SCOPE = "as if the region captured it"
-
-
-@functools.lru_cache(maxsize=4096)
-def sort_of(kind: Any) -> Sort:
-    """How instances of `kind`, which is no tensor, are remembered."""
-    if kind in (list, dict, set):
-        return Sort.CONTAINER
-    if issubclass(kind, tuple):
-        return Sort.VALUE if kind is torch.Size else Sort.TUPLE
-    if kind in (types.FunctionType, types.MethodType, functools.partial) or issubclass(kind, Assembled):
-        return Sort.SCOPE
-    if issubclass(kind, (nn.Module, torch.Generator)):
-        return Sort.SCOPE
-    if issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE:
-        return Sort.VALUE
-    if kind.__dictoffset__ or _slots(kind) or issubclass(kind, (list, dict, set, deque)):
-        return Sort.OBJECT
-    return Sort.VALUE
-
-
-def arguments(args: Any, kwargs: Any, scope: Scope) -> Flat | Remembered:
+def arguments(args: Any, kwargs: Any, scope: Scope) -> Outlined | Flat | Remembered:
     """The arguments of a call, in the cheapest form that can bring them back."""
+    if (found := outlined(args, kwargs, scope)) is not None:
+        return found
     leaves, spec = pytrees.flatten((args, kwargs))
     for leaf in leaves:
         kind: Any = type(leaf)
@@ -139,7 +109,7 @@ class _Node:
         """Hold the thing no longer, if it can be made again."""
         if self._strong is not None and sort_of(self.kind) is Sort.CONTAINER:
             self._strong = None
-        elif self._strong is not None and _can_be_made(self.kind):
+        elif self._strong is not None and can_be_made(self.kind):
             self._weak, self._strong = weakref.ref(self._strong), None
 
     def find(self) -> Any:
@@ -288,7 +258,7 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
 def _read(thing: Any) -> _State:
     kind: Any = type(thing)
     attributes = dict(thing.__dict__) if kind.__dictoffset__ else {}
-    for name, member in _slots(kind):
+    for name, member in slots(kind):
         try:
             attributes[name] = member.__get__(thing)
         except AttributeError:  # not set
@@ -311,7 +281,7 @@ def _write(thing: Any, state: _State) -> None:
         own.clear(thing)
         (own.extend if own in (list, deque) else own.update)(thing, state.items)
     attributes = dict(state.attributes)
-    for name, member in _slots(kind):
+    for name, member in slots(kind):
         if name in attributes:
             member.__set__(thing, attributes.pop(name))
         elif hasattr(thing, name):
@@ -334,21 +304,3 @@ def _mapped(state: _State, change: Any) -> _State:
     elif items is not None:
         items = [change(value) for value in items]
     return _State({name: change(value) for name, value in state.attributes.items()}, items)
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
-    return tuple(
-        (name, member)
-        for cls in kind.__mro__
-        if "__slots__" in cls.__dict__
-        for name, member in cls.__dict__.items()
-        if type(member) is types.MemberDescriptorType
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _can_be_made(kind: Any) -> bool:
-    """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
-    return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")

@@ -19,7 +19,7 @@ import itertools
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,6 +201,10 @@ class Scope:
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that was reached."""
         return id(thing) in self._seen
+
+    def covers_none(self, ids: Iterable[int]) -> bool:
+        """Whether no thing with one of these ids is a module, function or container that was reached."""
+        return self._seen.isdisjoint(ids)
 
     def include(self, thing: Any) -> None:
         """Add what `thing`, a module or function among the arguments, depends on."""

@@ -393,6 +393,12 @@ class CheckedEngine(Engine):
         self.backend.produced(tensor)
         return super().stash(tensor, tier=tier, region=region)
 
+    def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
+        """See `Engine.stash_all`."""
+        for tensor in tensors:
+            self.backend.produced(tensor)
+        return super().stash_all(tensors, tier=tier, region=region)
+
     def fetch(self, handle: Handle) -> torch.Tensor:
         """See `Engine.fetch`."""
         return self.hand_out(super().fetch(handle))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -97,22 +98,52 @@ class Engine:
             tier: the first tier to try, by name, or ``"auto"``.
             region: which saves it, for the statistics.
         """
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
         with self.lock:
-            record = Record(tensor.detach(), version(tensor))
-            entry = self._by_storage.get(key)
-            if entry is None or not entry.is_live():  # one that is about to be closed was of another storage there
-                entry = Entry(self, key, tier, nbytes, region)
-            if (stream := self.backend.compute_stream()) not in entry.streams:
-                entry.streams += (stream,)
-            handle = Handle(entry, record)
-            if self._by_storage.get(key) is not entry:
-                self._by_storage[key] = entry
-                self._waiting.append(entry)
+            handle = self._stash(tensor, tier, region)
             self._look()
             self.transfers.pump()
         self.go_on()
+        return handle
+
+    def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
+        """The same for several, which are looked at together.
+
+        A tensor that was stashed so before and is as it was only gets another handle: each region of a model may be
+        given the same cache, with two tensors of every region before it.
+        """
+        handles = []
+        is_new = False
+        with self.lock:
+            stream = self.backend.compute_stream()
+            for tensor in tensors:
+                entry = self._by_storage.get(tensor.untyped_storage()._cdata)
+                handle = None if entry is None else entry.handle_of(tensor)
+                if handle is None:
+                    handle = self._stash(tensor, tier, region)
+                    handle.entry.remember(tensor, handle)
+                    is_new = True
+                elif stream not in handle.entry.streams:
+                    handle.entry.streams += (stream,)
+                handles.append(handle)
+            if is_new:
+                self._look()
+                self.transfers.pump()
+        self.go_on()
+        return handles
+
+    def _stash(self, tensor: torch.Tensor, tier: str, region: str) -> Handle:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        record = Record(tensor.detach(), version(tensor))
+        entry = self._by_storage.get(key)
+        if entry is None or not entry.is_live():  # one that is about to be closed was of another storage there
+            entry = Entry(self, key, tier, nbytes, region)
+        if (stream := self.backend.compute_stream()) not in entry.streams:
+            entry.streams += (stream,)
+        handle = Handle.on_new(entry, record)
+        if self._by_storage.get(key) is not entry:
+            self._by_storage[key] = entry
+            self._waiting.append(entry)
         return handle
 
     def fetch(self, handle: Handle) -> torch.Tensor:
@@ -298,7 +329,8 @@ class Engine:
             return record.alias
         assert record.layout is not None
         tensor = record.layout.of(self.loader.arrived(entry))
-        record.fetched = in_backward
+        if in_backward:
+            handle.is_fetched()
         if not in_backward or all(record.fetched for record in entry.live()):
             self.loader.let_go(entry)
         return tensor

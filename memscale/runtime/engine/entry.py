@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -40,14 +41,39 @@ class Layout(NamedTuple):
 class Record:
     """One tensor that was stashed: first the tensor itself, cut from its graph; once its bytes moved, its layout."""
 
-    __slots__ = ("alias", "changed", "fetched", "layout", "version")
+    __slots__ = ("alias", "changed", "handles", "layout", "times_back", "unfetched", "version")
 
     def __init__(self, alias: torch.Tensor, version: int) -> None:
         self.alias: torch.Tensor | None = alias
         self.version = version
         self.layout: Layout | None = None
         self.changed: int | None = None  # the version it had when its bytes left, where that was another one
-        self.fetched = False  # since its bytes last came back
+        # What loaded bytes are kept for. A thread that miscounts makes them go early, or late, and nothing else.
+        self.handles = 0
+        self.unfetched = 0  # of these, those that have not asked since its bytes last came back
+        self.times_back = 0
+
+    @property
+    def fetched(self) -> bool:
+        """Whether every handle has asked for it since its bytes last came back."""
+        return self.unfetched <= 0
+
+    def is_gone(self) -> None:
+        """Its bytes are not on the device any more."""
+        self.times_back += 1
+        self.unfetched = self.handles
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, of which this was made, is on the device as it was then."""
+        alias = self.alias
+        return (
+            alias is not None
+            and not tensor.is_inference()
+            and tensor._version == self.version
+            and tensor.storage_offset() == alias.storage_offset()
+            and tensor.size() == alias.size()
+            and tensor.stride() == alias.stride()
+        )
 
     def extent(self) -> tuple[int, int]:
         """The first byte of its storage that the tensor covers, and the one after the last."""
@@ -92,27 +118,73 @@ class Record:
             raise changed_error(kept_tensor(self.layout.dtype, self.layout.size), self.changed, self.version)
 
 
-class Handle:
-    """Owns a stashed tensor. Dropping it lets go of the tensor's bytes, wherever they are."""
+class _Ownership:
+    """Owns a record, for all of its handles."""
 
     __slots__ = ("entry", "index")
 
     def __init__(self, entry: Entry, record: Record) -> None:
         index = len(entry.records)
         self.entry, self.index = entry, index
-        entry.records.append(record)  # last: a record without a handle would keep its tensor for good
-
-    @property
-    def record(self) -> Record:
-        record = self.entry.records[self.index]
-        assert record is not None, "a record lives as long as its handle"
-        return record
+        entry.records.append(record)  # last: a record without an owner would keep its tensor for good
 
     def __del__(self) -> None:
         if not hasattr(self, "entry"):  # interrupted before it owned anything
             return
         self.entry.records[self.index] = None  # a tensor that never left is let go of right here
         self.entry.engine.drop(self.entry)
+
+
+class Handle:
+    """Owns a stashed tensor. Dropping the last one of a tensor lets go of its bytes, wherever they are."""
+
+    __slots__ = ("__weakref__", "_fetched", "_ownership", "entry")
+
+    def __init__(self, entry: Entry, ownership: _Ownership) -> None:
+        self._ownership, self.entry = ownership, entry
+        self._fetched = -1  # how often the bytes had come back when it last asked for them
+        record = self.record
+        record.handles += 1
+        record.unfetched += 1
+
+    @classmethod
+    def on_new(cls, entry: Entry, record: Record) -> Handle:
+        """The first handle of `record`, which becomes one of `entry`."""
+        return cls(entry, _Ownership(entry, record))
+
+    def again(self) -> Handle:
+        """Another one of the same record."""
+        return Handle(self.entry, self._ownership)
+
+    @property
+    def index(self) -> int:
+        """The position of its record among those of the entry."""
+        return self._ownership.index
+
+    @property
+    def record(self) -> Record:
+        record = self.entry.records[self._ownership.index]
+        assert record is not None, "a record lives as long as its handles"
+        return record
+
+    def is_fetched(self) -> None:
+        """A backward has asked for its bytes."""
+        record = self.record
+        if self._fetched != record.times_back:
+            self._fetched = record.times_back
+            record.unfetched -= 1
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_fetched"):  # interrupted before it counted
+            return
+        record = self.entry.records[self._ownership.index]
+        if record is None:  # the garbage collector ends what refers to each other in any order
+            return
+        record.handles -= 1
+        if self._fetched != record.times_back:
+            record.unfetched -= 1
+        if self.entry.state is State.BACK and record.handles > 0:  # perhaps the others have all asked
+            self.entry.engine.drop(self.entry)
 
 
 class Owner(Protocol):
@@ -125,10 +197,13 @@ class Owner(Protocol):
         """Called when a handle on `entry` goes."""
 
 
+_Known = tuple["weakref.ref[torch.Tensor]", "weakref.ref[Handle]"]
+
+
 class Entry(Loadable):
     """One storage: the tensors stashed from it, and its bytes."""
 
-    __slots__ = ("departure", "engine", "key", "ordinal", "records", "region", "streams", "tier")
+    __slots__ = ("departure", "engine", "key", "known", "ordinal", "records", "region", "streams", "tier")
 
     def __init__(self, engine: Owner, key: int, tier: str, nbytes: int, region: str) -> None:
         super().__init__(nbytes, State.DEVICE)  # bytes of the storage; once moved, of what moved
@@ -137,11 +212,24 @@ class Entry(Loadable):
         self.tier = tier
         self.region = region
         self.records: list[Record | None] = []
+        self.known: dict[int, _Known] = {}
         # The compute streams that it was stashed on: autograd uses it there, so there it was written, and there it may
         # be freed. Whichever stream is current once it moves has seen nothing of that.
         self.streams: tuple[int, ...] = ()
         self.ordinal: int | None = None
         self.departure: Copy | None = None
+
+    def remember(self, tensor: torch.Tensor, handle: Handle) -> None:
+        """That `handle` is one of `tensor` itself, for whoever stashes it again."""
+        self.known[id(tensor)] = weakref.ref(tensor), weakref.ref(handle)
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """Another handle of a tensor that was stashed and is as it was, or `None`."""
+        found = self.known.get(id(tensor))
+        # Not of any tensor like it: one over the same memory can have a version counter of its own.
+        if found is None or found[0]() is not tensor or (handle := found[1]()) is None:
+            return None
+        return handle.again() if handle.record.is_of(tensor) else None
 
     def live(self) -> list[Record]:
         """The records whose handles are alive."""
@@ -163,18 +251,14 @@ class Entry(Loadable):
         """See `Loadable.is_gone`."""
         super().is_gone()
         for record in self.live():
-            record.fetched = False
+            record.is_gone()
 
     def is_last_keeper(self) -> bool:
         """Whether nobody but the records here keeps the storage alive: moving it will free its memory."""
-        # Held while counting: a handle may be dropped in between, and its storage with it.
-        held = next(filter(None, self.records), None)
-        # A cache that every layer is given has a record for each of them, and a stash asks this of all that waits:
-        # what is shared must be seen without going through them.
-        if held is None or _references(self.key) > len(self.records):
+        held = self.records.copy()  # while counting: a handle may be dropped in between, and its storage with it
+        if not any(held):
             return False
-        records = self.live()
-        return len(records) > 0 and _references(self.key) <= len(records)
+        return _references(self.key) <= len(held) - held.count(None)
 
 
 def hull(records: Sequence[Record]) -> tuple[int, int]:

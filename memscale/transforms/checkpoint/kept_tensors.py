@@ -31,8 +31,11 @@ class Kept:
         self._versions: list[int] = []
         if hooks is not None:
             pack, self._unpack = hooks
+            distinct = list({id(tensor): tensor for tensor in tensors}.values())
+            pack_all = getattr(getattr(pack, "__self__", None), "pack_all", None)  # of `offload`
             with torch.no_grad():
-                packed = {id(tensor): pack(tensor.detach()) for tensor in tensors}
+                found = pack_all(distinct) if pack_all else [pack(tensor.detach()) for tensor in distinct]
+            packed = dict(zip(map(id, distinct), found, strict=True))
             self._held = [packed[id(tensor)] for tensor in tensors]
 
     def __len__(self) -> int:

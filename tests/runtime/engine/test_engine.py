@@ -487,3 +487,54 @@ def test_what_the_caller_holds_costs_a_stash_the_same_however_often_it_was_stash
     engine.look_again()
     assert all(handle.entry.state is State.AWAY for handle in handles[:-1])
     assert torch.equal(engine.fetch(handles[0]), expected)
+
+
+# ------------------------------------------------------------------------------------------- stashed many times
+
+
+def test_a_tensor_that_is_stashed_again_has_one_record_and_its_bytes_stay_until_all_have_asked(engine):
+    tensor = torch.arange(NBYTES // 4)
+    expected = tensor.clone()
+    handles = [engine.stash_all([tensor])[0] for _ in range(3)]
+    assert len({id(handle.record) for handle in handles}) == 1
+    del tensor
+    engine.look_again()
+    assert handles[0].entry.state is State.AWAY
+    weight = torch.ones((), requires_grad=True)
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            for _ in range(3):
+                assert bits(engine.fetch(handles.pop())) == bits(expected)
+            return gradient
+
+    Ask.apply(weight).backward()
+    assert sum(engine.stats().in_bytes.values()) == expected.nbytes  # once
+    assert engine.stats().live_bytes.get("disk", 0) == 0
+
+
+def test_one_handle_of_many_keeps_the_bytes(engine):
+    tensor = torch.arange(NBYTES // 4)
+    expected = tensor.clone()
+    first, second = engine.stash_all([tensor]) + engine.stash_all([tensor])
+    del first, tensor
+    engine.look_again()
+    assert bits(engine.fetch(second)) == bits(expected)
+
+
+def test_a_tensor_that_was_changed_between_two_stashes_has_two_records(engine):
+    tensor = torch.arange(NBYTES // 4)
+    (before,) = engine.stash_all([tensor])
+    (alias,) = engine.stash_all([tensor.data])  # whose version counter is its own
+    tensor.add_(1)
+    (after,) = engine.stash_all([tensor])
+    assert after.record is not before.record
+    assert alias.record is not before.record
+    assert bits(engine.fetch(after)) == bits(tensor)
+    with pytest.raises(ms.CorrectnessError, match="modified by an inplace operation"):
+        engine.fetch(before)

@@ -1,0 +1,82 @@
+"""How the things among the arguments of a region are remembered, by their class."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import Assembled
+
+# These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
+_LEFT_ALONE = {"concurrent", "logging", "multiprocessing", "numpy", "threading", "torch", "weakref"}
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type, types.ModuleType, enum.Enum)
+
+
+class Sort(enum.Enum):
+    """How a thing among the arguments is remembered."""
+
+    VALUE = "by reference: nothing in it can change"
+    TUPLE = "by its items"
+    CONTAINER = "by its items; made again for a rerun"
+    OBJECT = "by its attributes, and its items if it is a container too"
+    SCOPE = "as if the region captured it"
+
+
+@functools.lru_cache(maxsize=4096)
+def sort_of(kind: Any) -> Sort:
+    """How instances of `kind`, which is no tensor, are remembered."""
+    if kind in (list, dict, set):
+        return Sort.CONTAINER
+    if issubclass(kind, tuple):
+        return Sort.VALUE if kind is torch.Size else Sort.TUPLE
+    if kind in (types.FunctionType, types.MethodType, functools.partial) or issubclass(kind, Assembled):
+        return Sort.SCOPE
+    if issubclass(kind, (nn.Module, torch.Generator)):
+        return Sort.SCOPE
+    if issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE:
+        return Sort.VALUE
+    if kind.__dictoffset__ or slots(kind) or issubclass(kind, (list, dict, set, deque)):
+        return Sort.OBJECT
+    return Sort.VALUE
+
+
+@functools.lru_cache(maxsize=4096)
+def slots(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
+    return tuple(
+        (name, member)
+        for cls in kind.__mro__
+        if "__slots__" in cls.__dict__
+        for name, member in cls.__dict__.items()
+        if type(member) is types.MemberDescriptorType
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def can_be_made(kind: Any) -> bool:
+    """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
+    return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")
+
+
+@functools.lru_cache(maxsize=4096)
+def is_plain(kind: Any) -> bool:
+    """Whether an object of `kind` is its attributes, all of them in a dictionary of its own, and can be made again."""
+    if sort_of(kind) is not Sort.OBJECT or issubclass(kind, (list, dict, set, deque)):
+        return False
+    own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
+    computed = [member for member in own if type(member) is not types.GetSetDescriptorType]
+    return bool(own) and not computed and not slots(kind) and can_be_made(kind)
+
+
+_CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
+
+
+def is_constant(kind: Any) -> bool:
+    """Whether instances of `kind` can neither change nor lead to anything."""
+    return kind in _CONSTANT or issubclass(kind, enum.Enum)

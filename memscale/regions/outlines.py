@@ -1,0 +1,340 @@
+"""Plain arguments, and objects that are given to one region after the other, such as a cache of keys and values.
+
+To look through a cache of 48 layers in each of 48 blocks takes longer than to launch the blocks. Between two of them
+one layer has changed. So what an object was found to lead to is kept with it, as an *outline*, and the next call only
+compares: the attributes of each thing, by identity. What is the same keeps its marks, which all calls share.
+
+An outline refers weakly to objects and tensors, so that it keeps nothing alive (see `remembered`), and belongs to one
+thread. What it does not understand is left to `Remembered`, which does: slots, tuples of tensors in objects, functions.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from memscale.regions.kinds import Sort, is_constant, is_plain, sort_of
+from memscale.regions.scope import LARGEST_CONTAINER, Scope
+
+_MOST_OBJECTS = 4096
+
+
+class _Slot:
+    """Stands for a tensor, which an object of the class called `owner` holds, or the call itself."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: str | None) -> None:
+        self.owner = owner
+
+
+class _Part:
+    """Stands for an object, a list or a dictionary.
+
+    Attributes:
+        weak: the object; `None` for a container, which is found under `key` in what is at `parent` among the parts.
+    """
+
+    __slots__ = ("key", "kind", "owner", "parent", "weak")
+
+    def __init__(self, kind: Any, weak: Any, parent: int, key: Any, owner: str) -> None:
+        self.kind, self.weak, self.parent, self.key, self.owner = kind, weak, parent, key, owner
+
+    def find(self) -> Any:
+        """The object, if it is still there."""
+        return None if self.weak is None else self.weak()
+
+    def make(self) -> Any:
+        """An empty thing of the kind."""
+        return self.kind.__new__(self.kind)
+
+
+class _Tuple(NamedTuple):
+    """Stands for a tuple of tensors and values."""
+
+    marks: list[Any]
+
+
+class _Held(NamedTuple):
+    """What a part held at some moment: values, or the marks that stand for them."""
+
+    keys: list[Any] | None  # of a dictionary, or of an object's
+    marks: list[Any]
+    slots: list[_Slot]
+    tensors: list[weakref.ref[torch.Tensor]]  # behind the slots
+
+
+class _NotPlain(Exception):
+    """An outline cannot say what was met."""
+
+
+class _Outline:
+    """What an object leads to, as it was when it was last looked at."""
+
+    def __init__(self, root: Any) -> None:
+        name = type(root).__name__
+        self.parts = [_Part(type(root), weakref.ref(root), 0, None, name)]
+        self.held: list[_Held] = [_Held([], [], [], [])]
+        self._ids: list[list[int] | None] = [None]
+        self._at: dict[int, int] = {id(root): 0}  # objects among the parts, by id
+        self._slots: dict[int, tuple[_Slot, weakref.ref[torch.Tensor]]] = {}
+
+    def look(self, scope: Scope) -> dict[_Slot, torch.Tensor] | None:
+        """Bring it up to date; gives the tensors, or `None` if it cannot say what is there now."""
+        contents: list[Any] = []
+        things: list[int] = []
+        parts, ids = self.parts, self._ids
+        index = 0
+        while index < len(parts):  # which may grow
+            part = parts[index]
+            if part.weak is None:
+                thing = content = contents[part.parent][part.key]
+            else:
+                thing = part.weak()
+                content = None if thing is None else thing.__dict__
+            if type(thing) is not part.kind:
+                return None
+            things.append(id(thing))
+            contents.append(content)
+            now = [*map(id, content)] if part.kind is list else [*map(id, content), *map(id, content.values())]
+            if now != ids[index]:
+                try:
+                    self.held[index] = self._marked(index, content)
+                except _NotPlain:
+                    return None
+                ids[index] = now
+            index += 1
+        # One container in two places, or one that the region captures: what becomes of it concerns both.
+        if len(set(things)) < len(things) or not scope.covers_none(things):
+            return None
+        found = dict(
+            zip(
+                chain.from_iterable([held.slots for held in self.held]),
+                [tensor() for held in self.held for tensor in held.tensors],
+                strict=True,
+            )
+        )
+        # An address says nothing once what was there is gone.
+        if any(tensor is None for tensor in found.values()):
+            return None
+        if len(self._slots) > 64 + 4 * len(found):  # most are of tensors that are gone
+            self._slots = {id(tensor): self._slots[id(tensor)] for tensor in found.values()}
+        return found  # type: ignore[return-value]
+
+    def _marked(self, index: int, content: Any) -> _Held:
+        before = {id(mark) for mark in self.held[index].marks if type(mark) is _Part}
+        if len(content) > LARGEST_CONTAINER:
+            raise _NotPlain
+        is_list = type(content) is list
+        keys = None if is_list else list(content)
+        if keys is not None and not all(type(key) in (str, int) for key in keys):
+            raise _NotPlain
+        held = _Held(keys, [], [], [])
+        for key, value in enumerate(content) if is_list else content.items():
+            held.marks.append(self._mark(value, index, key, held))
+        if not before <= {id(mark) for mark in held.marks if type(mark) is _Part}:
+            raise _NotPlain  # what it led to may be gone
+        return held
+
+    def _mark(self, value: Any, index: int, key: Any, held: _Held) -> Any:
+        part = self.parts[index]
+        if isinstance(value, torch.Tensor):
+            slot, tensor = self._slots.get(id(value), (None, None))
+            if slot is None or tensor is None or tensor() is not value:
+                slot, tensor = self._slots[id(value)] = _Slot(part.owner), weakref.ref(value)
+            held.slots.append(slot)
+            held.tensors.append(tensor)
+            return slot
+        kind: Any = type(value)
+        if is_constant(kind) or (kind is tuple and all(is_constant(type(item)) for item in value)):
+            return value
+        sort = sort_of(kind)
+        if sort is Sort.CONTAINER and kind is not set:
+            return self._container(value, index, key)
+        if sort is Sort.OBJECT and is_plain(kind):
+            at = self._at.get(id(value))
+            if at is not None and self.parts[at].find() is value:
+                return self.parts[at]
+            return self._new(_Part(kind, weakref.ref(value), index, key, kind.__name__), value)
+        raise _NotPlain
+
+    def _container(self, value: Any, index: int, key: Any) -> _Part:
+        """The part for a list or dictionary: where there was one before, the same, whichever it is now."""
+        held = self.held[index]
+        keys = range(len(held.marks)) if held.keys is None else held.keys
+        for then, mark in zip(keys, held.marks, strict=True):
+            if type(mark) is _Part and then == key and mark.weak is None and mark.kind is type(value):
+                return mark
+        return self._new(_Part(type(value), None, index, key, self.parts[index].owner), None)
+
+    def _new(self, part: _Part, thing: Any) -> _Part:
+        if len(self.parts) >= _MOST_OBJECTS:
+            raise _NotPlain  # `Remembered` says so
+        if thing is not None:
+            self._at[id(thing)] = len(self.parts)
+        self.parts.append(part)
+        self.held.append(_Held([], [], [], []))
+        self._ids.append(None)
+        return part
+
+
+def _is_value(value: Any) -> bool:
+    kind: Any = type(value)
+    return not isinstance(value, torch.Tensor) and sort_of(kind) is Sort.VALUE
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # By the id of their objects, each with what ends it; none where there can be none.
+        self.outlines: dict[int, tuple[weakref.ref[Any], _Outline | None]] = {}
+
+
+_local = _Local()
+
+
+def _look(thing: Any, scope: Scope) -> tuple[_Outline, dict[_Slot, torch.Tensor]] | None:
+    outlines, key = _local.outlines, id(thing)
+    known = outlines.pop(key, None)  # an interrupted look leaves none
+    outline, found = _Outline(thing), None
+    if known is not None and known[0]() is thing:
+        if known[1] is None:
+            outlines[key] = known
+            return None
+        if (found := known[1].look(scope)) is not None:
+            outline = known[1]
+    if found is None:
+        found = outline.look(scope)
+    outlines[key] = weakref.ref(thing, lambda _: outlines.pop(key, None)), None if found is None else outline
+    return None if found is None else (outline, found)
+
+
+def outlined(args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope) -> Outlined | None:
+    """The arguments of a call, if they are tensors, values, tuples of these, and objects that have an outline."""
+    values = [*args, *kwargs.values()]
+    objects: dict[int, Any] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            continue
+        kind: Any = type(value)
+        sort = sort_of(kind)
+        if sort is Sort.VALUE or (
+            kind is tuple and all(isinstance(item, torch.Tensor) or _is_value(item) for item in value)
+        ):
+            continue
+        # A dataclass is made again from its fields: see `Flat`.
+        if not is_plain(kind) or hasattr(kind, "__dataclass_fields__") or not scope.covers_none([id(value)]):
+            return None
+        objects[id(value)] = value
+    outlines: list[_Outline] = []
+    of_objects: dict[_Slot, torch.Tensor] = {}
+    for thing in objects.values():
+        if (known := _look(thing, scope)) is None:
+            return None
+        outlines.append(known[0])
+        of_objects.update(known[1])
+    of_tensor = {id(tensor): slot for slot, tensor in of_objects.items()}
+    parts = [part for outline in outlines for part in outline.parts]
+    if len(outlines) > 1:
+        # What several objects lead to is one thing, and has a part in each of their outlines.
+        found = [id(thing) for part in parts if (thing := part.find()) is not None]
+        if len(set(found)) < len(found) or len(of_tensor) < len(of_objects):
+            return None
+    roots = {key: outline.parts[0] for key, outline in zip(objects, outlines, strict=True)}
+    slots: dict[_Slot, torch.Tensor] = {}
+
+    def slot_of(tensor: torch.Tensor) -> _Slot:
+        slot = of_tensor.get(id(tensor))
+        if slot is None:
+            slot = of_tensor[id(tensor)] = _Slot(None)
+        slots[slot] = tensor
+        return slot
+
+    # No function that calls itself: it would keep the tensors until the next garbage collection.
+    marks = [
+        slot_of(value)
+        if isinstance(value, torch.Tensor)
+        else _Tuple([slot_of(item) if isinstance(item, torch.Tensor) else item for item in value])
+        if type(value) is tuple
+        else roots.get(id(value), value)
+        for value in values
+    ]
+    slots.update(of_objects)
+    held = [each for outline in outlines for each in outline.held]
+    return Outlined(marks, len(args), list(kwargs), slots, parts, held)
+
+
+class Outlined:
+    """What a call was given, remembered by marks that it shares with other calls."""
+
+    __slots__ = ("_count", "_held", "_keys", "_marks", "_parts", "_slots", "tensors")
+
+    def __init__(
+        self,
+        marks: list[Any],
+        count: int,
+        keys: list[str],
+        slots: dict[_Slot, torch.Tensor],
+        parts: list[_Part],
+        held: list[_Held],
+    ) -> None:
+        self._marks, self._count, self._keys = marks, count, keys
+        self._slots, self.tensors = list(slots), list(slots.values())
+        self._parts, self._held = parts, held
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, which are let go of here."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def owner(self, index: int) -> str | None:
+        """Which object holds tensor `index`, if it is not the call itself."""
+        return self._slots[index].owner
+
+    @contextmanager
+    def again(self, values: list[torch.Tensor]) -> Iterator[Any]:
+        """The arguments with `values` in place of `tensors`; afterwards objects are what they were before."""
+        found: dict[Any, Any] = dict(zip(self._slots, values, strict=True))
+        olds = [part.find() for part in self._parts]
+        things = [part.make() if old is None else old for part, old in zip(self._parts, olds, strict=True)]
+        found.update(zip(self._parts, things, strict=True))
+        before: list[tuple[Any, dict[str, Any]]] = []
+        try:
+            for held, thing, old in zip(self._held, things, olds, strict=True):
+                contents = [found[mark] if type(mark) in _MARKS else mark for mark in held.marks]
+                if held.keys is None:
+                    thing.extend(contents)
+                elif type(thing) is dict:
+                    thing.update(zip(held.keys, contents, strict=True))
+                else:
+                    if old is not None:
+                        before.append((thing, thing.__dict__.copy()))
+                    _write(thing, dict(zip(held.keys, contents, strict=True)))
+            given = [_present(mark, found) for mark in self._marks]
+            yield given[: self._count], dict(zip(self._keys, given[self._count :], strict=True))
+        finally:
+            for thing, was in reversed(before):
+                _write(thing, was)
+
+
+_MARKS = {_Slot, _Part}
+
+
+def _present(mark: Any, found: dict[Any, Any]) -> Any:
+    if type(mark) is _Tuple:
+        return tuple([_present(item, found) for item in mark.marks])
+    return found[mark] if type(mark) in _MARKS else mark
+
+
+def _write(thing: Any, state: dict[str, Any]) -> None:
+    now = thing.__dict__
+    if len(now) == len(state) and list(now) == list(state) and all(map(operator.is_, now.values(), state.values())):
+        return  # a frozen configuration, say, that other threads are reading
+    now.clear()
+    now.update(state)
