@@ -7,6 +7,7 @@ about the module changes: not its class, its hooks, its parameters or its place 
 from __future__ import annotations
 
 import difflib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from memscale.algebra.agreement import Agreement
 from memscale.algebra.composition import AnyOptimizer, Transform, compose
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.of_optimizers import under_rules
@@ -111,9 +113,11 @@ def transform(
     entitle(copy)
     _keep_shared_parameters(copy)
     _tell_of_its_own_checkpointing(copy)
-    if regions:
-        links = _links(model)
-        attach(copy, lambda fn: Shared(fn, links))
+    # A process whose plan is empty answers the others, too.
+    if regions or plan.parallel is not None or _is_one_of_several():
+        links = _links(model) if regions else []
+        agreement = Agreement(copy, plan)
+        attach(copy, lambda fn: Shared(fn, links, agreement))
     return copy if optimizer is None else (copy, stepping)
 
 
@@ -178,6 +182,13 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"{path or 'the model'} was sharded by fully_shard, which gathers its parameters in that very module "
                 "and would not in the new one; call transform() before fully_shard(), or wrap(), which works in place"
             )
+
+
+def _is_one_of_several() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() > 1)
 
 
 def _no_match(pattern: str, known: list[str], model: nn.Module) -> str:
@@ -251,15 +262,21 @@ _Link = tuple["weakref.ref[nn.Module]", str, dict[str, nn.Parameter | None]]
 
 
 class Shared(Assembled):
-    """`fn`, the root's forward, after a look whether the model still holds the parameters that it shared."""
+    """`fn`, the root's forward, after a look whether the model still holds the parameters that it shared.
 
-    def __init__(self, fn: Callable[..., Any], links: list[_Link]) -> None:
+    And, the first time, whether other processes have the same plan.
+    """
+
+    def __init__(self, fn: Callable[..., Any], links: list[_Link], agreement: Agreement) -> None:
         self.fn = fn
         self.links = links
+        self.agreement = agreement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self._check()
+            if self.agreement.is_open:
+                self.agreement.settle()
         return self.fn(*args, **kwargs)
 
     @property
@@ -284,7 +301,7 @@ class Shared(Assembled):
         return (self.fn,)
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Shared:
-        return Shared(remap(self.fn), self.links)
+        return Shared(remap(self.fn), self.links, self.agreement)
 
     def __reduce__(self) -> Any:
         # A deep copy or a pickle is independent of the model it was made from: nothing is shared any more.

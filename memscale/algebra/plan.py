@@ -102,6 +102,11 @@ class Plan:
         width = max(len(path) for path, _ in rows)
         return "\n".join(f"{path:<{width}}  {transform}" for path, transform in rows)
 
+    @property
+    def parallel(self) -> Any:
+        """How the step that it was made for is one process's of several, where it knows (`memscale.plan`)."""
+        return None
+
     def of_functions(self) -> Plan:
         """The rules for modules alone."""
         return Plan([(rule.pattern, rule.transform) for rule in self if not is_of_optimizers(rule.transform)])

@@ -37,6 +37,7 @@ class Internal(NamedTuple):
 _T, _S, _R = "transforms/", "simulation", "regions"
 _ATEN, _C, _F = "torch.ops.aten.", "torch._C.", "torch._C._functorch."
 _A, _D, _FAKE = "torch._C._autograd.", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor."
+_C10D, _DDP = "torch.distributed.distributed_c10d.", "torch.nn.parallel.distributed.DistributedDataParallel."
 _CUDA = "not asked for in a build of PyTorch without CUDA"
 
 INTERNALS = tuple(
@@ -47,7 +48,7 @@ INTERNALS = tuple(
         (f"{_A}_get_current_graph_task_keep_graph", "whether it keeps the graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "whose backward an operator is part of", _S),
         (f"{_A}_get_sequence_nr", "which module's forward made a node", _S),
-        ("torch.autograd.Variable._execution_engine", "to be called when it ends", f"runtime {_T}checkpoint"),
+        ("torch.autograd.Variable._execution_engine", "to be called when it ends", f"runtime {_S} {_T}checkpoint"),
         (f"{_A}_push_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
         (f"{_A}_pop_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
         (f"{_A}_top_saved_tensors_default_hooks", "whether the caller has such hooks", _R),
@@ -180,6 +181,15 @@ INTERNALS = tuple(
         ("torch._C._distributed_c10d", "collectives that move nothing", _S, "asked for with parallel=... only"),
         ("torch.testing._internal.distributed.fake_pg", "collectives that move nothing", _S, "likewise"),
         ("torch.distributed._register_comm_hook", "a DDP's own hook", _S, "likewise"),
+        (f"{_C10D}_resolve_process_group", "whom a functional collective is among", _S, "likewise"),
+        (
+            f"{_C10D}_get_default_store",
+            "whether processes have one plan",
+            "algebra",
+            "asked for in a process group only",
+        ),
+        (f"{_DDP}_active_ddp_module", "which processes train one model", "algebra", "likewise"),
+        (f"{_ATEN}mm.default._op_dk", "FSDP2's own operators, as their parts", _S),
         # Measuring.
         ("torch.cuda.memory._snapshot", "who holds a card's memory", "crashes", "the report says that it has none"),
         (f"{_C}_profiler._ExperimentalConfig", "the memory that a kernel takes meanwhile", _S),

@@ -155,6 +155,7 @@ class MemoryProfiler:
         self.loss = loss
         self.config = config if config is not None else Config()
         self._rules = Plan()  # for the optimizer
+        self._about_plan: tuple[str, ...] = ()
         if not isinstance(model, nn.Module):
             if not callable(model):
                 raise ConfigError(
@@ -165,6 +166,9 @@ class MemoryProfiler:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
         elif plan is not None:
             plan = as_plan(plan)
+            if plan.parallel not in (None, self.ranks):
+                here = "one process's alone" if self.ranks is None else self.ranks
+                self._about_plan = (f"the plan was made for {plan.parallel}, and this step is {here}",)
             self.model = uncounted(transform)(model, plan.of_functions())
             self._rules = plan.of_optimizers()
         if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
@@ -329,6 +333,7 @@ class MemoryProfiler:
         sent = simulation.mode.works.notes()
         found = (
             *sent,
+            *self._about_plan,
             *simulation.mode.values.assumptions,
             *self.kernels.notes(simulation.scope.modules),
             *runtimes.notes(),

@@ -68,6 +68,34 @@ REFUSED = {
 }
 
 
+# Of rank 0 and of rank 1; None trains the model as it is.
+PLANS = {
+    "fsdp other plans": (shard, {"0": ms.checkpoint()}, {"1": ms.checkpoint()}),
+    "fsdp a plan and none": (shard, {"": ms.checkpoint()}, {}),
+    "ddp other plans": (wrap_ddp, {"0": ms.checkpoint()}, {"0": OFFLOAD}),
+    "each its own": (lambda model: model, {"0": ms.checkpoint()}, {"1": ms.checkpoint()}),
+}
+
+
+def agreed(distribute, plans, rank: int) -> str:
+    """What the first step says where the processes have these plans."""
+    try:
+        train(distribute(ms.transform(build(), plans[rank])), rank)
+    except ms.TransformError as error:
+        return str(error)
+    return ""
+
+
+def saved(distribute, plan) -> list[tuple[str, torch.Tensor]]:
+    """What `torch.distributed.checkpoint` has of a trained model."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = build()
+    model = distribute(model if plan is None else ms.transform(model, plan))
+    train(model, 0)
+    return [(name, value.full_tensor().clone()) for name, value in get_model_state_dict(model).items()]
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     # Processes meet through a file: a free port may be taken by another process before it is bound.
@@ -87,8 +115,13 @@ def worker(rank: int, folder: str) -> None:
             train(distribute(build()), rank, how)
         except ms.TransformError as error:
             found[name] = str(error)
-    if rank == 0:
-        torch.save(found, f"{folder}/results.pt")
+    for name, (distribute, *plans) in PLANS.items():
+        found[name] = agreed(distribute, plans, rank)
+    plain, ours = (saved(shard, plan) for plan in (None, {"0": ms.checkpoint(), "1": OFFLOAD}))
+    found["saved"] = [name for name, _ in plain] == [name for name, _ in ours] and all(
+        torch.equal(one, other) for (_, one), (_, other) in zip(plain, ours, strict=True)
+    )
+    torch.save(found, f"{folder}/results{rank}.pt")
     dist.barrier()
     # Not the interpreter's own exit: about one time in ten it ends a thread of gloo or autograd that waits for the
     # interpreter's lock inside a noexcept function, and C++ aborts ("terminate called without an active exception").
@@ -99,7 +132,7 @@ def worker(rank: int, folder: str) -> None:
 def differences(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("fsdp"))
     mp.spawn(worker, (folder,), nprocs=2)
-    return torch.load(f"{folder}/results.pt")
+    return torch.load(f"{folder}/results0.pt") | {"the other one": torch.load(f"{folder}/results1.pt")}
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *OPTIMIZERS])
@@ -111,3 +144,20 @@ def test_distributed_training_gives_the_same_losses(differences, name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_would_see_something_else_are_refused(differences, name):
     assert REFUSED[name][2] in differences[name]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_processes_with_different_plans_are_told_on_each(differences, name):
+    for told in (differences[name], differences["the other one"][name]):
+        if name == "each its own":
+            assert told == "", "nothing says that they train one model"
+        else:
+            assert "different plans" in told
+            assert "rank 0: " in told
+            assert "rank 1: " in told
+            assert repr(ms.Plan(PLANS[name][1])) in told
+            assert repr(ms.Plan(PLANS[name][2])) in told
+
+
+def test_what_is_saved_of_a_sharded_model_does_not_depend_on_its_plan(differences):
+    assert differences["saved"] is True

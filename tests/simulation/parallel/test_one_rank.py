@@ -317,3 +317,54 @@ def test_a_card_has_notes_and_refuses_what_it_would_not_know(group):
     assert any("_allgather_base_" in note and "neither is in the step's bytes" in note for note in notes)
     with pytest.raises(ms.ConfigError, match="CPUOffloadPolicy"):
         ms.profile(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), TOKENS, loss=loss, hardware="h100")
+
+
+def test_a_plan_made_for_other_ranks_says_so(group):
+    from memscale.planning import DecisionEngine
+
+    model = Model()
+    plan = DecisionEngine(model, TOKENS, loss=loss, parallel="fsdp2", world=8).smallest()
+    assert plan
+    with pytest.warns(RuntimeWarning, match="made for fsdp2 over 8 processes, and this is one process"):
+        ms.transform(model, plan)(TOKENS)
+    assert not any(
+        "made for" in note for note in ms.profile(model, TOKENS, loss=loss, plan=plan, parallel="fsdp2", world=8).notes
+    )
+    notes = ms.profile(model, TOKENS, loss=loss, plan=plan, parallel="fsdp2", world=2).notes
+    assert any("the plan was made for fsdp2 over 8 processes, and this step is fsdp2 over 2" in note for note in notes)
+
+
+def test_no_memory_is_written_for_what_is_gathered(group):
+    import resource
+
+    group(8)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 15, 1 << 15), nn.Linear(1 << 15, 8))  # 4 GiB, a shard 512 MiB
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = ms.profile(model, torch.empty(4, 1 << 15, device="meta"), loss=lambda y, _: y.sum(), hardware="h100")
+    assert profile.peak_bytes > 1 << 32
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+
+
+def test_tensors_of_one_kind_are_asked_about_once(group):
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    group(2)
+    model = sharded()
+    asked = []
+    original = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def counting(self, schema):
+        asked.append(max((len(arg) for arg in schema.args_schema if isinstance(arg, (list, tuple))), default=0))
+        return original(self, schema)
+
+    ShardingPropagator.propagate_op_sharding_non_cached = counting
+    try:
+        ms.profile(model, TOKENS, optimizer=torch.optim.Adam(model.parameters(), lr=0.123, foreach=True), loss=loss)
+    finally:
+        ShardingPropagator.propagate_op_sharding_non_cached = original
+    kinds = {(parameter.shape, parameter.stride()) for parameter in model.parameters()}
+    assert 0 < max(asked) <= len(kinds) < len(list(model.parameters()))

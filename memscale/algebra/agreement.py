@@ -1,0 +1,133 @@
+"""Whether all processes that train one model run it under one plan: found out once, at the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import sys
+import warnings
+import weakref
+from collections import defaultdict
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from memscale.algebra.plan import Plan
+from memscale.core import PlanError, TransformError, simulating
+
+# The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
+_PATIENCE = timedelta(seconds=120)
+_LONGEST_PLAN = 200
+_DDP, _FSDP2 = "torch.nn.parallel.distributed", "torch.distributed.fsdp._fully_shard._fsdp_state"
+
+# How many models these processes have compared plans of, so that each has keys of its own in the store.
+_numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
+
+
+class Agreement:
+    """Compares the plan of `model`, the root of a transformed tree, with that of the other processes.
+
+    Args:
+        model: the root.
+        plan: what it was transformed by.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model = weakref.ref(model)
+        self._text = f"{_hash(plan)} {Plan([(rule.pattern, rule.transform) for rule in plan])!r}"
+        self._made_for = plan.parallel
+        self.is_open = True
+
+    def settle(self) -> None:
+        """Compare, the first time that a real step begins.
+
+        Which processes train this model is known by then: those of the mesh that it is sharded over, or of DDP's group.
+        They write their plans to the store that they met in, which is no collective: nobody waits for what another one
+        does not do.
+
+        Raises:
+            TransformError: they are not the same; on every process.
+        """
+        model = self._model()
+        if simulating() or model is None:
+            return
+        self.is_open = False
+        distributed = sys.modules.get("torch.distributed")
+        is_several = distributed is not None and distributed.is_available() and distributed.is_initialized()
+        parallel, ranks = _ranks_of(model) if is_several else ("", ())
+        self._say_for_whom(parallel, len(ranks))
+        if distributed is not None and len(ranks) > 1 and distributed.get_backend() != "fake":
+            _compare(distributed, ranks, self._text)
+
+    def _say_for_whom(self, parallel: str, count: int) -> None:
+        asked = self._made_for
+        if asked is None or (asked.parallel, asked.world) == (parallel, count):
+            return
+        here = f"{parallel} over {count} process{'es' * (count > 1)}" if parallel else "one process"
+        warnings.warn(
+            f"this plan was made for {asked}, and this is {here}: what it takes and how long is not what was planned; "
+            "plan again with the parallel= and world= of this run",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _ranks_of(model: nn.Module) -> tuple[str, tuple[int, ...]]:
+    """How the processes that have this model share it, and which they are; ``("", ())`` where nothing says so."""
+    if _FSDP2 in sys.modules:
+        for module in model.modules():
+            state = sys.modules[_FSDP2]._get_module_fsdp_state(module)
+            for group in () if state is None else state._fsdp_param_groups:
+                return "fsdp2", tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+    replica = sys.modules[_DDP].DistributedDataParallel._active_ddp_module if _DDP in sys.modules else None
+    if replica is not None:
+        return "ddp", tuple(sys.modules["torch.distributed"].get_process_group_ranks(replica.process_group))
+    return "", ()
+
+
+def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
+    store = distributed.distributed_c10d._get_default_store()
+    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    number = next(_numbers[ranks])
+    keys = {rank: f"memscale plan {group} {number} {rank}" for rank in ranks}
+    store.set(keys[distributed.get_rank()], text)
+    try:
+        store.wait(list(keys.values()), _PATIENCE)
+    except Exception as error:
+        late = [rank for rank, key in keys.items() if not store.check([key])]
+        raise TransformError(
+            f"processes {late} have not begun a step of a transformed model {_PATIENCE.seconds} s after this one: give "
+            "every process the same plan, also one without rules"
+        ) from error
+    texts = store.multi_get(list(keys.values())) if store.has_extended_api() else map(store.get, keys.values())
+    plans: dict[str, str] = {}
+    having: dict[str, list[int]] = {}
+    for rank, found in zip(ranks, texts, strict=True):
+        digest, _, plan = found.decode().partition(" ")
+        plans.setdefault(digest, plan)
+        having.setdefault(digest, []).append(rank)
+    if len(plans) > 1:
+        told = "; ".join(f"{_numbered(having[each])} {each[:8]} {_shown(plan)}" for each, plan in plans.items())
+        raise TransformError(
+            f"the processes of this model run it under different plans, and would wait for each other: {told}. Make "
+            "the plan in one of them and send it to the others (torch.distributed.broadcast_object_list), or plan in "
+            "each with the same arguments"
+        )
+
+
+def _numbered(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {few}:"
+
+
+def _shown(plan: str) -> str:
+    return plan if len(plan) <= _LONGEST_PLAN else f"{plan[:_LONGEST_PLAN]}..."
+
+
+def _hash(plan: Plan) -> str:
+    try:
+        return plan.hash
+    except PlanError:  # a rule that no file can hold: addresses are those of a process
+        return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(plan)).encode()).hexdigest()
