@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from memscale.algebra.plan import Plan
+from memscale.algebra.region import placing_in
 from memscale.core import PlanError, TransformError, simulating
 
 # The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
@@ -48,15 +49,23 @@ class Agreement:
         does not do.
 
         Raises:
-            TransformError: they are not the same; on every process.
+            TransformError: they are not the same; on every process. Or FSDP2 has parameters that a region would move.
         """
         model = self._model()
-        if simulating() or model is None:
+        if model is None:
             return
-        self.is_open = False
         distributed = sys.modules.get("torch.distributed")
         is_several = distributed is not None and distributed.is_available() and distributed.is_initialized()
         parallel, ranks = _ranks_of(model) if is_several else ("", ())
+        if parallel == "fsdp2" and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
+            raise TransformError(
+                f"offload(what='params') keeps the parameters of {placing[0] or 'the model'!r} on another tier, and "
+                "fully_shard() took them after that: two cannot decide where they live. Leave what='params' out of the "
+                "plan, and shard with CPUOffloadPolicy() for parameters in the host's memory"
+            )
+        if simulating():
+            return
+        self.is_open = False
         self._say_for_whom(parallel, len(ranks))
         if distributed is not None and len(ranks) > 1 and distributed.get_backend() != "fake":
             _compare(distributed, ranks, self._text)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memscale.core import ConfigError, RuntimeUnavailable, matches
+from memscale.algebra import placing_in
+from memscale.core import ConfigError, RuntimeUnavailable, TransformError, matches
 from memscale.optimizers import without_states
 
 Parallel = Literal["ddp", "fsdp2"]
@@ -127,6 +128,12 @@ def one_rank(
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if ranks.parallel == "fsdp2" and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
+        raise TransformError(
+            f"the plan moves the parameters of {placing[0] or 'the model'!r} with offload(what='params'), and "
+            "fully_shard() would take them: two cannot decide where they live. Leave what='params' out of the plan, or "
+            "shard with CPUOffloadPolicy() in a process group of your own"
+        )
     part = _on_meta(model)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
     try:

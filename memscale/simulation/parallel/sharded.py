@@ -19,6 +19,8 @@ from memscale.simulation.process_state import patched
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _DDP = "torch.nn.parallel.distributed"
+_DEEPSPEED = "deepspeed."
+_MESHES = {"cpu", "cuda"}
 _REMOTE = "torch.distributed.nn"
 # Modules of FSDP2 that ask for the module of a device, for its streams.
 _ASK_FOR_STREAMS = ("_fsdp_collectives", "_fsdp_param_group", "_fsdp_state")
@@ -43,6 +45,12 @@ class Sharded:
             _check(module)
         self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
         self._states: list[Any] = _fsdp_states(modules)
+        kinds = {state.mesh.device_type for group in self._groups if (state := group.mesh_info) is not None}
+        if other := sorted(kinds - _MESHES):
+            raise ConfigError(
+                f"the model is sharded over a mesh of {other[0]!r} devices, whose streams are not simulated; shard it "
+                "over init_device_mesh('cpu', ...), or on meta, and say hardware=..."
+            )
         if on_card and any(parameter.offload_to_cpu for parameter in self._parameters):
             raise ConfigError(
                 "the model is sharded with CPUOffloadPolicy, whose copies are simulated for a CPU only: profile it "
@@ -50,9 +58,12 @@ class Sharded:
             )
 
     @property
+    def _groups(self) -> list[Any]:
+        return [group for state in self._states for group in state._fsdp_param_groups]
+
+    @property
     def _parameters(self) -> list[Any]:
-        groups = [group for state in self._states for group in state._fsdp_param_groups]
-        return [parameter for group in groups for parameter in group.fsdp_params]
+        return [parameter for group in self._groups for parameter in group.fsdp_params]
 
     @property
     def tensors(self) -> list[Any]:
@@ -125,6 +136,13 @@ def _check(module: nn.Module) -> None:
         raise ConfigError(
             f"a {name} is of FSDP1, which puts all parameters of a unit into one flat tensor in C++ and Python that "
             "cannot be followed; shard the model with FSDP2: fully_shard(block) for each block, then fully_shard(model)"
+        )
+    if type(module).__module__.startswith(_DEEPSPEED) or any(
+        hasattr(each, "ds_id") for each in module._parameters.values()
+    ):
+        raise ConfigError(
+            f"{name} is DeepSpeed's (ZeRO), which partitions parameters by hooks that cannot be followed; for what "
+            "ZeRO-3 does, profile the plain model with parallel='fsdp2', world=..."
         )
     if _is_of(module, _REMOTE):
         raise ConfigError(

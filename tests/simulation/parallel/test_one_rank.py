@@ -368,3 +368,36 @@ def test_tensors_of_one_kind_are_asked_about_once(group):
         ShardingPropagator.propagate_op_sharding_non_cached = original
     kinds = {(parameter.shape, parameter.stride()) for parameter in model.parameters()}
     assert 0 < max(asked) <= len(kinds) < len(list(model.parameters()))
+
+
+def test_parameters_that_two_would_place_are_refused_before_anything_moves(group):
+    group(2)
+    how = {"blocks.*": ms.offload(what="params", min_bytes=0)}
+    model = sharded(plan=how)
+    for step in (lambda: model(TOKENS), lambda: ms.profile(model, TOKENS, loss=loss)):
+        with pytest.raises(ms.TransformError, match=r"'blocks.0' on another tier, .* shard with CPUOffloadPolicy"):
+            step()
+    dist.destroy_process_group()
+    with pytest.raises(ms.TransformError, match="CPUOffloadPolicy"):
+        ms.profile(Model(), TOKENS, loss=loss, plan=how, parallel="fsdp2", world=2)
+
+
+def test_what_cannot_be_followed_is_named(group):
+    group(2)
+    model = Model()
+    model.blocks[0].up.weight.ds_id = 3  # as ZeRO-3 has it
+    with pytest.raises(ms.ConfigError, match=r"DeepSpeed's \(ZeRO\), .* parallel='fsdp2'"):
+        ms.profile(model, TOKENS, loss=loss)
+    model = sharded()
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    class Elsewhere:
+        device_type = "xpu"
+
+    info = _get_module_fsdp_state(model)._fsdp_param_groups[0].mesh_info
+    info.mesh, mesh = Elsewhere(), info.mesh
+    try:
+        with pytest.raises(ms.ConfigError, match=r"over a mesh of 'xpu' devices, .* init_device_mesh\('cpu'"):
+            ms.profile(model, TOKENS, loss=loss)
+    finally:
+        info.mesh = mesh
