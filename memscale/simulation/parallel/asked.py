@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def one_rank(
             "shard with CPUOffloadPolicy() in a process group of your own"
         )
     part = _on_meta(model)
+    on_error = sys.excepthook  # of which PyTorch puts one that says "[rank0]" around, each time, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
     try:
         if ranks.parallel == "fsdp2":
@@ -146,6 +148,7 @@ def one_rank(
         yield runs, None if optimizer is None else _over(optimizer, model, part)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = on_error
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

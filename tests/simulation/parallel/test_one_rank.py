@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,9 +250,10 @@ def test_what_one_process_cannot_know_is_told(group):
 def test_a_plain_model_is_asked_about_as_the_sharded_one(group, world):
     model = Model()
     optimizer = trained(model)[0]
-    before = bits(model.state_dict())
+    before, on_error = bits(model.state_dict()), sys.excepthook
     asked = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss, parallel="fsdp2", world=world)
     assert not dist.is_initialized()
+    assert sys.excepthook is on_error
     assert bits(model.state_dict()) == before
     assert type(model) is Model
     group(world)
