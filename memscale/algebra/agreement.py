@@ -56,8 +56,8 @@ class Agreement:
             return
         distributed = sys.modules.get("torch.distributed")
         is_several = distributed is not None and distributed.is_available() and distributed.is_initialized()
-        parallel, ranks = _ranks_of(model) if is_several else ("", ())
-        if parallel == "fsdp2" and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
+        mesh = _mesh_of(model) if is_several else None
+        if mesh is not None and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
             raise TransformError(
                 f"offload(what='params') keeps the parameters of {placing[0] or 'the model'!r} on another tier, and "
                 "fully_shard() took them after that: two cannot decide where they live. Leave what='params' out of the "
@@ -65,6 +65,9 @@ class Agreement:
             )
         if simulating():
             return
+        parallel, ranks = _ranks_of(mesh) if is_several else ("", ())
+        if is_several and not ranks:
+            return  # a look at `ddp.module` by one process, before they train together
         self.is_open = False
         self._say_for_whom(parallel, len(ranks))
         if distributed is not None and len(ranks) > 1 and distributed.get_backend() != "fake":
@@ -83,13 +86,20 @@ class Agreement:
         )
 
 
-def _ranks_of(model: nn.Module) -> tuple[str, tuple[int, ...]]:
-    """How the processes that have this model share it, and which they are; ``("", ())`` where nothing says so."""
+def _mesh_of(model: nn.Module) -> Any:
+    """The mesh that FSDP2 has sharded parts of this model over, if it has."""
     if _FSDP2 in sys.modules:
         for module in model.modules():
             state = sys.modules[_FSDP2]._get_module_fsdp_state(module)
             for group in () if state is None else state._fsdp_param_groups:
-                return "fsdp2", tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+                return group.mesh_info.mesh
+    return None
+
+
+def _ranks_of(mesh: Any) -> tuple[str, tuple[int, ...]]:
+    """How the processes of the model that runs share it, and which they are; ``("", ())`` where nothing says so."""
+    if mesh is not None:
+        return "fsdp2", tuple(mesh.mesh.flatten().tolist())
     replica = sys.modules[_DDP].DistributedDataParallel._active_ddp_module if _DDP in sys.modules else None
     if replica is not None:
         return "ddp", tuple(sys.modules["torch.distributed"].get_process_group_ranks(replica.process_group))
