@@ -93,16 +93,14 @@ def _efficient_backward(args: Sequence[Any], capability: Capability, multiproces
 
 
 def _cudnn_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """A float32 accumulator for the query's gradient, the row sums, and per-head gradients of shared keys and values.
+    """A float32 accumulator for the query's gradient, and the row sums.
 
-    Source: the workspace of ``SDPABackwardNode`` in scaled_dot_product_flash_attention.h of cudnn-frontend 1.x. What
-    the chosen plan takes beside it is not known.
+    Source: ``CompositeSDPABackwardNode`` in scaled_dot_product_flash_attention.h of cudnn-frontend 1.x, its workspace.
+    The gradients of keys and values that several heads share are whole for each head only in ragged layouts, which
+    PyTorch does not ask for here. What the chosen plan takes beside it is not known.
     """
-    _, query, key, value = args[:4]
-    batch, heads, queries, head = query.shape
-    rows = batch * heads * queries
-    shared = batch * heads * key.size(2) * query.itemsize if key.size(1) != heads else 0
-    return RESULTS, rows * (head + 1) * 4 + shared * (key.size(-1) + value.size(-1))
+    batch, heads, queries, head = args[1].shape
+    return RESULTS, batch * heads * queries * (head + 1) * 4
 
 
 #: By ``str(OpOverload)``.

@@ -341,3 +341,21 @@ def test_their_products_take_the_workspace_of_cublas():
     batch = torch.empty(2, 32, 64, dtype=torch.bfloat16, device="meta")
     on = {card: ms.profile(model, batch, loss=lambda y, _: y.sum(), hardware=card) for card in ("t4", "a100-80")}
     assert on["t4"].by_category["workspace"] - on["a100-80"].by_category.get("workspace", 0) >= 8_519_680
+
+
+# Batch, heads, those of keys and values, queries, keys, head; what backward took on the CUDA build of torch 2.13.
+CUDNN_BACKWARD = [
+    ((1, 32, 8, 2048, 2048, 128), 33816576),
+    ((1, 32, 32, 2048, 2048, 128), 33816576),
+    ((2, 16, 4, 1024, 512, 64), 8519680),
+    ((1, 8, 2, 100, 100, 64), 208000),
+]
+
+
+@pytest.mark.parametrize(("shape", "nbytes"), CUDNN_BACKWARD)
+def test_attention_of_cudnn_asks_for_no_more_where_heads_share_keys(shape, nbytes):
+    batch, heads, shared, queries, keys, head = shape
+    query = torch.empty(batch, heads, queries, head, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(batch, shared, keys, head, dtype=torch.bfloat16, device="meta")
+    op = "aten._scaled_dot_product_cudnn_attention_backward.default"
+    assert cuda_program(op, (query, query, key, key), None, (9, 0)) == (RESULTS, nbytes)
