@@ -93,6 +93,22 @@ def test_statistics_of_a_batch_on_cuda(image, weight, training, dtype, count):
     assert layout.storage_bytes[1:] == (count * dtype.itemsize,) * 2
 
 
+@pytest.mark.parametrize(
+    ("image", "weight", "on_cuda", "dtype"),
+    [
+        (BF16, BF16, True, FP32),
+        (BF16, BF16, False, BF16),
+        (BF16, FP32, False, FP32),
+        (FP16, FP16, True, FP32),
+    ],
+)
+def test_statistics_of_a_layer(image, weight, on_cuda, dtype):
+    args = (torch.ones(4, 8, dtype=image), [8], torch.ones(8, dtype=weight), torch.ones(8, dtype=weight), 1e-5)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    layout = FakeKernels(on_cuda=on_cuda).layout(aten.native_layer_norm.default, args, {}, tensors)
+    assert [each.dtype for each in layout.outputs[1:]] == [dtype] * 2
+
+
 class Residual(nn.Module):
     def __init__(self, cin, cout):
         super().__init__()
