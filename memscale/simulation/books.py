@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from memscale.simulation.call_effects import CallEffect
 from memscale.simulation.garbage import StepCollections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.cuda_programs import in_order
+from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
 from memscale.simulation.kernels.programs import PLAIN
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import Course, OpCall, StorageRecord
@@ -106,6 +108,11 @@ class Books:
         ledger.ops.append(tuple.__new__(OpCall, call))
         at = len(ledger.ops) - 1
         self._collections.after(at)
+        # The states of dropout are there before the kernel, once for the card; a handle is a thread's, and it and its
+        # workspaces are asked for when there is room for the result.
+        is_shared = DROPOUT_STATES in effect.workspaces
+        if is_shared:
+            self._leave(effect.workspaces, at, in_backward=False)
         scratch: list[int] = []  # what the kernel holds beside its results
         for nbytes in effect.program:
             if nbytes > 0:
@@ -116,14 +123,18 @@ class Books:
                 ledger.death(last)
             else:
                 self._take(operator, result, new, at, path, known)
-        # Asked for with the handle, when there is room for the result.
-        for library, nbytes in effect.workspaces.items():
-            if (library, in_backward) not in self._workspaces:
-                self._workspaces.add((library, in_backward))
-                ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
+        if not is_shared:
+            self._leave(effect.workspaces, at, in_backward=in_backward)
         for number in reversed(scratch):
             ledger.death(number)
         return result
+
+    def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
+        """Record those of operator `at` that were not there in this thread."""
+        for library, nbytes in workspaces.items():
+            if (library, in_backward) not in self._workspaces:
+                self._workspaces.add((library, in_backward))
+                self._ledger.birth(StorageRecord(nbytes, at, "workspace", path=library))
 
     def _take(
         self,

@@ -159,6 +159,10 @@ def _persists(call: Recurrence) -> bool:
     return fits and is_mode and whole and call.batch <= 128
 
 
+#: What they are called among the workspaces.
+DROPOUT_STATES = "cuDNN dropout"
+
+
 def dropout_states_bytes(multiprocessors: int) -> int:
     """The states of cuDNN's random generators, which stay from the first dropout on.
 

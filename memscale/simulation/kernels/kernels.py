@@ -22,6 +22,7 @@ from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_programs import by_products, cuda_program, on_host, order_of, without_cudnn
 from memscale.simulation.kernels.cuda_rnns import (
+    DROPOUT_STATES,
     RESULTS_OF_RNNS,
     RNN,
     cuda_rnns,
@@ -106,7 +107,7 @@ class Kernels:
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
         if self.is_cuda and op is RNN and drops(args):
-            return {"cuDNN dropout": dropout_states_bytes(self.multiprocessors)}
+            return {DROPOUT_STATES: dropout_states_bytes(self.multiprocessors)}
         if not self.is_cuda or not (op._opname in _PRODUCTS or self._convolves_by_products(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
