@@ -56,8 +56,7 @@ def rules(case: Case) -> str:
 def outcome(case: Case, chosen: str | None) -> tuple[float, float, bool]:
     """The regret of the final plan, its planning time as a share of always-all's, and whether it was widened.
 
-    `chosen` is None where a model abstains, and the rules decide. The time is at most this: what one set has tried is
-    known to the wider one after it, which is left out here.
+    `chosen` is None where a model abstains, and the rules decide. A wider set tries again what the one before it tried.
     """
     sets, ours = case["sets"], rules(case)
     tried = [chosen or ours]

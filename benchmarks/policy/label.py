@@ -69,7 +69,7 @@ def cases(family: str, seed: int, card: str, budgets: tuple[float, ...]) -> list
     found: dict[int, dict[str, Any]] = {limit: {} for limit in limits}
     for names in SETS:
         engine = copy.copy(whole)
-        engine._allowed, engine._searches, engine._stepping, engine._trials = config_of(names), None, {}, {}
+        engine._allowed, engine._searches, engine._stepping = config_of(names), None, {}
         engine.simulations = 0
         begun = time.perf_counter()
         assert engine.searches  # the candidates, tried once for all budgets

@@ -36,7 +36,6 @@ from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.stepping import Way, checked_names, hows, least_held, ways
-from memscale.planning.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
 from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep, arguments_of
 from memscale.transforms import cast
@@ -96,7 +95,6 @@ class DecisionEngine:
         self.simulations = 0
         self._progress = progress
         self._allowed = self.config  # to the searches; less than the config where a policy chose
-        self._trials: Trials = {}
         self._searches: list[Search] | None = None
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
@@ -249,8 +247,7 @@ class DecisionEngine:
         if self._searches is None:
             link = self._link
             menu = self._menu(link, self._allowed)
-            exact = Search(self.model, self._simulate, menu, link=link, plain=self.plain_step, trials=self._trials)
-            self._searches, self._trials = [exact], {**self._trials, **exact.trials}
+            self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
                 always = (("", cast(compute=menu.dtype)),)
@@ -334,7 +331,11 @@ class DecisionEngine:
         return best, decision
 
     def _allow(self, config: Config) -> None:
-        """Let searches use what this config does, from here on; what was tried stays known."""
+        """Let searches use what this config does, from here on.
+
+        What was tried before is tried again: a search that begins with the trials of another may choose otherwise, and
+        the plan among everything is to be the one that there is without a policy.
+        """
         if config.eligible() != self._allowed.eligible():
             self._searches, self._stepping = None, {}
         self._allowed = config
