@@ -123,6 +123,8 @@ def test_a_step_on_a_stream_of_the_callers(tmp_path, how):
 
 
 @pytest.mark.values
+# The gradients of parameters at home: on the caller's stream, as the test has it.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @pytest.mark.parametrize("what", ["activations", "params"])
 def test_backward_called_from_another_stream_than_forward(tmp_path, what):
     """Autograd's nodes run on the stream of their forward, which is late; the end of backward, and what receives the

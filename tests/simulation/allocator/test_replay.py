@@ -632,6 +632,7 @@ def test_the_replay_is_what_the_allocator_does(text):
 def test_a_replay_of_a_full_device_gives_back_and_fails_where_the_allocator_does(text, seed):
     """Cached segments go before an allocation fails, and when the caller asks for it; what fails, fails."""
     choose, total = random.Random(seed), torch.cuda.get_device_properties(0).total_memory
+    live: dict[int, torch.Tensor] = {}
     fraction = 400 * MIB / total
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -642,7 +643,7 @@ def test_a_replay_of_a_full_device_gives_back_and_fails_where_the_allocator_does
             pytest.skip(f"earlier tests hold {before} bytes on the device, and their free space would be used")
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
-        live, events, failed = {}, [], None
+        events, failed = [], None
         for index in range(1000):
             if choose.random() < 0.02:
                 torch.cuda.empty_cache()
