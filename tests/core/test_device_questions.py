@@ -35,6 +35,7 @@ MAY_ASK = {
     "runtime/runtime.py": "picks that backend; a simulation passes in a runtime of its own",
     "runtime/parameters/movable.py": "shared memory is a matter of this process",
     "runtime/storage/disk.py": "checks a buffer in host memory",
+    "cli/telemetry.py": "what a report says of this machine",
     "simulation/answers.py": "whether PyTorch itself has CUDA here, or has to be told of a device",
     "simulation/call_effects.py": "of the kernels, which are those of the device that is simulated",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",

@@ -21,7 +21,8 @@ from torch._ops import OpOverload
 from memscale.simulation.kernels.programs import RESULTS, Capability, Program, copied, taken
 from memscale.simulation.process_state import patched
 
-RNN, RNN_BACKWARD = torch.ops.aten._cudnn_rnn.default, torch.ops.aten._cudnn_rnn_backward.default
+RNN = torch.ops.aten._cudnn_rnn.default
+RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 
 _LSTM = 2
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": _LSTM, "gru": 3}  # cudnnRNNMode_t
@@ -356,8 +357,8 @@ def launches(op: OpOverload, args: Sequence[Any]) -> int:
 def recurrence_notes(modules: Iterable[nn.Module]) -> list[str]:
     """What is not known for sure of these modules on a card."""
     found = [module for module in modules if isinstance(module, nn.RNNBase)]
-    measured = sorted({module._get_name() for module in found if not module.proj_size})
-    projected = sorted({module._get_name() for module in found if module.proj_size})
+    measured = sorted({type(module).__name__ for module in found if not module.proj_size})
+    projected = sorted({type(module).__name__ for module in found if module.proj_size})
     notes = []
     if measured and torch.backends.cudnn.enabled:
         notes.append(
