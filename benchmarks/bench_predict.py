@@ -38,6 +38,7 @@ from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
 import memscale as ms
 from memscale.core.batches import call
+from memscale.simulation.kernels.cudnn_workspaces import Convolution
 from memscale.simulation.measured.allocator_trace import training_roles
 
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
@@ -219,6 +220,8 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
 
 def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
     """Rows, and why there is none for a combination."""
+    # The stand-ins' cuDNN takes nothing for a convolution.
+    Convolution._on_tensor_cores = lambda self, capability: False  # type: ignore[method-assign]
     for (card, allocator), group in places(combinations(options)):
         ghost = Ghost(options.ghost, card, allocator)
         os.environ["PYTORCH_ALLOC_CONF"] = allocator  # which is what a prediction takes the settings from

@@ -100,8 +100,8 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware Seconds Span Work assumed_links assumed_speeds card_name
-    card_names collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies seconds span
-    work_of
+    card_names collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies on_card seconds
+    span work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify

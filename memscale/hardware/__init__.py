@@ -11,6 +11,7 @@ from memscale.hardware.copies import (
     knows_copies,
 )
 from memscale.hardware.device import Hardware, cpu_name
+from memscale.hardware.kernel_rates import on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.roofline import Seconds, has_rate, seconds
 from memscale.hardware.work import Work, work_of
@@ -34,6 +35,7 @@ __all__ = [
     "host_seconds",
     "issue_seconds",
     "knows_copies",
+    "on_card",
     "seconds",
     "span",
     "work_of",

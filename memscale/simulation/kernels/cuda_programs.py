@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from memscale.simulation.kernels.attention_programs import ATTENTION
-from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduction_blocks, threads_per_multiprocessor
+from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS
+from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduced
 from memscale.simulation.kernels.cuda_rnns import RNNS
-from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, taken
+from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, has_channels_last, taken
 
 # The order in which results are taken, where it is not that in which they are returned.
 _ORDER: Mapping[str, tuple[int, ...]] = {
@@ -67,16 +68,9 @@ def cuda_program(
     if op in REDUCTIONS and op.endswith(".correction") and args[0].is_complex():
         return _moment_of_complex(op, args, outputs, capability, multiprocessors)
     if op in REDUCTIONS:
-        return RESULTS, *_reduced(op, args, outputs, capability, multiprocessors)
+        return RESULTS, *reduced(op, args, outputs, capability, multiprocessors)
     formula = PROGRAMS.get(op)
     return PLAIN if formula is None else formula(args, capability, multiprocessors)
-
-
-def _reduced(
-    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
-) -> tuple[int, ...]:
-    threads = threads_per_multiprocessor(capability)
-    return reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
 
 
 def _moment_of_complex(
@@ -89,23 +83,14 @@ def _moment_of_complex(
     source, results = args[0], [outputs] if isinstance(outputs, torch.Tensor) else outputs
     strides = [2 * stride for stride in source.stride()]
     part = torch.empty_strided(source.shape, strides, dtype=source.dtype.to_real(), device="meta")
-    scratch = _reduced(op, (part, *args[1:]), outputs, capability, multiprocessors)
+    scratch = reduced(op, (part, *args[1:]), outputs, capability, multiprocessors)
     half = *[results[0].nbytes] * len(results), *scratch, *(-nbytes for nbytes in reversed(scratch))
     return *taken(*half, *half), RESULTS
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _has_channels_last(tensor: torch.Tensor) -> bool:
-    """``suggest_memory_format``, of a tensor that is whole."""
-    kept = _CHANNELS_LAST.get(tensor.dim())
-    return kept is not None and tensor.is_contiguous(memory_format=kept) and not tensor.is_contiguous()
-
-
 def _copied_image(tensor: torch.Tensor) -> int:
     """What ``contiguous(memory_format)`` allocates, in the format that suits the tensor best."""
-    return 0 if _has_channels_last(tensor) else copied(tensor)
+    return 0 if has_channels_last(tensor) else copied(tensor)
 
 
 def _product(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
@@ -291,7 +276,7 @@ def _mean_loss(args: Sequence[Any], capability: Capability, multiprocessors: int
         return PLAIN
     each = torch.empty(torch.broadcast_shapes(x.shape, args[1].shape), dtype=x.dtype, device="meta")
     total = torch.empty((), dtype=x.dtype, device="meta")
-    scratch = _reduced("aten.mean.default", (each,), total, capability, multiprocessors)
+    scratch = reduced("aten.mean.default", (each,), total, capability, multiprocessors)
     return RESULTS, each.nbytes, *scratch
 
 
@@ -300,76 +285,10 @@ def _roll(args: Sequence[Any], capability: Capability, multiprocessors: int) -> 
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
 
 
-def _in_one_format(*images: torch.Tensor) -> list[int]:
-    """What it takes to bring images and kernels into one format: channels last if one of them has it.
-
-    Source: ``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h.
-    """
-    if not any(map(_has_channels_last, images)):
-        return [copied(image) for image in images]
-    kept = _CHANNELS_LAST[images[0].dim()]
-    return [0 if image.is_contiguous(memory_format=kept) else image.nbytes for image in images]
-
-
-def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
-    if without_cudnn(args, capability):
-        return RESULTS, *taken(_columns(args))
-    image, kernel = _in_one_format(*args[:2])
-    return *taken(image), RESULTS, *taken(kernel)
-
-
-def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
-    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN has no bfloat16 before sm_80.
-
-    Source: ``ConvParams::use_cudnn`` in aten/src/ATen/native/Convolution.cpp.
-    """
-    return args[0].dtype is torch.bfloat16 and capability < (8, 0)
-
-
-def by_products(args: Sequence[Any]) -> bool:
-    """Whether its own kernel does so by matrix products, and not channel by channel."""
-    return not args[8] == args[0].size(1) > 1
-
-
-def _columns(args: Sequence[Any]) -> int:
-    """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
-
-    Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
-    """
-    image, weight, _, stride, padding, dilation, transposed, *_ = args
-    kernel, places = weight.shape[2:], list(image.shape[2:])
-    is_product = not transposed and all(size == 1 for size in (*kernel, *stride)) and not any(padding)
-    if is_product or not by_products(args):
-        return 0
-    if not transposed:
-        for dim, size in enumerate(kernel):
-            at = min(dim, len(stride) - 1)
-            places[dim] = (places[dim] + 2 * padding[at] - dilation[at] * (size - 1) - 1) // stride[at] + 1
-    return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
-
-
-def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """The gradient of the bias is a sum. What cuDNN takes for the other two is not known.
-
-    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
-    """
-    grad, wanted = args[0], args[-1]
-    own = without_cudnn(args[1:], capability)
-    copies = () if own else taken(*_in_one_format(*args[:3])[:2])
-    columns = taken(_columns(args[1:])) if own else ()
-    if not wanted[2]:
-        return *copies, RESULTS, *columns
-    dims = [dim for dim in range(grad.dim()) if dim != 1]
-    bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
-    scratch = _reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors)
-    freed = (-nbytes for nbytes in (*columns, *reversed(copies)))
-    return *copies, RESULTS, *columns, *freed, *scratch
-
-
 #: The ops whose programs are known, by ``str(OpOverload)``; reductions have one rule for all.
 PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     **ATTENTION,
+    **CONVOLUTIONS,
     **RNNS,
     **dict.fromkeys(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"), _product),
     "aten.embedding.default": _embedding,
@@ -396,6 +315,4 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten.huber_loss.default": _mean_loss,
     "aten.binary_cross_entropy.default": _mean_loss,
     "aten.roll.default": _roll,
-    "aten.convolution.default": _convolution,
-    "aten.convolution_backward.default": _convolution_backward,
 }

@@ -21,6 +21,7 @@ import torch
 
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
+from memscale.simulation.kernels.programs import Capability
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
 _INT32_MAX = 2**31 - 1
@@ -128,6 +129,14 @@ def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multi
     """
     blocks = reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
     return sum(round_up(nbytes, MIN_BLOCK_BYTES) for nbytes in blocks)
+
+
+def reduced(
+    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
+) -> tuple[int, ...]:
+    """The blocks of `op` on a device of this capability."""
+    threads = threads_per_multiprocessor(capability)
+    return reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
 
 
 def reduction_blocks(

@@ -1,9 +1,9 @@
 """Device memory that CUDA kernels take beyond their inputs and outputs, which no fake kernel shows.
 
-Known here: the workspaces of cuBLAS and cuBLASLt, what the kernels of cuda_programs.py take while they run, and the
-mask of dropout. Not known, because no source gives a formula: the workspace of cuDNN's convolutions and batch norms
-(the chosen plan says it at run time), the small temporary storage of cub's scans, and the split-KV buffers of a flash
-forward pass that is too small to fill the device.
+Known here: the workspaces of cuBLAS and cuBLASLt, what the kernels of cuda_programs.py take while they run, the mask of
+dropout, and, as measured (cudnn_workspaces.py), what cuDNN takes for convolutions. Not known, because no source gives a
+formula: the workspace of its batch norms (the chosen plan says it at run time), the small temporary storage of
+cub's scans, and the split-KV buffers of a flash forward pass that is too small to fill the device.
 """
 
 from __future__ import annotations

@@ -15,12 +15,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
-from memscale.hardware import Hardware, Seconds, Work, seconds
+from memscale.hardware import Hardware, Seconds, Work, on_card, seconds
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
-from memscale.simulation.kernels.cuda_programs import by_products, cuda_program, on_host, order_of, without_cudnn
+from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS, by_products, without_cudnn
+from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
 from memscale.simulation.kernels.cuda_rnns import (
     DROPOUT_STATES,
     RESULTS_OF_RNNS,
@@ -37,11 +38,12 @@ from memscale.simulation.kernels.cuda_scratch import (
     cuda_dropout,
     uses_cublaslt,
 )
-from memscale.simulation.kernels.programs import RESULTS, Program, taken
+from memscale.simulation.kernels.programs import RESULTS, Program, most_held, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.process_state import patched
 
 _LINEAR = F.linear
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HISTOGRAM = torch.histc
 _DEFAULT_CAPABILITY = (8, 0)
 _DEFAULT_MULTIPROCESSORS = 132
@@ -90,10 +92,15 @@ class Kernels:
         measured = None if self._times is None else self._times.get(op, args, kwargs, work)
         if measured is not None:
             return measured
+        if self.is_cuda:
+            work = on_card(op._opname, args, work, self.capability)
         try:
             taken = seconds(work, self.hardware, op=op._opname)
             if self.is_cuda and (more := launches(op, args) - 1):
                 taken += more * seconds(Work(0, 1, ""), self.hardware)
+            if self.is_cuda and str(op) in CONVOLUTIONS:
+                copied = most_held(cuda_program(str(op), args, None, self.capability, self.multiprocessors))
+                taken += seconds(Work(0, 2 * copied, work.dtype), self.hardware)
         except ConfigError:
             return None
         return Seconds(taken, taken)
@@ -125,7 +132,16 @@ class Kernels:
         if self._times is not None and self._times.estimated:
             names = ", ".join(sorted(self._times.estimated))
             return [f"not all calls of {names} could be timed: their times follow from those of other calls"]
-        return recurrence_notes(modules) if self.is_cuda else []
+        if not self.is_cuda:
+            return []
+        modules = list(modules)
+        found = recurrence_notes(modules)
+        if any(isinstance(module, _CONVOLUTIONS) for module in modules):
+            found.append(
+                "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "
+                "more with torch.backends.cudnn.benchmark"
+            )
+        return found
 
     @contextmanager
     def chosen(self, optimizers: list[torch.optim.Optimizer], at_home: Mapping[int, Home]) -> Iterator[None]:

@@ -43,5 +43,14 @@ def copied(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.itemsize
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """``suggest_memory_format``, of a tensor that is whole."""
+    kept = CHANNELS_LAST.get(tensor.dim())
+    return kept is not None and tensor.is_contiguous(memory_format=kept) and not tensor.is_contiguous()
+
+
 def is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

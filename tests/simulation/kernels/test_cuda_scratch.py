@@ -333,14 +333,16 @@ def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(image,
     backward = (forward, image, weight, None, *args[3:], [True, True, False])
     for op, arguments in (("convolution", args), ("convolution_backward", backward)):
         assert cuda_program(f"aten.{op}.default", arguments, forward, (7, 5), 40) == (RESULTS, *taken(columns))
-        assert cuda_program(f"aten.{op}.default", arguments, forward, (8, 0), 108) == PLAIN
+        of_double = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
+        program = cuda_program(f"aten.{op}.default", of_double, forward.double(), (8, 0), 108)
+        assert program == PLAIN  # by cuDNN, without copies
 
 
 def test_their_products_take_the_workspace_of_cublas():
     model = torch.nn.Conv1d(32, 32, 3, dtype=torch.bfloat16, device="meta")
     batch = torch.empty(2, 32, 64, dtype=torch.bfloat16, device="meta")
     on = {card: ms.profile(model, batch, loss=lambda y, _: y.sum(), hardware=card) for card in ("t4", "a100-80")}
-    assert on["t4"].by_category["workspace"] - on["a100-80"].by_category.get("workspace", 0) >= 8_519_680
+    assert on["t4"].by_category["workspace"] >= 8_519_680 > on["a100-80"].by_category.get("workspace", 0)
 
 
 # Batch, heads, those of keys and values, queries, keys, head; what backward took on the CUDA build of torch 2.13.

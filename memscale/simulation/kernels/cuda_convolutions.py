@@ -1,0 +1,119 @@
+"""What a convolution does with the allocator on a CUDA device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memscale.simulation.kernels.cuda_reductions import reduced
+from memscale.simulation.kernels.cudnn_workspaces import Convolution
+from memscale.simulation.kernels.programs import (
+    CHANNELS_LAST,
+    RESULTS,
+    Capability,
+    Program,
+    copied,
+    has_channels_last,
+    taken,
+)
+
+
+def _in_one_format(*images: torch.Tensor) -> list[int]:
+    """What it takes to bring images and kernels into one format: channels last if one of them has it.
+
+    Source: ``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h.
+    """
+    if not any(map(has_channels_last, images)):
+        return [copied(image) for image in images]
+    kept = CHANNELS_LAST[images[0].dim()]
+    return [0 if image.is_contiguous(memory_format=kept) else image.nbytes for image in images]
+
+
+def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
+    if without_cudnn(args, capability):
+        return RESULTS, *taken(_columns(args))
+    image, kernel = _in_one_format(*args[:2])
+    result = args[0].new_empty(_result_shape(args), device="meta")
+    return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(capability))
+
+
+def _convolved(args: Sequence[Any], result: torch.Tensor) -> Convolution:
+    image, kernel, _, stride, padding, _, transposed, _, groups = args
+    last = has_channels_last(image) or has_channels_last(kernel)
+    small, large = (image, result) if transposed else (result, image)
+    return Convolution(large, kernel, small, tuple(stride), tuple(padding), groups, last)
+
+
+def _result_shape(args: Sequence[Any]) -> tuple[int, ...]:
+    image, kernel, _, stride, padding, dilation, transposed, output_padding, groups = args
+    places = []
+    for dim, size in enumerate(image.shape[2:]):
+        step, pad, spread, more = (
+            each[min(dim, len(each) - 1)] for each in (stride, padding, dilation, output_padding)
+        )
+        reach = spread * (kernel.shape[2 + dim] - 1)
+        convolved = (size + 2 * pad - reach - 1) // step + 1
+        places.append((size - 1) * step - 2 * pad + reach + more + 1 if transposed else convolved)
+    return image.size(0), kernel.size(1) * groups if transposed else kernel.size(0), *places
+
+
+def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
+    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN has no bfloat16 before sm_80.
+
+    Source: ``ConvParams::use_cudnn`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    return args[0].dtype is torch.bfloat16 and capability < (8, 0)
+
+
+def by_products(args: Sequence[Any]) -> bool:
+    """Whether its own kernel does so by matrix products, and not channel by channel."""
+    return not args[8] == args[0].size(1) > 1
+
+
+def _columns(args: Sequence[Any]) -> int:
+    """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
+
+    Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
+    """
+    image, weight, _, stride, padding, _, transposed, *_ = args
+    kernel = weight.shape[2:]
+    is_product = not transposed and all(size == 1 for size in (*kernel, *stride)) and not any(padding)
+    if is_product or not by_products(args):
+        return 0
+    places = (image.shape if transposed else _result_shape(args))[2:]
+    return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
+
+
+def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """The gradients of image and weight, each with its workspace; that of the bias is a sum.
+
+    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    grad, wanted = args[0], args[-1]
+    given = (*args[1:3], None, *args[4:10])  # as forward takes them, which has a bias where this has its sizes
+    if without_cudnn(given, capability):
+        copies: tuple[int, ...] = ()
+        scratch_bytes = _columns(given)
+    else:
+        copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)
+        is_transposed = args[7]
+        of_image = convolved.result_bytes(capability) if is_transposed else convolved.image_bytes(capability)
+        scratch_bytes = max(of_image * wanted[0], convolved.weight_bytes(capability) * wanted[1])
+    columns = taken(scratch_bytes)
+    if not wanted[2]:
+        return *copies, RESULTS, *columns
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
+    scratch = reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors)
+    freed = (-nbytes for nbytes in (*columns, *reversed(copies)))
+    return *copies, RESULTS, *columns, *freed, *scratch
+
+
+CONVOLUTIONS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+}
