@@ -30,17 +30,22 @@ class Value:
     positional: ClassVar[str | None] = None
     constant: ClassVar[bool] = False
 
+    @property
+    def _spelled(self) -> str:
+        # A policy of a user's own needs none.
+        return getattr(type(self), "spelling", type(self).__name__)
+
     def _shown_fields(self) -> list[dataclasses.Field[Any]]:
         """The fields that differ from their default: what a caller would have written."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         return [f for f in fields if f.name != self.positional and getattr(self, f.name) != f.default]
 
     def __repr__(self) -> str:
         if self.constant:
-            return self.spelling
+            return self._spelled
         shown = [repr(item) for item in getattr(self, self.positional)] if self.positional else []
         shown += [f"{f.name}={getattr(self, f.name)!r}" for f in self._shown_fields()]
-        return f"{self.spelling}({', '.join(shown)})"
+        return f"{self._spelled}({', '.join(shown)})"
 
     def to_data(self) -> dict[str, Any]:
         """The value as plain JSON types.
@@ -48,9 +53,9 @@ class Value:
         Raises:
             PlanError: a field holds something with no JSON form, such as a policy that is a bare function.
         """
-        if self.spelling not in _FACTORIES:
+        if self._spelled not in _FACTORIES:
             raise PlanError(f"{self!r} is of a kind of your own, which has no JSON form; keep such a plan as Python")
-        data: dict[str, Any] = {"type": self.spelling}
+        data: dict[str, Any] = {"type": self._spelled}
         if self.positional:
             data["args"] = [_encode(item, self) for item in getattr(self, self.positional)]
         data.update({f.name: _encode(getattr(self, f.name), self) for f in self._shown_fields()})

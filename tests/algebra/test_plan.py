@@ -196,3 +196,17 @@ def test_the_code_imports_what_stands_between_names_with_quotes():
     policy = policies.save_only_these_names("it's", 'a"b')
     plan = Plan([("it's", checkpoint(policy=policy)), ("x", ms.offload(tier="disk"))])
     assert plan.to_python().startswith("from memscale import Plan, checkpoint, offload, policies, transform\n")
+
+
+class Unspelled(policies.Policy):
+    def verdict(self, site: policies.Site) -> policies.Verdict:
+        return policies.Recompute()
+
+
+def test_a_policy_of_the_users_own_needs_no_spelling():
+    plan = Plan({"*": checkpoint(policy=Unspelled())})
+    assert repr(plan) == "Plan({'*': checkpoint(policy=Unspelled())})"
+    with pytest.raises(ms.PlanError, match=r"Unspelled\(\).*no JSON form"):
+        plan.to_json()
+    model = ms.transform(torch.nn.Sequential(torch.nn.Linear(4, 4)), plan)
+    model(torch.ones(2, 4)).sum().backward()

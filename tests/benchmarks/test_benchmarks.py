@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
+@pytest.mark.deep
 def test_bench_offload(tmp_path):
     result = tmp_path / "result.json"
     parts = ("--only", "hooks", "--only", "blocks", "--rounds", "1", "--directory", tmp_path, "--json", result)

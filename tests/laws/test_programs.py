@@ -31,7 +31,7 @@ def fails(program):
 def test_a_random_program_gives_the_same_numbers(sort):
     ends = Counter()
 
-    @settings(max_examples=max(60, settings().max_examples))
+    @settings(max_examples=max(30, settings().max_examples))
     @given(programs.programs(sort))
     def check(program):
         wrong, end = fails(program)

@@ -59,7 +59,7 @@ def tuning(budget, batch_fn=rows, *, said=None, stop=None, made=None, **fields):
 @pytest.fixture(scope="module")
 def every():
     """What `plan` finds for each size, and a budget that the larger ones do not fit."""
-    budget = 900_000
+    budget = 600_000
     found = {}
     for size in range(1, MOST + 1):
         try:
@@ -98,7 +98,8 @@ def test_the_fastest_is_the_fastest_of_all(every):
     assert max(rates.values()) <= best.per_second * (1 + TOLERANCE)
     assert max(rates.values()) <= best.bound_per_second * (1 + 1e-9)
     for trial in best.trials:
-        assert trial.fits == (plans[trial.size] is not None)
+        # One that fits a smaller size is tried as well: it may cut finer than what `plan` has to choose from.
+        assert trial.fits or plans[trial.size] is None
         assert not trial.fits or trial.taken_bytes <= budget
 
 

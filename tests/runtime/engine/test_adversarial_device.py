@@ -34,7 +34,7 @@ def test_random_programs_on_random_devices(chunk):
         assert run_case(seed) == [], f"case {seed}"
 
 
-@settings(max_examples=max(100, settings().max_examples))
+@settings(max_examples=max(60, settings().max_examples))
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 5), max_size=300))
 def test_schedules_that_hypothesis_chooses(seed, choices):
     """A failing schedule shrinks, towards one on which everything happens at once."""

@@ -99,6 +99,7 @@ def check_compiled_once_and_streamed():
     assert moved(runtime)[1] == 12 * LAYERS * LAYER
 
 
+@pytest.mark.deep
 def test_torch_compile_inside_it_is_compiled_once_and_streamed():
     # In a process of its own: after other tests have compiled, Dynamo may make four graphs of it.
     program = f"from {__name__} import check_compiled_once_and_streamed as check; check()"

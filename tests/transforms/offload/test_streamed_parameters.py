@@ -282,7 +282,7 @@ def check_other_contents_between_steps(change, how, depth):
     assert change is CHANGES["vector"] or len(at_home(model)) == 2 * LAYERS
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.deep), 2])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_other_contents_between_steps(change, how, depth):
