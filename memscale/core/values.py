@@ -37,7 +37,7 @@ class Value:
 
     def _shown_fields(self) -> list[dataclasses.Field[Any]]:
         """The fields that differ from their default: what a caller would have written."""
-        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         return [f for f in fields if f.name != self.positional and getattr(self, f.name) != f.default]
 
     def __repr__(self) -> str:

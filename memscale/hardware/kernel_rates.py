@@ -1,8 +1,8 @@
 """What single operators take on a card, where that is not what their traffic and arithmetic would at its usual rates.
 
-Measured on an H100 (torch 2.11, cuDNN 9.19): each operator alone, on tensors that no cache holds. There, kernels that
-go over their numbers once reach 85 % of the data sheet's bandwidth, and products 80 % of its arithmetic, as
-`roofline` has it for all cards; the others take so many times as long.
+Measured on an H100 (torch 2.11, cuDNN 9.19; `benchmarks/bench_operators.py`): each operator alone, on tensors that no
+cache holds. There, kernels that go over their numbers once reach 85 % of the data sheet's bandwidth, and products 80 %
+of its arithmetic, as `roofline` has it for all cards; the others take so many times as long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What cuDNN takes for a convolution: copies of its tensors in the layout that tensor cores read.
 
 No source says it. The rules below were read off 297 convolutions on an H100 (cuDNN 9.19, torch 2.11, heuristics, not
-``torch.backends.cudnn.benchmark``), see `benchmarks/results/convolutions-h100.json`. Where heuristics choose between
-kernels with and without copies, the rules say with: a plan that keeps to its budget must not count on luck.
+``torch.backends.cudnn.benchmark``): `benchmarks/results/convolutions-h100.json`, by `benchmarks/bench_operators.py`.
+Where heuristics choose between kernels with and without copies, the rules say with: a plan that keeps to its budget
+must not count on luck.
 """
 
 from __future__ import annotations
