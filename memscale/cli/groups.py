@@ -1,0 +1,135 @@
+"""The commands that have commands of their own: `memscale history` and `memscale telemetry`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memscale.cli import history, telemetry
+from memscale.cli.options import Accumulate, Batch, Dtype, Gpu, Hf, Optimizer, Plan, Seq, whole_number
+from memscale.cli.step import StepOptions
+from memscale.telemetry import State
+
+HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
+TELEMETRY = typer.Typer(help="Counts of calls: off by default, and sent by nothing but `send`.")
+
+_Name = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this name.")]
+
+
+@HISTORY.command("check")
+def history_check_command(
+    hf: Hf,
+    baseline: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|REF", help="A file of runs, or a git reference whose runs are in the history, such as main."
+        ),
+    ],
+    batch: Batch = 1,
+    seq: Seq = None,
+    optimizer: Optimizer = "adamw",
+    gpu: Gpu = None,
+    dtype: Dtype = None,
+    plan: Plan = None,
+    accumulate: Accumulate = 1,
+    tolerance: Annotated[str, typer.Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0",
+    update: Annotated[
+        bool, typer.Option("--update", help="Write this run into the file, in the old one's place.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Simulate a step and compare it with what it took before.
+
+    Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline.
+    """
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
+    return history.check(history.CheckOptions(step, plan, baseline, tolerance, update, as_json))
+
+
+@HISTORY.command("list")
+def history_list_command(
+    name: _Name = None,
+    last: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="So many of the newest.")] = 20,
+) -> int:
+    """Show the runs of the history, the newest last."""
+    return history.show_list(name, last)
+
+
+@HISTORY.command("show")
+def history_show_command(
+    run_id: Annotated[str, typer.Argument(metavar="ID", help="How a run's id begins, or last.")],
+) -> int:
+    """Show one run."""
+    return history.show_run(run_id)
+
+
+@HISTORY.command("compare")
+def history_compare_command(
+    first: Annotated[str, typer.Argument(metavar="ID", help="How a run's id begins, or last.")],
+    second: Annotated[str, typer.Argument(metavar="ID", help="Likewise.")] = "last",
+) -> int:
+    """Show what changed from one run to another, by category and module."""
+    return history.compare(first, second)
+
+
+@HISTORY.command("export")
+def history_export_command(
+    to: Annotated[str, typer.Option(metavar="KIND", help="csv, json, mlflow, tensorboard, trackio or wandb.")] = "csv",
+    name: _Name = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where csv and json go; by default to stdout.")
+    ] = None,
+) -> int:
+    """Give the runs to other tools."""
+    return history.export(to, name, out)
+
+
+@TELEMETRY.command("status")
+def telemetry_status_command() -> int:
+    """Show what holds, what decided it, and where the files are."""
+    return telemetry.status()
+
+
+@TELEMETRY.command("on")
+def telemetry_on_command(
+    endpoint: Annotated[str, typer.Option(metavar="URL", help="Where `send` posts to; none is built in.")],
+) -> int:
+    """Count calls from now on, and let `send` post the counts."""
+    return telemetry.switch(State.ON, endpoint)
+
+
+@TELEMETRY.command("local")
+def telemetry_local_command() -> int:
+    """Count calls on this machine from now on, and send nothing."""
+    return telemetry.switch(State.LOCAL)
+
+
+@TELEMETRY.command("off")
+def telemetry_off_command() -> int:
+    """Count nothing from now on; what was counted stays, for `clean` to remove."""
+    return telemetry.switch(State.OFF)
+
+
+@TELEMETRY.command("show")
+def telemetry_show_command(
+    week: Annotated[str | None, typer.Option(metavar="YYYY-Www", help="One week, as it is so far.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Laid out for reading.")] = False,
+) -> int:
+    """Print the exact bytes that `send` would send."""
+    return telemetry.show(week, as_json)
+
+
+@TELEMETRY.command("send")
+def telemetry_send_command(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
+) -> int:
+    """Post the weeks that are over, each once. Exits with 1 where one could not be sent, which then stays."""
+    return telemetry.send(dry_run)
+
+
+@TELEMETRY.command("clean")
+def telemetry_clean_command() -> int:
+    """Switch it off, and remove everything that was counted or sent."""
+    return telemetry.clean()
