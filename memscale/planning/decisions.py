@@ -1,10 +1,14 @@
-"""What was decided about each part of a model, and what would have been the next best."""
+"""What was decided about each part of a model and what would have been the next best, and by which rules."""
 
 from __future__ import annotations
 
+from memscale.algebra import Plan
+from memscale.core import format_bytes, format_seconds
 from memscale.planning.evidence import Decision
-from memscale.planning.search import Proven
-from memscale.simulation import Phase
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.search import Found, Proven
+from memscale.planning.solver import LinkRates
+from memscale.simulation import Phase, Profile
 
 
 def decisions_of(found: Proven) -> tuple[Decision, ...]:
@@ -52,3 +56,37 @@ def _rule(techniques: frozenset[str]) -> str:
     if "tile" in techniques:
         return "rows are cut where what is alive at once is too much"
     return "cheapest bytes first: what is recomputed frees most for its time"
+
+
+def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) -> tuple[str, ...]:
+    """The rules that decided, in order, each with its numbers.
+
+    Args:
+        best: what was found for `limit` bytes.
+        plain: the step as it is.
+        link: what the copies share, None where there is nowhere to copy to.
+    """
+    found = best.proven
+    costs = found.search.costs
+    taken, as_it_is_bytes = found.taken_bytes, taken_bytes(plain)
+    techniques = {each for menu in costs.candidates for candidate in menu for each in candidate.techniques}
+    trace = [
+        f"memory pressure: the step as it is takes {format_bytes(as_it_is_bytes)}, {as_it_is_bytes / limit:.3g} of the "
+        f"budget of {format_bytes(limit)}",
+        f"eligible: {', '.join(sorted(techniques))}",
+        f"candidates: {sum(map(len, costs.candidates))} for {len(costs.parts)} parts and what is outside of them",
+    ]
+    if link is not None:
+        as_it_is = [menu[0] for menu in costs.effects]
+        out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
+        back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
+        trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
+    if stepping := Plan(found.search.always).of_optimizers():
+        trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
+    trace.append(f"choice: {format_seconds(best.bound_seconds)} a step is the least that their costs add up to")
+    trace.append(
+        f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
+        f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.3f} times "
+        "that of the step as it is"
+    )
+    return tuple(trace)

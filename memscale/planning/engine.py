@@ -18,13 +18,12 @@ from memscale.core import (
     MemscaleError,
     budget_bytes,
     format_bytes,
-    format_seconds,
     matches,
 )
 from memscale.hardware import Hardware
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
-from memscale.planning.decisions import decisions_of
+from memscale.planning.decisions import decisions_of, trace_of
 from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.globs import with_globs
@@ -365,29 +364,8 @@ class DecisionEngine:
 
     def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
-        costs = found.search.costs
-        taken, plain = found.taken_bytes, taken_bytes(self.plain)
-        techniques = {each for menu in costs.candidates for candidate in menu for each in candidate.techniques}
-        trace = [
-            f"memory pressure: the step as it is takes {format_bytes(plain)}, {plain / limit:.3g} of the budget of "
-            f"{format_bytes(limit)}",
-            f"eligible: {', '.join(sorted(techniques))}",
-            f"candidates: {sum(map(len, costs.candidates))} for {len(costs.parts)} parts and what is outside of them",
-        ]
-        if (link := self._link) is not None:
-            as_it_is = [menu[0] for menu in costs.effects]
-            out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
-            back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
-            trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
-        if stepping := Plan(found.search.always).of_optimizers():
-            trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
-        trace.append(f"choice: {format_seconds(bound)} a step is the least that their costs add up to")
-        trace.append(
-            f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
-            f"{format_seconds(found.seconds)}, {found.seconds / (self.plain.step_seconds or found.seconds):.3f} times "
-            "that of the step as it is"
-        )
-        evidence = self._evidence(limit, found.profile, bound, tuple(trace), decisions_of(found), costs.rejected)
+        trace = trace_of(best, limit, self.plain, self._link)
+        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(found), found.search.costs.rejected)
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
 
     def _evidence(
