@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 VOCABULARY = 1024
+LLAMA_VOCABULARY = 128_256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +107,17 @@ def build(shape: Shape, layers: int, device: str) -> Stack:
     for layer in stack.layers[1:]:
         layer.load_state_dict(stack.layers[0].state_dict())
     return stack
+
+
+def llama(layers: int, width: int, inner: int, heads: int) -> nn.Module:
+    """The model of transformers in a Llama 3's shape, on the default device."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=LLAMA_VOCABULARY,
+        max_position_embeddings=8192,
+    )
+    return transformers.LlamaForCausalLM(config)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 from _environment import environment
+from _llama import LLAMA_VOCABULARY, llama
 from bench_plan import checkpointed
 from bench_predict import release
 from torch import nn
@@ -51,16 +52,7 @@ def _tokens(vocabulary: int, *shape: int) -> dict[str, torch.Tensor]:
 
 
 def _llama(layers: int, width: int, inner: int, heads: int, *shape: int) -> tuple[nn.Module, Any]:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    )
-    return transformers.LlamaForCausalLM(config), _tokens(128256, *shape)
+    return llama(layers, width, inner, heads), _tokens(LLAMA_VOCABULARY, *shape)
 
 
 def _gpt2_xl() -> tuple[nn.Module, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from _environment import environment
+from _llama import llama
 
 import memscale as ms
 from memscale.planning import taken_bytes
@@ -46,18 +47,8 @@ def built(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], str]:
             tokens = torch.zeros(4, 512, dtype=torch.long)
             model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
             return model, {"input_ids": tokens, "labels": tokens}, "transformer.h.*"
-        (layers, width, inner, heads), _, __ = SHAPES[name]
-        config = transformers.LlamaConfig(
-            num_hidden_layers=layers,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            vocab_size=128256,
-            max_position_embeddings=8192,
-        )
         tokens = torch.zeros(1, 4096, dtype=torch.long)
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        model = llama(*SHAPES[name][0]).to(torch.bfloat16)
         return model, {"input_ids": tokens, "labels": tokens}, "model.layers.*"
 
 
