@@ -16,6 +16,7 @@ from memscale.core import (
     ConfigError,
     Loss,
     MemscaleError,
+    TransformError,
     budget_bytes,
     format_bytes,
     matches,
@@ -89,8 +90,9 @@ class DecisionEngine:
         self.loss = loss
         self.config = config if config is not None else Config(mode="aggressive")
         self.accumulate = accumulate
+        self.made_for = self.ranks if self.ranks is not None else Ranks.of_distributed(model)
         # FSDP2 and DDP have the parameters themselves.
-        self.streams = streams and self.ranks is None
+        self.streams = streams and self.made_for is None
         self.simulations = 0
         self._progress = progress
         self._allowed = self.config  # to the searches; less than the config where a policy chose
@@ -190,7 +192,7 @@ class DecisionEngine:
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)} {self.ranks}",
+            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)} {self.made_for}",
         }
 
     def profile_of(self, plan: Plan) -> Profile:
@@ -216,6 +218,8 @@ class DecisionEngine:
         self.simulations += 1
         if left_out:
             assert not updates, "the optimizer has the parameters of the whole model"
+            if self.ranks is None and self.made_for is not None:
+                raise TransformError("a model that is distributed already is tried as a whole: no copy of it would be")
             profiler = self._profiler(Plan(rules), shortened(self.model, left_out), None)
         else:
             profiler = self._profiler(Plan(rules), self.model, self.optimizer)
@@ -400,7 +404,7 @@ class DecisionEngine:
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),
             simulations=self.simulations if decisions else 1,
-            parallel=self.ranks,
+            parallel=self.made_for,
         )
 
     def _does_not_fit(self, limit: int) -> BudgetError:

@@ -153,8 +153,9 @@ class AutoTuner:
 
     def _confirmed(self, sizes: Sizes, found: Tuning) -> tuple[Confirmation | None, str]:
         step = self._step
-        if step.ranks is not None:
-            return None, f"not confirmed by a real step: it is one process's of several ({step.ranks})"
+        # One process alone would wait for the others, which are not asked to step.
+        if (ranks := step.ranks or Ranks.of_distributed(step.model)) is not None:
+            return None, f"not confirmed by a real step: it is one process's of several ({ranks})"
         self._say(f"size {found.size}: a real step", found.simulations)
         return confirmed(
             step.model,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, PlanLike, as_plan, transform
+from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, Record, batches, check_loss, history_path
 from memscale.hardware import Hardware
@@ -22,7 +22,7 @@ from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
-from memscale.simulation.parallel.asked import Parallel, Ranks, one_rank
+from memscale.simulation.parallel.asked import Parallel, Ranks, check_places, one_rank
 from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
@@ -155,6 +155,7 @@ class MemoryProfiler:
         self.loss = loss
         self.config = config if config is not None else Config()
         self._rules = Plan()  # for the optimizer
+        self._in_place = Plan()  # for a model that its owner distributed, which no copy would be
         self._about_plan: tuple[str, ...] = ()
         if not isinstance(model, nn.Module):
             if not callable(model):
@@ -166,11 +167,16 @@ class MemoryProfiler:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
         elif plan is not None:
             plan = as_plan(plan)
-            if plan.parallel not in (None, self.ranks):
-                here = "one process's alone" if self.ranks is None else self.ranks
+            already = None if self.ranks is not None else Ranks.of_distributed(model)
+            if plan.parallel not in (None, self.ranks) and not plan.parallel.is_like(already):
+                here = self.ranks or already or "one process's alone"
                 self._about_plan = (f"the plan was made for {plan.parallel}, and this step is {here}",)
-            self.model = uncounted(transform)(model, plan.of_functions())
             self._rules = plan.of_optimizers()
+            if already is None:
+                self.model = uncounted(transform)(model, plan.of_functions())
+            else:
+                self._in_place = plan.of_functions()
+                find_regions(model, self._in_place)
         if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
             raise ConfigError(
                 f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
@@ -263,6 +269,19 @@ class MemoryProfiler:
                 ranked.ranks, ranked.model, ranked.optimizer = None, part, over
                 with ranked._under_rules() as each:
                     yield each
+            return
+        if self._in_place:
+            assert isinstance(self.model, nn.Module), "a function has no plan"
+            # FSDP2 gathers parameters in the very modules that it sharded, as wrap() finds them.
+            before = install(self.model, self._in_place)
+            try:
+                check_places(self.model)
+                installed = copy.copy(self)
+                installed._in_place = Plan()
+                with installed._under_rules() as each:
+                    yield each
+            finally:
+                uninstall(before)
             return
         if not self._rules:
             yield self

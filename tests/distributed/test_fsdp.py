@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import memscale as ms
+from tests.support.whole_run import true_peaks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
 
@@ -68,6 +69,44 @@ REFUSED = {
 }
 
 
+def kept_to(rank: int) -> dict[str, float]:
+    """What a plan of a model that is sharded already allows and takes: as simulated, and as the allocator has it."""
+    block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))  # noqa: E731
+    rows = lambda: torch.randn(512, 64, generator=torch.Generator().manual_seed(rank))  # noqa: E731
+    steps = {}
+
+    def made(plan: ms.Plan | None = None) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(block(), block(), block())
+        return shard(model if plan is None else ms.transform(model, plan))
+
+    def step_of(plan: ms.Plan | None):
+        model, x = made(plan), rows()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        steps[plan] = model
+        return step
+
+    model, x = made(), rows()
+    asked = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda y, _: y.square().mean()}
+    budget = int(0.8 * ms.profile(model, x, **asked).peak_bytes)
+    plan = ms.plan(model, x, budget=budget, **asked)
+    plain, planned = (true_peaks(lambda each=each: step_of(each))[-1] for each in (None, plan))
+    weights = [[each.full_tensor() for each in steps[which].parameters()] for which in (None, plan)]
+    return {
+        "budget": budget,
+        "plain": plain,
+        "planned": planned,
+        "said": plan.evidence.planned.peak_bytes,
+        "same": all(map(torch.equal, *weights)),
+    }
+
+
 # Of rank 0 and of rank 1; None trains the model as it is.
 PLANS = {
     "fsdp other plans": (shard, {"0": ms.checkpoint()}, {"1": ms.checkpoint()}),
@@ -121,6 +160,9 @@ def worker(rank: int, folder: str) -> None:
     found["saved"] = [name for name, _ in plain] == [name for name, _ in ours] and all(
         torch.equal(one, other) for (_, one), (_, other) in zip(plain, ours, strict=True)
     )
+    found["kept to"] = kept_to(rank)
+    replica = ms.transform(wrap_ddp(build()), {"module.0": ms.checkpoint(), "module.1": OFFLOAD})
+    found["transformed replica"] = torch.equal(train(replica, rank), train(wrap_ddp(build()), rank))
     torch.save(found, f"{folder}/results{rank}.pt")
     dist.barrier()
     # Not the interpreter's own exit: about one time in ten it ends a thread of gloo or autograd that waits for the
@@ -161,3 +203,14 @@ def test_processes_with_different_plans_are_told_on_each(differences, name):
 
 def test_what_is_saved_of_a_sharded_model_does_not_depend_on_its_plan(differences):
     assert differences["saved"] is True
+
+
+def test_the_plan_of_a_sharded_model_keeps_to_its_budget_in_real_processes(differences):
+    for found in (differences["kept to"], differences["the other one"]["kept to"]):
+        assert found["planned"] <= found["budget"] < found["plain"]
+        assert found["said"] == pytest.approx(found["planned"], rel=1e-3)
+        assert found["same"]
+
+
+def test_a_plan_for_a_replica_is_applied_to_it(differences):
+    assert differences["transformed replica"]

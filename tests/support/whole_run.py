@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ def true_peaks(make_step: Callable[[], Callable[[], object]], *, steps: int = 3)
     It counts from before `make_step` is called, which makes the model and all that goes with it: buckets, shards.
     """
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    with _all_threads_counted(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         step = make_step()
         gc.collect()
         for number in range(steps):
@@ -41,6 +44,21 @@ def true_peaks(make_step: Callable[[], Callable[[], object]], *, steps: int = 3)
         max(total for at, total, _ in totals if begin <= at <= end) for _, (begin, end) in sorted(spans.items())
     ]
     return [nbytes - before for nbytes in steps_bytes]
+
+
+@contextmanager
+def _all_threads_counted() -> Iterator[None]:
+    """Let the allocator's total know what threads free that no recording watches.
+
+    Those of gloo do, a step after another: the total of a Llama in two processes grew by 8 % of its peak in three.
+    """
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = False
 
 
 def with_own_buckets(replica: nn.parallel.DistributedDataParallel) -> nn.parallel.DistributedDataParallel:

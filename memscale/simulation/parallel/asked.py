@@ -17,6 +17,7 @@ from torch import nn
 from memscale.algebra import placing_in
 from memscale.core import ConfigError, RuntimeUnavailable, TransformError, matches
 from memscale.optimizers import without_states
+from memscale.simulation.parallel.sharded import mesh_of
 
 Parallel = Literal["ddp", "fsdp2"]
 _KNOWN = ("ddp", "fsdp2")
@@ -68,18 +69,39 @@ class Ranks:
             )
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{caller}(parallel={parallel!r}) needs a module; distribute it inside the function")
-        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or isinstance(
-            model, nn.parallel.DistributedDataParallel
-        ):
+        if is_distributed(model):
             raise ConfigError(
                 f"{caller}(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel "
                 "out"
             )
         return cls(parallel, world, _patterns(model, parallel, shard, caller))
 
+    @classmethod
+    def of_distributed(cls, model: Any) -> Ranks | None:
+        """How `model` is one process's of several already: its owner sharded or replicated it; None if neither."""
+        for module in model.modules() if isinstance(model, nn.Module) and dist.is_available() else ():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                return cls("ddp", dist.get_world_size(module.process_group))
+            if (mesh := mesh_of(module)) is not None:
+                return cls("fsdp2", mesh.size())
+        return None
+
+    def is_like(self, other: Ranks | None) -> bool:
+        """Whether a plan for these processes is one for `other`, of which nobody may know what was sharded."""
+        return other is not None and (self.parallel, self.world) == (other.parallel, other.world)
+
     def arguments(self) -> dict[str, Any]:
         """As keyword arguments of whatever takes them."""
         return {"parallel": self.parallel, "world": self.world, "shard": self.shard}
+
+
+def is_distributed(model: Any) -> bool:
+    """Whether parts of `model` are a process's of several, by FSDP2, DDP or DTensors of its owner's."""
+    if not isinstance(model, nn.Module):
+        return False
+    return Ranks.of_distributed(model) is not None or any(
+        hasattr(parameter, "device_mesh") for parameter in model.parameters()
+    )
 
 
 def arguments_of(ranks: Ranks | None) -> dict[str, Any]:
@@ -129,12 +151,8 @@ def one_rank(
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if ranks.parallel == "fsdp2" and (placing := [path for path, each in model.named_modules() if placing_in(each)]):
-        raise TransformError(
-            f"the plan moves the parameters of {placing[0] or 'the model'!r} with offload(what='params'), and "
-            "fully_shard() would take them: two cannot decide where they live. Leave what='params' out of the plan, or "
-            "shard with CPUOffloadPolicy() in a process group of your own"
-        )
+    if ranks.parallel == "fsdp2":
+        check_places(model)
     part = _on_meta(model)
     on_error = sys.excepthook  # of which PyTorch puts one that says "[rank0]" around, each time, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
@@ -149,6 +167,16 @@ def one_rank(
     finally:
         dist.destroy_process_group()
         sys.excepthook = on_error
+
+
+def check_places(model: nn.Module) -> None:
+    """Raise TransformError for a region of `model` that moves parameters, which FSDP2 has."""
+    if placing := [path for path, each in model.named_modules() if placing_in(each)]:
+        raise TransformError(
+            f"the plan moves the parameters of {placing[0] or 'the model'!r} with offload(what='params'), and "
+            "fully_shard() would take them: two cannot decide where they live. Leave what='params' out of the plan, or "
+            "shard with CPUOffloadPolicy() in a process group of your own"
+        )
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -162,6 +162,14 @@ def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
+def mesh_of(module: nn.Module) -> Any:
+    """The mesh that FSDP2 has sharded this module's own group over; None if it has not."""
+    for state in _fsdp_states([module]):
+        for group in state._fsdp_param_groups:
+            return group.mesh_info.mesh
+    return None
+
+
 def _add(thing: Any, places: list[tuple[Place, Any]], seen: set[int]) -> None:
     """Add what FSDP2's objects hold, and the containers in them."""
     if id(thing) in seen:

@@ -298,9 +298,45 @@ def test_what_is_asked_about_wrongly_is_told(options, told):
 def test_a_sharded_model_is_not_transformed_but_wrapped(group):
     group(2)
     model = sharded()
-    for asked in (lambda: ms.transform(model, CHECKPOINT["plan"]), lambda: ms.profile(model, TOKENS, **CHECKPOINT)):
-        with pytest.raises(ms.TransformError, match=r"was sharded by fully_shard, .*; call transform\(\) before"):
-            asked()
+    with pytest.raises(ms.TransformError, match=r"was sharded by fully_shard, .*; call transform\(\) before"):
+        ms.transform(model, CHECKPOINT["plan"])
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+def test_a_distributed_model_is_planned_as_it_is(group, parallel):
+    group(8)
+    prefix = "module." if parallel == "ddp" else ""
+    model = sharded() if parallel == "fsdp2" else replicated()
+    step = {"optimizer": trained(model)[0], "loss": loss, "hardware": "cpu"}
+    before, numbers = state_of(model), bits([getattr(each, "_local_tensor", each) for each in model.parameters()])
+    plain = ms.profile(model, TOKENS, **step)
+    plan = ms.plan(model, TOKENS, budget=int(0.8 * plain.peak_bytes), **step)
+    assert {rule.pattern.rpartition(".")[0] for rule in plan} == {f"{prefix}blocks"}
+    assert (plan.parallel.parallel, plan.parallel.world) == (parallel, 8)
+    under = ms.profile(model, TOKENS, plan=plan, **step)
+    assert under.peak_bytes == plan.evidence.planned.taken_bytes <= 0.8 * plain.peak_bytes
+    assert not any("made for" in note for note in under.notes)
+    assert len(ms.frontier(model, TOKENS, points=2, **step)) == 2
+    tuned = ms.AutoTuner(model, **step).tune(lambda rows: TOKENS[:1].repeat(rows, 1), at_most=2, objective="batch")
+    assert any(f"one process's of several ({parallel} over 8" in note for note in tuned.notes), "it would wait for them"
+    assert (state_of(model), bits([getattr(each, "_local_tensor", each) for each in model.parameters()])) == (
+        before,
+        numbers,
+    )
+    if parallel == "fsdp2":
+        first = sharded(plan=plan)  # applied before, as it is done
+        assert ms.profile(first, TOKENS, **step | {"optimizer": trained(first)[0]}).peak_bytes == under.peak_bytes
+
+
+def test_parameters_that_fsdp_has_are_not_placed_by_a_plan_for_them(group):
+    group(2)
+    model = sharded()
+    before = state_of(model)
+    with pytest.raises(ms.TransformError, match=r"'blocks.0' with offload\(what='params'\)"):
+        ms.profile(model, TOKENS, loss=loss, plan={"blocks.*": ms.offload(what="params", min_bytes=0)})
+    with pytest.raises(ms.PlanError, match="matches no module"):
+        ms.profile(model, TOKENS, loss=loss, plan={"block.*": ms.checkpoint()})
+    assert state_of(model) == before
 
 
 def test_a_distributed_model_is_not_distributed_again(group):
