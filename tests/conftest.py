@@ -15,6 +15,9 @@ pytest.register_assert_rewrite("tests.support")
 
 from tests.support.coverings import DEEP  # noqa: E402
 
+# What collection imports is no garbage, and looking for some took a third of its time: not until it is over.
+gc.disable()
+
 # The tests' tensors are tiny, and on a busy machine threads wait for each other longer than they compute.
 torch.set_num_threads(1)
 
@@ -43,6 +46,7 @@ def pytest_collection_finish():
     """The collector, which many tests and each measurement call, need not look at all that was imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")

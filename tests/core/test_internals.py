@@ -103,18 +103,23 @@ OF_INTERNALS = {
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "disable_current_modes": "torch.utils._python_dispatch._disable_current_modes",
 }
-TREES = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if path.name != "internals.py"}
 
 
-def used():
+@pytest.fixture(scope="module")
+def trees():
+    return {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if path.name != "internals.py"}
+
+
+@pytest.fixture(scope="module")
+def used(trees):
     """Every private name of PyTorch in the source, with the folders that use it."""
     found = {}
-    own = {node.name for tree in TREES.values() for node in ast.walk(tree) if hasattr(node, "name")}
-    for tree in TREES.values():
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if hasattr(node, "name")}
+    for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
                 own.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         known = aliases(tree)
         whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         reached = [name for name in known.values() if not name.startswith("internals")]
@@ -156,19 +161,16 @@ def listed(name):
     return [each for each in NAMES if name == each or name.startswith(f"{each}.")]
 
 
-USED = used()
-
-
-def test_every_private_name_of_the_source_is_listed_with_the_folders_that_use_it():
+def test_every_private_name_of_the_source_is_listed_with_the_folders_that_use_it(used):
     # A module on the way to a listed name is no name of its own.
     missing = {
         name: sorted(folders)
-        for name, folders in USED.items()
-        if not listed(name) and not any(each.startswith(f"{name}.") for each in (*NAMES, *USED))
+        for name, folders in used.items()
+        if not listed(name) and not any(each.startswith(f"{name}.") for each in (*NAMES, *used))
     }
     assert missing == {}
     folders = {name: set() for name in NAMES}
-    for name, where in USED.items():
+    for name, where in used.items():
         for each in listed(name):
             folders[each] |= where
     assert {name: set(NAMES[name].folders.split()) for name in NAMES} == folders
@@ -251,7 +253,7 @@ def test_a_missing_name_refuses_every_use():
             use()
 
 
-def test_a_part_stands_on_every_folder_that_its_files_import():
+def test_a_part_stands_on_every_folder_that_its_files_import(trees):
     """What a part loads at once, its own files and theirs, is no more than `PARTS` says."""
     for part, folders in internals.PARTS.items():
         start = f"memscale.transforms.{part}" if (ROOT / "transforms" / part).is_dir() else f"memscale.{part}"
@@ -264,7 +266,7 @@ def test_a_part_stands_on_every_folder_that_its_files_import():
             seen.add(module)
             todo += [
                 node.module
-                for node in (TREES[file].body if file in TREES else ())
+                for node in (trees[file].body if file in trees else ())
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memscale.")
             ]
         used_there = {folder(file_of(module)) for module in seen}

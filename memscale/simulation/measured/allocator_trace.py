@@ -20,8 +20,8 @@ import numpy.typing as npt
 import optree
 import torch
 from torch._C._profiler import _ExtraFields_Allocation
+from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 
 from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.simulation.ledger import CATEGORIES
@@ -143,11 +143,8 @@ def measure(
 
     with (
         _quietly(),
-        profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=True,
-            acc_events=True,  # without it, torch 2.10 warns
-        ) as recording,
+        # Autograd's own: torch.profiler's loads the compiler, a second of imports, and makes objects of all events.
+        profile(use_kineto=True, profile_memory=True) as recording,
     ):
         began_ns, began = time.time_ns(), time.perf_counter()
         step()
@@ -268,8 +265,7 @@ def _sum_by_role(held: Mapping[int, _Held]) -> dict[str, int]:
 
 def _read(recording: profile, device: torch.device) -> tuple[list[_Event], list[int]]:
     """The allocator events of ``device`` and the start times of backward nodes, both in order of time."""
-    assert recording.profiler is not None
-    results = recording.profiler.kineto_results
+    results = recording.kineto_results
     assert results is not None
     events: list[_Event] = []
     backward_ns: list[int] = []

@@ -303,12 +303,12 @@ def test_z_loss_makes_the_logits():
     as_right_as_untiled(model, tiled(model), x, lambda logits: z_loss(wide(logits), y), bound=1.5)
 
 
-ROWS_HERE, WIDTH_HERE, CLASSES_HERE, CHUNKS = 512, 64, 8000, 16
+ROWS_HERE, WIDTH_HERE, CLASSES_HERE, CHUNKS = 128, 64, 4000, 4
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Two rows of a piece, 64 kB, in 32 bits at a time; and kernels pack factors for each thread, so one thread."""
+    """Two rows of a piece, 32 kB, in 32 bits at a time; and kernels pack factors for each thread, so one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(class_blocks, "_CPU_PART_NUMEL", 2 * CLASSES_HERE)
