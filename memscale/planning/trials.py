@@ -9,15 +9,17 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
+from memscale.algebra import Transform, chain
 from memscale.core import MemscaleError
 from memscale.planning.candidates import Candidate, Rules
 from memscale.planning.parts import Part
 from memscale.planning.short_stack import left_out
 from memscale.simulation import Attribution, SimulatedStep
-from memscale.transforms import proven_rows
+from memscale.transforms import proven_rows, tile
 
 #: The techniques that move bytes.
 MOVES = frozenset({"offload", "stream"})
@@ -36,6 +38,10 @@ class Trial:
     found: Attribution
     tried: frozenset[int]
 
+
+#: A transform that cuts rows, at a path relative to a part.
+Cutting = tuple[str, Transform]
+_T = TypeVar("_T")
 
 #: Trials by family and candidate.
 Trials = dict[tuple[object, Candidate], Trial]
@@ -64,7 +70,7 @@ class TrialSteps:
             family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
             for family, rows in self.families.items()
         }
-        rejected: dict[str, str] = {}
+        rejected = self._keep_proven(waiting)
         for _ in range(most):
             if not any(waiting.values()):
                 break
@@ -80,6 +86,53 @@ class TrialSteps:
         }
         return {**rejected, **left}
 
+    def _keep_proven(self, waiting: Mapping[object, list[Candidate]]) -> dict[str, str]:
+        """Leave out the candidates that cut rows which are not proven independent; returns them with the reasons."""
+        unproven: dict[tuple[object, Cutting], str] = {}
+        cuts = {
+            family: list(dict.fromkeys(cut for each in candidates for cut in _cuts(each)))
+            for family, candidates in waiting.items()
+            if family is not None  # a loss head is cut by a rule of its own, for the projection that it is
+        }
+        away = left_out(self.parts, self.families)
+        while any(cuts.values()):
+            chosen: dict[int, tuple[object, Cutting]] = {}
+            for family, wanted in cuts.items():
+                rows = [row for row in self.families[family] if self.paths[row] not in away]
+                for row, cut in zip(rows, wanted, strict=False):
+                    chosen[row] = (family, cut)
+                del wanted[: len(rows)]
+            self._prove(chosen, away, unproven)
+        rejected = {}
+        for family, candidates in waiting.items():
+            for each in list(candidates):
+                reasons = [unproven[family, cut] for cut in _cuts(each) if (family, cut) in unproven]
+                if reasons:
+                    rejected[str(each)] = reasons[0]
+                    candidates.remove(each)
+        return rejected
+
+    def _prove(
+        self,
+        chosen: Mapping[int, tuple[object, Cutting]],
+        away: frozenset[str],
+        unproven: dict[tuple[object, Cutting], str],
+    ) -> None:
+        cuts = sorted((row, Candidate((cut,))) for row, (_, cut) in chosen.items())
+        rules = tuple(rule for row, cut in cuts for rule in cut.at(self.paths[row]))
+        try:
+            with proven_rows():
+                self.simulate(rules, away)
+        except Exception as error:
+            if away:  # the forward may ask for each of its blocks
+                self._prove(chosen, frozenset(), unproven)
+            elif len(chosen) == 1:
+                (key,) = chosen.values()
+                unproven[key] = _reason(error)
+            else:
+                for half in _halves(chosen):
+                    self._prove(half, away, unproven)
+
     def _try(
         self,
         chosen: Mapping[int, tuple[object, Candidate]],
@@ -92,18 +145,14 @@ class TrialSteps:
             for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
         ]
         try:
-            with proven_rows():
-                found = self._found(tuple(rules), chosen)
+            found = self._found(tuple(rules), chosen)
         except Exception as error:  # a transform refuses its region, or the model's own code does
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()
-                reason = (str(error).splitlines() or [""])[0]
-                kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
-                rejected[str(candidate)] = f"{kind}{reason}"
+                rejected[str(candidate)] = _reason(error)
                 return
-            rows = sorted(chosen)
-            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-                self._try({row: chosen[row] for row in half}, done, rejected)
+            for half in _halves(chosen):
+                self._try(half, done, rejected)
             return
         for row, key in chosen.items():
             done[key] = Trial(row, found, frozenset(chosen))
@@ -130,6 +179,26 @@ class TrialSteps:
         return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
             found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
         )
+
+
+def _cuts(candidate: Candidate) -> list[Cutting]:
+    """What it cuts, by path relative to the part, and how, whatever the sizes of the pieces."""
+    return [
+        (inside, tile(chunks=2, dim=getattr(each, "dim", 0)))
+        for inside, how in candidate.rules
+        for each in chain(how)
+        if each.spelling == "tile"
+    ]
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
+    return f"{kind}{(str(error).splitlines() or [''])[0]}"
+
+
+def _halves(chosen: Mapping[int, _T]) -> list[dict[int, _T]]:
+    rows = sorted(chosen)
+    return [{row: chosen[row] for row in half} for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
 
 
 def _apart(candidates: list[Candidate]) -> list[Candidate]:

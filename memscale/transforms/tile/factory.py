@@ -20,11 +20,10 @@ from memscale.transforms.tile import independence
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
-from memscale.transforms.tile.independence import IndependenceWatch
 from memscale.transforms.tile.pieces import Source
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
-    names_batch_norm,
+    names,
     refuse_changed_arguments,
     refuse_compiled,
     refuse_stored_tensors,
@@ -172,7 +171,7 @@ class Tiled(Transformed):
         """Find out what a compiler's trace of `fn` will not show."""
         if not is_of_modules(self.fn):
             self.captured = Scope(self.fn).modules
-        self.normalizes = names_batch_norm([self.fn, *self.captured])
+        self.normalizes = names([self.fn, *self.captured], "batch_norm")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
@@ -192,6 +191,9 @@ class Tiled(Transformed):
         cut = Cut(self.how, args, kwargs)
         if len(cut.ranges) <= 1:
             return self.body(*args, **kwargs)
+        if independence.is_wanted():
+            parts = [self.fn, *self.captured]
+            return independence.prove(self.body, parts, Scope(self.fn), cut, self.how.dim, repr(self.how))
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         compiling = torch.compiler.is_compiling()
         thrifty = not (compiling or functorch_state.active())
@@ -236,15 +238,8 @@ class Tiled(Transformed):
         def piece(*args: Any, **kwargs: Any) -> Any:
             if flags in self._watched:
                 return self.body(*args, **kwargs)
-            long = cut.ranges[0][1] >= independence.FEWEST_ROWS
-            if independence.is_wanted() and long and not any(cut.dims.values()):
-                given, _ = pytrees.flatten((args, kwargs))
-                with IndependenceWatch(scope, whole, [given[at] for at in cut.dims], repr(self.how)) as watch:
-                    result = self.body(*args, **kwargs)
-                watch.check(result)
-            else:
-                with RowwiseWatch(scope, whole, repr(self.how)):
-                    result = self.body(*args, **kwargs)
+            with RowwiseWatch(scope, whole, repr(self.how)):
+                result = self.body(*args, **kwargs)
             refuse_stored_tensors(scope, repr(self.how))
             self._watched.add(flags)
             if any(flags) not in self.watched:

@@ -1,26 +1,29 @@
 """Whether a region's rows are independent: the dimension of the rows is followed through each operator that it runs.
 
 `rowwise` refuses what is seen to couple rows; here the opposite is shown, operator by operator, for whoever cuts a
-region that nobody has asked to cut. What no rule speaks of is no proof.
+region that nobody has asked to cut. What no rule speaks of is no proof. A region may also know how many rows it has,
+and compute with that: it runs twice, with one row less and with all of them, and must do the same.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memscale.core import TransformError, pytrees
-from memscale.regions import Scope, is_unrecorded
-from memscale.transforms.tile.rowwise import RowwiseWatch
+from memscale.regions import Scope, is_unrecorded, put_back, rewinding
+from memscale.transforms.tile.cutting import Cut
+from memscale.transforms.tile.numbers import arguments_of, told
+from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
+from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
-#: A piece of one row does not tell where a view puts it among other dimensions of size one.
-FEWEST_ROWS = 2
+#: Of one row nothing tells where a view puts it among other dimensions of size one, and one of them is left out.
+FEWEST_ROWS = 3
 
 
 class _Local(threading.local):
@@ -32,12 +35,11 @@ _local = _Local()
 
 @contextmanager
 def proven_rows() -> Iterator[None]:
-    """While the body runs, regions that are cut for the first time must have independent rows.
-
-    Of those is spoken that are cut along the first dimension, into pieces of at least two rows.
+    """While the body runs, regions that would be cut run whole instead, and must have independent rows.
 
     Raises:
-        TransformError: at the call; an operator couples its rows, or is not known not to.
+        TransformError: at the call; an operator couples its rows, or is not known not to, or what is computed depends
+            on how many rows there are.
     """
     before, _local.wanted = _local.wanted, True
     try:
@@ -48,360 +50,140 @@ def proven_rows() -> Iterator[None]:
 
 def may_be_proven(operators: Collection[str]) -> bool:
     """Whether there are rules for all of these operators, named as in ``aten::add.Tensor``."""
-    return all(map(_is_known, operators))
+    return all(map(is_known, operators))
 
 
 def is_wanted() -> bool:
-    """Whether the rows of what is cut must be proven to be independent."""
+    """Whether rows are to be proven independent rather than cut."""
     return _local.wanted
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where a tensor has the rows: `over` times, one after the other, each of them `each` long along `dim`."""
-
-    dim: int
-    each: int = 1
-    over: int = 1
-
-    def at(self, dim: int) -> _Rows:
-        """The same in another dimension."""
-        return _Rows(dim, self.each, self.over)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of an operator: its arguments by name, what it returned, and where its tensors have the rows."""
-
-    given: dict[str, Any]
-    result: Any
-    count: int
-    rows: Callable[[Any], _Rows | None]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return pytrees.tensors(list(self.given.values()))
-
-    def only(self, name: str) -> tuple[torch.Tensor, _Rows] | None:
-        """The argument of that name and its rows, if no other argument has any."""
-        tensor = self.given.get(name)
-        if not isinstance(tensor, torch.Tensor) or (rows := self.rows(tensor)) is None:
-            return None
-        return None if any(self.rows(each) for each in self.tensors() if each is not tensor) else (tensor, rows)
-
-    def dims(self, tensor: torch.Tensor, name: str = "dim") -> list[int] | None:
-        """The dimensions that an argument names, counted from the front; None where it names all."""
-        named = self.given.get(name)
-        found = [named] if isinstance(named, int) else named
-        return [dim % max(1, tensor.dim()) for dim in found] if found else None
-
-
-#: Where the results of a call have the rows, None where that is not known.
-_Rule = Callable[[_Call], _Rows | None]
-
-
-def _elementwise(call: _Call) -> _Rows | None:
-    ndim = max(tensor.dim() for tensor in call.tensors())
-    places = {rows.at(rows.dim - each.dim()) for each in call.tensors() if (rows := call.rows(each))}
-    found = places.pop()
-    if places:
-        return None
-    behind = found.dim
-    for tensor in call.tensors():
-        # What is as long as the rows without being of them would have to be cut as well.
-        if call.rows(tensor) is None and tensor.dim() >= -behind and tensor.shape[behind] != 1:
-            return None
-    return found.at(ndim + behind)
-
-
-def _as_before(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    return found and found[1]
-
-
-def _viewed(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
-    for dim, size in enumerate(call.result.shape):
-        if outer * size > before:  # the rows begin here
-            over = before // outer
-            if before % outer or size % (over * call.count):
-                return None
-            return _Rows(dim, size // (over * call.count), over)
-        outer *= size
-    return None
-
-
-def _permuted(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    order = list(range(tensor.dim()))
-    if "dims" in call.given:
-        order = [dim % tensor.dim() for dim in call.given["dims"]]
-    else:
-        one, other = (call.given.get(name, at) % max(1, tensor.dim()) for name, at in (("dim0", 0), ("dim1", -1)))
-        order[one], order[other] = order[other], order[one]
-    return rows.at(order.index(rows.dim))
-
-
-def _unsqueezed(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    return rows.at(rows.dim + (call.given["dim"] % (tensor.dim() + 1) <= rows.dim))
-
-
-def _expanded(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    return found and found[1].at(found[1].dim + len(call.given["size"]) - found[0].dim())
-
-
-def _without(call: _Call) -> _Rows | None:
-    """One dimension goes: `select` and `unbind`."""
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    dim = call.given.get("dim", 0) % tensor.dim()
-    return None if dim == rows.dim else rows.at(rows.dim - (dim < rows.dim))
-
-
-def _squeezed(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    named = call.dims(tensor)
-    gone = [dim for dim in named or range(tensor.dim()) if tensor.shape[dim] == 1]
-    return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
-
-
-def _along(name: str = "dim", default: int | None = None) -> _Rule:
-    """Each place along other dimensions than those that the argument names is computed alone."""
-
-    def rule(call: _Call) -> _Rows | None:
-        found = call.only("self")
-        if found is None:
-            return None
-        tensor, rows = found
-        dims = call.dims(tensor, name) or ([default % tensor.dim()] if default is not None else None)
-        return rows if dims and rows.dim not in dims else None
-
-    return rule
-
-
-def _reduced(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    dims = call.dims(tensor)
-    if not dims or rows.dim in dims:
-        return None
-    return rows if call.given.get("keepdim") else rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
-
-
-def _joined(call: _Call) -> _Rows | None:
-    tensors = call.given["tensors"]
-    places = {call.rows(tensor) for tensor in tensors}
-    rows = places.pop()
-    if rows is None or places:
-        return None
-    return None if call.given.get("dim", 0) % tensors[0].dim() == rows.dim else rows
-
-
-def _stacked(call: _Call) -> _Rows | None:
-    tensors = call.given["tensors"]
-    places = {call.rows(tensor) for tensor in tensors}
-    rows = places.pop()
-    if rows is None or places:
-        return None
-    return rows.at(rows.dim + (call.given.get("dim", 0) % (tensors[0].dim() + 1) <= rows.dim))
-
-
-def _first(*names: str) -> _Rule:
-    """Rows come first in the argument that is there, and no other has any."""
-
-    def rule(call: _Call) -> _Rows | None:
-        found = call.only(next(name for name in names if name in call.given))
-        return found[1] if found and found[1].dim == 0 else None
-
-    return rule
-
-
-def _batched(call: _Call) -> _Rows | None:
-    """Products with a batch dimension: both sides, and what is added, have the rows there."""
-    places = {call.rows(each) for each in call.tensors() if each.dim() == 3 and each.shape[0] != 1}
-    rows = places.pop()
-    return rows if rows is not None and not places and rows.dim == 0 else None
-
-
-def _normalized(call: _Call) -> _Rows | None:
-    found = call.only("input")
-    if found is None:
-        return None
-    tensor, rows = found
-    return rows if rows.dim < tensor.dim() - len(call.given["normalized_shape"]) else None
-
-
-def _projected(call: _Call) -> _Rows | None:
-    found = call.only("input")
-    return found[1] if found and found[1].dim < found[0].dim() - 1 else None
-
-
-def _looked_up(call: _Call) -> _Rows | None:
-    found = call.only("indices")
-    return found and found[1]
-
-
-def _attention(call: _Call) -> _Rows | None:
-    if call.given.get("dropout_p"):
-        return None
-    rows = call.rows(call.given["query"])
-    if rows is None or rows.dim or any(call.rows(call.given[name]) != rows for name in ("key", "value")):
-        return None
-    mask = call.given.get("attn_mask", call.given.get("attn_bias"))
-    shared = mask is None or mask.dim() < 4 or mask.shape[0] == 1
-    return rows if shared or call.rows(mask) == rows else None
-
-
-def _lower(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    return found[1] if found and found[1].dim < found[0].dim() - 2 else None
-
-
-def _padded(call: _Call) -> _Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
-    return rows if rows.dim < tensor.dim() - len(call.given["pad"]) // 2 else None
-
-
-_RULES: dict[str, _Rule] = {
-    f"aten::{name}": rule
-    for names, rule in (
-        ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _as_before),
-        ("view _unsafe_view _reshape_alias reshape", _viewed),
-        ("permute transpose t", _permuted),
-        ("unsqueeze", _unsqueezed),
-        ("squeeze", _squeezed),
-        ("expand", _expanded),
-        ("select unbind", _without),
-        ("slice split split_with_sizes chunk topk sort cumsum", _along()),
-        ("_softmax _log_softmax _safe_softmax glu", _along()),
-        ("flip roll", _along("dims")),
-        ("sum mean amax amin prod var std var_mean max min logsumexp linalg_vector_norm argmax argmin", _reduced),
-        ("cat", _joined),
-        ("stack", _stacked),
-        ("mm", _first("self")),
-        ("addmm _addmm_activation", _first("mat1")),
-        ("bmm baddbmm", _batched),
-        ("linear", _projected),
-        ("convolution", _first("input")),
-        ("native_group_norm", _first("input")),
-        ("native_layer_norm _fused_rms_norm", _normalized),
-        (
-            "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d",
-            _first("self"),
-        ),
-        ("embedding", _looked_up),
-        ("tril triu", _lower),
-        ("constant_pad_nd", _padded),
-        (
-            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-            _attention,
-        ),
-    )
-    for name in names.split()
-}
-
-
-def _rule_of(op: Any) -> _Rule | None:
-    if rule := _RULES.get(op._schema.name):
-        return rule
-    return _elementwise if torch.Tag.pointwise in op.tags and not _draws(op) else None
-
-
-def _draws(op: Any) -> bool:
-    """Whether the numbers are random: pieces would draw others."""
-    return torch.Tag.nondeterministic_seeded in op.tags
-
-
-def _is_known(name: str) -> bool:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    packet = getattr(torch.ops.aten, base, None)
-    op = getattr(packet, overload or "default", None)
-    # Without rows in its arguments an operator needs no rule.
-    return op is not None and (_rule_of(op) is not None or base in _CONSTANTS)
-
-
-# What tables and masks are made with.
-_CONSTANTS = frozenset(("arange", "empty", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "index"))
-
-
 class IndependenceWatch(RowwiseWatch):
-    """Raises `TransformError` at an operator that is not known to compute each row by itself."""
+    """Raises `TransformError` at an operator that is not known to compute each row by itself.
 
-    def __init__(self, scope: Scope, whole: list[torch.Tensor], pieces: list[torch.Tensor], what: str) -> None:
+    Attributes:
+        done: what ran, and with which numbers, as it would read with any other number of rows.
+    """
+
+    def __init__(self, scope: Scope, whole: list[torch.Tensor], rows: Mapping[torch.Tensor, int], what: str) -> None:
         super().__init__(scope, whole, what)
-        self._count = pieces[0].shape[0]
-        self._places: dict[object, _Rows] = {}
+        self.done: list[str] = []
+        self._count = next(tensor.shape[dim] for tensor, dim in rows.items())
+        self._places: dict[object, Rows] = {}
         self._alive: list[torch.UntypedStorage] = []  # another tensor would get the address of one that is gone
-        for piece in pieces:
-            self._note(piece, _Rows(0))
+        for tensor, dim in rows.items():
+            self._note(tensor, Rows(dim))
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
             return super().on_call(func, args, kwargs)
-        rule = _rule_of(func)
+        given = arguments_of(func, args, kwargs)
+        rule = rule_of(func)
         if not any(map(self._rows, pytrees.tensors((args, kwargs)))):
-            if rule is None and _draws(func):
+            if rule is None and draws(func):
                 raise self._unproven(func)
-            return super().on_call(func, args, kwargs)
-        arguments = func._schema.arguments
-        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-        given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+            result = super().on_call(func, args, kwargs)
+            self.done.append(f"{told(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
+            return result
         written = [
-            each for argument in arguments if argument.is_write for each in pytrees.tensors(given.get(argument.name))
+            each
+            for argument in func._schema.arguments
+            if argument.is_write
+            for each in pytrees.tensors(given.get(argument.name))
         ]
-        if rule is None or not all(map(self._rows, written)):
+        if rule is None or not all(map(self._rows, pytrees.tensors(written))):
             raise self._unproven(func)
         result = super().on_call(func, args, kwargs)
-        place = rule(_Call(given, result, self._count, self._rows))
+        place = rule(Call(given, result, self._count, self._rows))
         if place is None:
             raise self._unproven(func)
+        self.done.append(told(func, given))
         for number, tensor in enumerate(pytrees.tensors(result)):
             has_rows = tensor.dim() > place.dim and tensor.shape[place.dim] == self._count * place.each * place.over
             if number == 0 and not has_rows:
                 raise self._unproven(func)
             if has_rows:
                 self._note(tensor, place)
+            self.done.append(f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}")
         return result
 
-    def check(self, outputs: Any) -> None:
-        """Raise `TransformError` if one of the region's outputs is not made of its rows, the first row first."""
+    def check(self, outputs: Any, dim: int, before: Collection[Any]) -> None:
+        """Raise `TransformError` if one of the region's outputs is not made of its rows along `dim`, the first first.
+
+        Nor may a backward since the nodes of autograd `before` be one that is not PyTorch's own.
+        """
         for tensor in pytrees.tensors(outputs):
-            if self._rows(tensor) != _Rows(0):
+            if self._rows(tensor) != Rows(dim % max(1, tensor.dim())):
                 raise TransformError(
                     f"{self._what}: an output of shape {list(tensor.shape)} is not known to be made of the rows"
                 )
+            for node in _nodes(tensor.grad_fn, before):
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    raise TransformError(
+                        f"{self._what}: {type(node).__name__}, a backward written in Python, is not known to compute "
+                        "each row by itself"
+                    )
 
     def _unproven(self, func: Any) -> TransformError:
         return TransformError(f"{self._what}: {func} is not known to compute each row by itself")
 
-    def _note(self, tensor: torch.Tensor, place: _Rows) -> None:
+    def _note(self, tensor: torch.Tensor, place: Rows) -> None:
         self._places[_identity(tensor)] = place
         self._alive.append(tensor.untyped_storage())
 
-    def _rows(self, tensor: Any) -> _Rows | None:
+    def _rows(self, tensor: Any) -> Rows | None:
         return self._places.get(_identity(tensor)) if isinstance(tensor, torch.Tensor) else None
+
+
+def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, out_dim: int, what: str) -> Any:
+    """What a region computes of all its rows, which are shown to be independent.
+
+    Args:
+        run: the region.
+        parts: the functions and modules that it is made of.
+        scope: what it reaches.
+        cut: its arguments, and which of them have rows along which dimension.
+        out_dim: along which its outputs have them.
+        what: the transform that would cut it.
+
+    Raises:
+        TransformError: an operator couples its rows, or is not known not to, or what is computed depends on how many
+            there are, or they are fewer than `FEWEST_ROWS`.
+    """
+    leaves, dims, total = cut.leaves, cut.dims, cut.total
+    if total < FEWEST_ROWS:
+        raise TransformError(f"{what}: {total} rows are too few to show that they are independent")
+    if names(parts, "register_hook"):
+        raise TransformError(f"{what}: a hook on a gradient is not known to compute each row by itself")
+    whole = [leaf for at, leaf in enumerate(leaves) if at not in dims and isinstance(leaf, torch.Tensor)]
+    rewind = rewinding(scope.modules)
+    done: list[list[str]] = []
+    for count in (total - 1, total):
+        put_back(scope)
+        rewind()
+        # Copies, since operators ask whether a tensor is in one piece.
+        given = list(leaves)
+        for at, dim in dims.items():
+            given[at] = leaves[at].narrow(dim, 0, count).clone(memory_format=torch.contiguous_format)
+        args, kwargs = pytrees.unflatten(cut.spec, given)
+        with IndependenceWatch(scope, whole, {given[at]: dim for at, dim in dims.items()}, what) as watch:
+            result = run(*args, **kwargs)
+        watch.check(result, out_dim, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})
+        done.append(watch.done)
+    for one, other in itertools.zip_longest(*done, fillvalue="nothing"):
+        if one != other:
+            raise TransformError(f"{what}: what is computed depends on how many rows there are ({one}; {other})")
+    return result
+
+
+def _nodes(root: Any, before: Collection[Any]) -> Iterator[Any]:
+    """The nodes of a graph of autograd since those `before`."""
+    seen, waiting = {None, *before}, [root]
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [each for each, _ in node.next_functions]
 
 
 def _identity(tensor: torch.Tensor) -> object:

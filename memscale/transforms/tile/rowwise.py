@@ -70,11 +70,11 @@ def _modules(parts: list[Any]) -> list[nn.Module]:
     return [module for part in parts for root in modules_in(part) for module in root.modules()]
 
 
-def names_batch_norm(parts: list[Any]) -> bool:
-    """Whether code of the user's that `parts` run names `batch_norm`."""
+def names(parts: list[Any], name: str) -> bool:
+    """Whether code of the user's that `parts` run has that name in it."""
     forwards = {type(module).forward for module in _modules(parts) if not type(module).__module__.startswith("torch.")}
     named = [code_names(fn.__code__) for fn in (*forwards, *parts) if isinstance(fn, types.FunctionType)]
-    return any("batch_norm" in names for names in named)
+    return any(name in each for each in named)
 
 
 def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: str) -> None:

@@ -102,6 +102,78 @@ def test_what_couples_rows_is_refused(name):
         ms.tile(size=2)(COUPLED[name])(torch.randn(ROWS, TOKENS, WIDTH))
 
 
+NUMBERED = {
+    "times their number": lambda x: x * len(x),
+    "their share": lambda x: x / x.shape[0],
+    "a root of it": lambda x: torch.mul(x, x.numel() ** -0.5),
+    "added by it": lambda x: torch.add(x, x, alpha=len(x)),
+    "clamped by it": lambda x: x.clamp(max=1 / len(x)),
+    "filled with it": lambda x: x + torch.full((1, WIDTH), float(len(x))),
+    "a tensor of it": lambda x: x * torch.tensor(float(len(x))),
+    "as many ones": lambda x: x / torch.ones(len(x)).sum(),
+    "turned by it": lambda x: x.roll(len(x), 1),
+    "that token": lambda x: x + x.select(1, len(x) % TOKENS)[:, None],
+    "another way for few": lambda x: x * 2.0 if len(x) > ROWS - 1 else x * 2.0 * 1.0,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_what_computes_with_their_number_is_refused(name):
+    with proven_rows(), pytest.raises(ms.TransformError, match="how many rows there are"):
+        ms.tile(size=2)(NUMBERED[name])(torch.randn(ROWS, TOKENS, WIDTH))
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / len(grad)
+
+
+def test_a_backward_of_the_users_own_is_refused():
+    x = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)
+    with proven_rows(), pytest.raises(ms.TransformError, match="_Backward"):
+        ms.tile(size=2)(lambda x: _Backward.apply(x * 3) + 1)(x)
+    before = _Backward.apply(x)  # outside of the region
+    with proven_rows():
+        ms.tile(size=2)(INDEPENDENT["products"])(before)
+
+
+class _Share(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / x.shape[0]
+
+
+def test_a_projection_that_computes_with_their_number_is_not_deferred():
+    x, head = torch.randn(6, WIDTH), _Share(WIDTH, 5)
+    assert type(ms.tile(chunks=2)(nn.Linear(WIDTH, 5))(x)) is not torch.Tensor
+    assert type(ms.tile(chunks=2)(head)(x)) is torch.Tensor
+
+
+class _Hooked(nn.Module):
+    def forward(self, x):
+        y = F.gelu(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad / len(grad))
+        return y
+
+
+def test_a_hook_on_a_gradient_is_refused():
+    with proven_rows(), pytest.raises(ms.TransformError, match="hook"):
+        ms.tile(size=2)(_Hooked())(torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True))
+
+
+def test_other_dimensions_than_the_first_are_proven():
+    x = torch.randn(1, TOKENS, WIDTH)
+    with proven_rows():
+        torch.testing.assert_close(ms.tile(chunks=2, dim=1)(INDEPENDENT["products"])(x), INDEPENDENT["products"](x))
+        with pytest.raises(ms.TransformError):
+            ms.tile(chunks=2, dim=1)(lambda x: x / x.shape[1])(x)
+
+
 def test_a_batch_norm_is_refused():
     with proven_rows(), pytest.raises(ms.TransformError):
         ms.tile(size=2)(nn.BatchNorm1d(TOKENS))(torch.randn(ROWS, TOKENS, WIDTH))
@@ -113,12 +185,15 @@ def test_what_was_asked_for_needs_no_proof():
 
 
 class _Block(nn.Module):
-    def __init__(self, coupled):
+    def __init__(self, coupled, numbered=False):
         super().__init__()
         self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
         self.dim = 0 if coupled else 1
+        self.numbered = numbered
 
     def forward(self, x):
+        if self.numbered:
+            return x + self.down(F.gelu(self.up(x / len(x))))
         return x + self.down(F.gelu(self.up(x)).softmax(self.dim)) / math.sqrt(2)
 
 
@@ -133,3 +208,12 @@ def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
         is coupled
     )
     assert any("tile" in repr(rule.transform) for rule in engine.smallest()) is not coupled
+
+
+def test_a_plan_cuts_nothing_that_computes_with_the_number_of_rows():
+    model = nn.Sequential(*[_Block(False, numbered=True) for _ in range(4)])
+    engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
+    candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
+    assert "tile(size=4)" not in candidates
+    assert any("checkpoint" in each for each in candidates)
+    assert any("how many rows there are" in reason for reason in engine.searches[0].costs.rejected.values())

@@ -19,6 +19,8 @@ from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
 from memscale.regions import Remembered, Scope, put_back
 from memscale.transforms.checkpoint import Checkpointed
+from memscale.transforms.tile.numbers import arguments_of, told
+from memscale.transforms.tile.rowwise import names
 
 # Linear in the rows, and of those of two factors only the given one may hold rows. Not dropout (of an adapter), which
 # would draw another mask each time the logits are used.
@@ -60,13 +62,15 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
         return True
     if not scope.modules or any(module.__dict__[hooks] for module in scope.modules[1:] for hooks in _HOOKS):
         return False  # a hook may keep what it is given
+    if names([fn, *scope.modules], "register_hook"):
+        return False  # it would see the gradients of pieces
     try:
         objects = Remembered(scope.contents, None, hold=True)
     except TransformError:  # too many to be brought back
         return False
-    widths = set()
+    seen = set()
     known = [tensor for _, _, tensor in scope.tensors]
-    for rows in (6, 7):  # two, so that a size which only happens to be that of the rows is told from theirs
+    for rows in (6, 7):  # two, so that a size or a number which only happens to be that of the rows is told from theirs
         try:
             # Without the caller's modes: nobody is to see this run, nor count its operators.
             with (
@@ -77,7 +81,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 torch.no_grad(),
             ):
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
-                with _OnlyLinear(sample), _NothingTouched():
+                with (watch := _OnlyLinear(sample)), _NothingTouched():
                     out = fn(sample)
         except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
             return False
@@ -86,8 +90,8 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
             objects.put(objects.tensors)
         if not isinstance(out, torch.Tensor) or out.dim() != 2 or out.shape[0] != rows:
             return False
-        widths.add(out.shape[1])
-    return len(widths) == 1
+        seen.add((out.shape[1], *watch.told))
+    return len(seen) == 1
 
 
 @contextmanager
@@ -156,6 +160,7 @@ class _OnlyLinear(internals.TorchDispatchMode):
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._dependent = {id(rows): rows}  # kept alive, so that no other tensor gets the same id
+        self.told: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -163,9 +168,10 @@ class _OnlyLinear(internals.TorchDispatchMode):
         fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
             raise _NotLinear
+        given = arguments_of(func, args, kwargs or {})
+        self.told.append(told(func, given))
         # Raised before it runs: fake tensors keep small real ones up to date, so a counter would count.
         if func._schema.is_mutable:
-            given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
             written = [given.get(argument.name) for argument in func._schema.arguments if argument.is_write]
             if any(id(value) not in self._dependent for value in internals.pytree.tree_leaves(written)):
                 raise _NotLinear

@@ -1,0 +1,306 @@
+"""Where the rows of a region are in what an operator returns, for each operator that computes every row by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memscale.core import pytrees
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a tensor has the rows: `over` times, one after the other, each of them `each` long along `dim`."""
+
+    dim: int
+    each: int = 1
+    over: int = 1
+
+    def at(self, dim: int) -> Rows:
+        """The same in another dimension."""
+        return Rows(dim, self.each, self.over)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: its arguments by name, what it returned, and where its tensors have the rows."""
+
+    given: dict[str, Any]
+    result: Any
+    count: int
+    rows: Callable[[Any], Rows | None]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return pytrees.tensors(list(self.given.values()))
+
+    def only(self, name: str) -> tuple[torch.Tensor, Rows] | None:
+        """The argument of that name and its rows, if no other argument has any."""
+        tensor = self.given.get(name)
+        if not isinstance(tensor, torch.Tensor) or (rows := self.rows(tensor)) is None:
+            return None
+        return None if any(self.rows(each) for each in self.tensors() if each is not tensor) else (tensor, rows)
+
+    def dims(self, tensor: torch.Tensor, name: str = "dim") -> list[int] | None:
+        """The dimensions that an argument names, counted from the front; None where it names all."""
+        named = self.given.get(name)
+        found = [named] if isinstance(named, int) else named
+        return [dim % max(1, tensor.dim()) for dim in found] if found else None
+
+
+#: Where the results of a call have the rows, None where that is not known.
+Rule = Callable[[Call], Rows | None]
+
+
+def _elementwise(call: Call) -> Rows | None:
+    ndim = max(tensor.dim() for tensor in call.tensors())
+    places = {rows.at(rows.dim - each.dim()) for each in call.tensors() if (rows := call.rows(each))}
+    found = places.pop()
+    if places:
+        return None
+    behind = found.dim
+    for tensor in call.tensors():
+        # What is as long as the rows without being of them would have to be cut as well.
+        if call.rows(tensor) is None and tensor.dim() >= -behind and tensor.shape[behind] != 1:
+            return None
+    return found.at(ndim + behind)
+
+
+def _as_before(call: Call) -> Rows | None:
+    found = call.only("self")
+    return found and found[1]
+
+
+def _viewed(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
+    for dim, size in enumerate(call.result.shape):
+        if outer * size > before:  # the rows begin here
+            over = before // outer
+            if before % outer or size % (over * call.count):
+                return None
+            return Rows(dim, size // (over * call.count), over)
+        outer *= size
+    return None
+
+
+def _permuted(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    order = list(range(tensor.dim()))
+    if "dims" in call.given:
+        order = [dim % tensor.dim() for dim in call.given["dims"]]
+    else:
+        one, other = (call.given.get(name, at) % max(1, tensor.dim()) for name, at in (("dim0", 0), ("dim1", -1)))
+        order[one], order[other] = order[other], order[one]
+    return rows.at(order.index(rows.dim))
+
+
+def _unsqueezed(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    return rows.at(rows.dim + (call.given["dim"] % (tensor.dim() + 1) <= rows.dim))
+
+
+def _expanded(call: Call) -> Rows | None:
+    found = call.only("self")
+    return found and found[1].at(found[1].dim + len(call.given["size"]) - found[0].dim())
+
+
+def _without(call: Call) -> Rows | None:
+    """One dimension goes: `select` and `unbind`."""
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    dim = call.given.get("dim", 0) % tensor.dim()
+    return None if dim == rows.dim else rows.at(rows.dim - (dim < rows.dim))
+
+
+def _squeezed(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    named = call.dims(tensor)
+    gone = [dim for dim in named or range(tensor.dim()) if tensor.shape[dim] == 1]
+    return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
+
+
+def _along(name: str = "dim", default: int | None = None) -> Rule:
+    """Each place along other dimensions than those that the argument names is computed alone."""
+
+    def rule(call: Call) -> Rows | None:
+        found = call.only("self")
+        if found is None:
+            return None
+        tensor, rows = found
+        dims = call.dims(tensor, name) or ([default % tensor.dim()] if default is not None else None)
+        return rows if dims and rows.dim not in dims else None
+
+    return rule
+
+
+def _reduced(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    dims = call.dims(tensor)
+    if not dims or rows.dim in dims:
+        return None
+    return rows if call.given.get("keepdim") else rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
+
+
+def _joined(call: Call) -> Rows | None:
+    tensors = call.given["tensors"]
+    places = {call.rows(tensor) for tensor in tensors}
+    rows = places.pop()
+    if rows is None or places:
+        return None
+    return None if call.given.get("dim", 0) % tensors[0].dim() == rows.dim else rows
+
+
+def _stacked(call: Call) -> Rows | None:
+    tensors = call.given["tensors"]
+    places = {call.rows(tensor) for tensor in tensors}
+    rows = places.pop()
+    if rows is None or places:
+        return None
+    return rows.at(rows.dim + (call.given.get("dim", 0) % (tensors[0].dim() + 1) <= rows.dim))
+
+
+def _first(*names: str) -> Rule:
+    """Rows come first in the argument that is there, and no other has any."""
+
+    def rule(call: Call) -> Rows | None:
+        found = call.only(next(name for name in names if name in call.given))
+        return found[1] if found and found[1].dim == 0 else None
+
+    return rule
+
+
+def _batched(call: Call) -> Rows | None:
+    """Products with a batch dimension: both sides, and what is added, have the rows there, or one side behind it."""
+    if (found := call.only("self")) and "batch1" not in call.given:
+        return found[1] if found[1].dim == 1 else None
+    places = {call.rows(each) for each in call.tensors() if each.dim() == 3 and each.shape[0] != 1}
+    rows = places.pop() if len(places) == 1 else None
+    return rows if rows is not None and rows.dim == 0 else None
+
+
+def _normalized(call: Call) -> Rows | None:
+    found = call.only("input")
+    if found is None:
+        return None
+    tensor, rows = found
+    return rows if rows.dim < tensor.dim() - len(call.given["normalized_shape"]) else None
+
+
+def _projected(call: Call) -> Rows | None:
+    found = call.only("input")
+    return found[1] if found and found[1].dim < found[0].dim() - 1 else None
+
+
+def _looked_up(call: Call) -> Rows | None:
+    found = call.only("indices")
+    return found and found[1]
+
+
+def _attention(call: Call) -> Rows | None:
+    if call.given.get("dropout_p"):
+        return None
+    rows = call.rows(call.given["query"])
+    if rows is None or rows.dim or any(call.rows(call.given[name]) != rows for name in ("key", "value")):
+        return None
+    mask = call.given.get("attn_mask", call.given.get("attn_bias"))
+    shared = mask is None or mask.dim() < 4 or mask.shape[0] == 1
+    return rows if shared or call.rows(mask) == rows else None
+
+
+def _lower(call: Call) -> Rows | None:
+    found = call.only("self")
+    return found[1] if found and found[1].dim < found[0].dim() - 2 else None
+
+
+def _padded(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    tensor, rows = found
+    return rows if rows.dim < tensor.dim() - len(call.given["pad"]) // 2 else None
+
+
+_RULES: dict[str, Rule] = {
+    f"aten::{name}": rule
+    for names, rule in (
+        ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _as_before),
+        ("view _unsafe_view _reshape_alias reshape", _viewed),
+        ("permute transpose t", _permuted),
+        ("unsqueeze", _unsqueezed),
+        ("squeeze", _squeezed),
+        ("expand", _expanded),
+        ("select unbind", _without),
+        ("slice split split_with_sizes chunk topk sort cumsum", _along()),
+        ("_softmax _log_softmax _safe_softmax glu", _along()),
+        ("flip roll", _along("dims")),
+        ("sum mean amax amin prod var std var_mean max min logsumexp linalg_vector_norm argmax argmin", _reduced),
+        ("cat", _joined),
+        ("stack", _stacked),
+        ("mm", _first("self")),
+        ("addmm _addmm_activation", _first("mat1")),
+        ("bmm baddbmm", _batched),
+        ("linear", _projected),
+        ("convolution", _first("input")),
+        ("native_group_norm", _first("input")),
+        ("native_layer_norm _fused_rms_norm", _normalized),
+        (
+            "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d",
+            _first("self"),
+        ),
+        ("embedding", _looked_up),
+        ("tril triu", _lower),
+        ("constant_pad_nd", _padded),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+            _attention,
+        ),
+    )
+    for name in names.split()
+}
+
+
+def rule_of(op: Any) -> Rule | None:
+    """The rule of an operator; None where nobody has shown that it computes each row by itself."""
+    if rule := _RULES.get(op._schema.name):
+        return rule
+    return _elementwise if torch.Tag.pointwise in op.tags and not draws(op) else None
+
+
+def draws(op: Any) -> bool:
+    """Whether the numbers are random: pieces would draw others."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_known(name: str) -> bool:
+    """Whether nothing that the operator of that name, as in ``aten::add.Tensor``, is known to do couples rows."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    op = getattr(packet, overload or "default", None)
+    # Without rows in its arguments an operator needs no rule.
+    return op is not None and (rule_of(op) is not None or base in _CONSTANTS)
+
+
+# What tables and masks are made with.
+_CONSTANTS = frozenset(("arange", "empty", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "index"))
