@@ -85,7 +85,9 @@ def transform(
             each tensor.
 
     Returns:
-        A module of the same class as `model`; with `optimizer` a pair of it and an optimizer of that one's class.
+        A module of the same class as `model`; with `optimizer` a pair of it and an optimizer of that one's class. A
+        model that ``fully_shard`` took, of which no copy would be one, comes back itself: a plan for it has rules for
+        its optimizer alone.
 
     Raises:
         TransformError: `model` is not a module, a region cannot be one (a container without a forward, a scripted
@@ -105,8 +107,14 @@ def transform(
     regions = find_regions(model, plan.of_functions())
     # Before anything is made: what is wrong with the rules for the optimizer is said first.
     stepping = under_rules(model, plan.of_optimizers(), optimizer, runtime)
-    if regions:
-        _refuse_sharded(model)
+    if (sharded := _sharded_in(model)) is not None:
+        if regions:
+            raise TransformError(
+                f"{sharded or 'the model'} was sharded by fully_shard, which gathers its parameters in that very "
+                "module and would not in the new one; call transform() before fully_shard(), or wrap(), which works in "
+                "place"
+            )
+        return model if optimizer is None else (model, stepping)
     copy, memo = copy_tree(model)
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
@@ -175,13 +183,12 @@ def _check_model(verb: str, model: Any) -> None:
         )
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
-            raise TransformError(
-                f"{path or 'the model'} was sharded by fully_shard, which gathers its parameters in that very module "
-                "and would not in the new one; call transform() before fully_shard(), or wrap(), which works in place"
-            )
+def _sharded_in(model: nn.Module) -> str | None:
+    """The path of the first module that ``fully_shard`` has taken."""
+    taken = (
+        path for path, each in model.named_modules() if any(c.__name__ == "FSDPModule" for c in type(each).__mro__)
+    )
+    return next(taken, None)
 
 
 def _is_one_of_several() -> bool:

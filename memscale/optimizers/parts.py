@@ -8,13 +8,13 @@ few at a time. Each is a `StepPart` around the parts inside of it; the innermost
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import pytrees
+from memscale.core import TransformError, pytrees
 from memscale.optimizers.assigned import Assigned
 from memscale.optimizers.separability import Separability, own_step
 
@@ -245,3 +245,14 @@ def copied(tree: Any, device: str | None = None) -> Any:
     return pytrees.unflatten(
         spec, [leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     )
+
+
+def check_whole(title: str, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise `TransformError` for parameters that are one process's part, which a step over numbers does not see."""
+    for parameter in parameters:
+        if hasattr(parameter, "device_mesh"):
+            raise TransformError(
+                f"{title}: a parameter of shape {list(parameter.shape)} is a DTensor, whose numbers it cannot work on; "
+                "leave it out for what fully_shard() took, where step_in_groups(), step_in_backward() and "
+                "compensate_rounding() do apply"
+            )

@@ -12,7 +12,7 @@ import torch
 from memscale.core import ConfigError, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
@@ -92,6 +92,7 @@ class _Quantized(StepPart):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
+        check_whole(repr(self.how), parameters)
         self._parameters = parameters
         share = sum(parameter.nbytes for parameter in parameters) // _SHARE
         self._at_once = min(max(share, _LEAST_BYTES), _MOST_BYTES)

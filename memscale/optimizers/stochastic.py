@@ -9,7 +9,7 @@ import torch
 
 from memscale.core import ConfigError, Misfit, integer
 from memscale.optimizers.in_float32 import StepInFloat32
-from memscale.optimizers.parts import PartedOptimizer, StepPart
+from memscale.optimizers.parts import PartedOptimizer, StepPart, check_whole
 from memscale.optimizers.transformed import OptimizerTransform
 
 _COUNT = "roundings"  # steps of the parameter: with the seed and its place, what its random numbers come from
@@ -81,6 +81,7 @@ class _Stochastic(StepInFloat32):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
+        check_whole(repr(self.how), parameters)
         super().attend(parameters)
         self._orders = {key: order for order, key in enumerate(self.optimizer._places())}
 

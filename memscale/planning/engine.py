@@ -22,6 +22,7 @@ from memscale.core import (
     matches,
 )
 from memscale.hardware import Hardware
+from memscale.planning.beside import Setting, beside
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of, trace_of
@@ -229,8 +230,14 @@ class DecisionEngine:
         if self._progress is not None:
             self._progress(what, self.simulations, None)
 
-    def _profiler(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryProfiler:
-        ranks = self.ranks
+    def _profiler(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks | None = None,
+    ) -> MemoryProfiler:
+        ranks = self.ranks if ranks is None else ranks
         if ranks is not None and ranks.shard is not None and model is not self.model:
             there = [path for path, _ in model.named_modules()]
             kept = tuple(each for each in ranks.shard if any(matches(each, path) for path in there))
@@ -420,11 +427,30 @@ class DecisionEngine:
             for field, nbytes in wider
             if nbytes < least
         ]
+        said, nbytes = beside(
+            Setting(smallest.plan, self.ranks),
+            smallest.profile,
+            limit,
+            self._beside,
+            model=self.model,
+            optimizer=self.optimizer,
+        )
+        if said:
+            fits = ", which fits" if nbytes <= limit else ""
+            lines.append(
+                f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
+            )
         if len(lines) == 1:
             lines.append("take a smaller batch and accumulate gradients, or an optimizer with less state")
         error = BudgetError("; ".join(lines))
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
         return error
+
+    def _beside(self, plan: Plan, ranks: Ranks | None) -> Profile:
+        self._say("another step")
+        self.simulations += 1
+        profiler = self._profiler(plan, self.model, self.optimizer, ranks)
+        return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""

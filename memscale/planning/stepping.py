@@ -102,7 +102,10 @@ def ways(
     found = []
     before = _phases(plain)
     for how in hows:
-        way = Way(how, simulate((("", how),), True))
+        try:
+            way = Way(how, simulate((("", how),), True))
+        except MemscaleError:  # it cannot work on what FSDP2 has of a parameter, or step before DDP has averaged
+            continue
         after = _phases(way.plain)
         if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
             found.append(way)

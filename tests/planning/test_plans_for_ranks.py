@@ -10,7 +10,10 @@ from torch import nn
 import memscale as ms
 from memscale.simulation import Ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),  # whose output nobody changes here
+]
 
 WIDTH, BLOCKS, ROWS = 256, 6, 4096
 LOSS = {"loss": lambda y, _: y.square().mean()}
@@ -89,6 +92,43 @@ def test_recommendations_are_for_the_same_ranks():
     prediction = predictor.predict(batch(), budget=peak * 6 // 10)
     plan = next(each.plan for each in prediction.recommendations if each.plan)
     assert plan.parallel == Ranks("fsdp2", 8)
+
+
+class WithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(20000, WIDTH), Model().blocks[:2], nn.Linear(WIDTH, 20000)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_what_no_plan_fits_is_told_what_would_beside_it():
+    with torch.device("meta"):
+        model, tokens = WithHead(), torch.empty(4, 8, dtype=torch.long)
+    step = {"optimizer": torch.optim.AdamW(model.parameters()), "hardware": CARD, **LOSS}
+    ranks = {"parallel": "fsdp2", "world": 8}
+    with pytest.raises(ms.BudgetError, match="no plan fits") as told:
+        ms.plan(model, tokens, budget="90MiB", **step, **ranks)
+    said = "shard=('blocks.*', 'embed', 'head') would lower it to "
+    assert f"beside its plan {said}" in str(told.value)
+    nbytes = int(str(told.value).partition(said)[2].partition("(")[2].partition(" bytes")[0])
+    apart = ms.profile(model, tokens, plan=told.value.plan, **step, **ranks, shard=("blocks.*", "embed", "head"))
+    assert (apart.reserved_peak_bytes, nbytes < told.value.peak_bytes) == (nbytes, True)
+
+
+def test_ways_to_step_that_shards_do_not_go_are_not_taken():
+    model, step = made()
+    ranks = {"parallel": "fsdp2", "world": 8}
+    names = ("quantize_states", "offload_states", "step_in_groups")
+    ways = ms.DecisionEngine(model, batch(8), stepping=names, **step, **ranks).ways
+    assert ["step_in_groups" in repr(way.how) for way in ways] == [True]
+    for how in (ms.quantize_states(), ms.round_stochastically(), ms.offload_states()):
+        with pytest.raises(ms.TransformError, match="is a DTensor"):
+            ms.profile(model, batch(8), plan={"": how}, **step, **ranks)
 
 
 @pytest.mark.deep

@@ -1,0 +1,129 @@
+"""What else would lower a step's peak where no plan does: other loops of the optimizer, more shards, other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan
+from memscale.core import MemscaleError, matches
+from memscale.planning.blocks import repeated_blocks
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.remedies import optimizer_options, other_loops
+from memscale.planning.stepping import hows
+from memscale.simulation import Profile, Ranks
+
+# What lowers a peak by less than this share is not told.
+_LEAST_GAIN = 1e-3
+# Of the parameters outside of the blocks, in a module that is worth a shard of its own: less is a norm's.
+_SHARE = 1 / 100
+
+#: Simulates the step under a plan, as one process's of these.
+Simulate = Callable[[Plan, Ranks | None], Profile]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step, as far as it may be another one.
+
+    Attributes:
+        plan: of it.
+        ranks: whose it is.
+        options: of the optimizer's groups.
+        said: what of this the caller would have to write, in words.
+    """
+
+    plan: Plan
+    ranks: Ranks | None
+    options: dict[str, bool] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+
+
+def beside(
+    step: Setting,
+    profile: Profile,
+    limit: int,
+    simulate: Simulate,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[tuple[str, ...], int]:
+    """What lowers the peak of `step` to `limit` or towards it, in words, and what the step takes then.
+
+    Each is tried on top of those before it that helped: what the peak is made of decides which comes next.
+
+    Args:
+        step: under the smallest plan.
+        profile: of it.
+        limit: what it may take.
+        simulate: another one.
+        model, optimizer: of it.
+    """
+    least, tried = taken_bytes(profile), set[str]()
+    while least > limit:
+        updating = profile.moment.phase == "optimizer"
+        others = _loops(step, optimizer) if updating else (*_shards(step, model), *_in_backward(step, optimizer))
+        other = next((each for each in others if each.said[-1] not in tried), None)
+        if other is None:
+            break
+        tried.add(other.said[-1])
+        try:
+            with optimizer_options(optimizer, other.options):
+                found = simulate(other.plan, other.ranks)
+        except MemscaleError:  # the optimizer or the processes do not go with it
+            continue
+        if taken_bytes(found) < (1 - _LEAST_GAIN) * least:
+            step, profile, least = other, found, taken_bytes(found)
+    return step.said, least
+
+
+def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
+    """Of an optimizer whose step makes much for a moment."""
+    for options in other_loops(optimizer):
+        if options.get("fused"):
+            yield replace(step, options=options, said=(*step.said, f"{type(optimizer).__name__}(fused=True)"))
+    for how in hows(optimizer, {"step_in_groups"}, moves=False):
+        plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
+        yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_groups',)"))
+
+
+def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
+    """Of what FSDP2's root keeps gathered from forward to the end of backward, such as embedding and head."""
+    ranks = step.ranks
+    if ranks is None or ranks.parallel != "fsdp2" or ranks.shard is not None:
+        return
+    blocks = repeated_blocks(model)
+    outside = {
+        path: [each for each in module._parameters.values() if each is not None]
+        for path, module in model.named_modules()
+        if path and not any(matches(pattern, path[:at]) for pattern in blocks for at in _ends(path))
+    }
+    uses: dict[int, int] = {}
+    for parameter in (each for found in outside.values() for each in found):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    whole = sum(each.nbytes for found in outside.values() for each in found)
+    # Two modules of one weight would gather it twice, which FSDP2 does not allow.
+    paths = [
+        path
+        for path, found in outside.items()
+        if sum(each.nbytes for each in found) > _SHARE * whole and all(uses[id(each)] == 1 for each in found)
+    ]
+    if paths:
+        shard = (*blocks, *paths)
+        yield replace(step, ranks=replace(ranks, shard=shard), said=(*step.said, f"shard={shard!r}"))
+
+
+def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
+    if step.plan.of_optimizers():
+        return
+    for how in hows(optimizer, {"step_in_backward"}, moves=False):
+        plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
+        yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_backward',)"))
+
+
+def _ends(path: str) -> list[int]:
+    """Where the paths of the modules around `path` end, and its own."""
+    return [at for at, letter in enumerate(path) if letter == "."] + [len(path)]
