@@ -87,13 +87,14 @@ class Agreement:
 
 
 def _mesh_of(model: nn.Module) -> Any:
-    """The mesh that FSDP2 has sharded parts of this model over, if it has."""
+    """The mesh that FSDP2 has sharded parts of this model over, if it has; with that of weights split besides."""
+    found: list[Any] = []
     if _FSDP2 in sys.modules:
         for module in model.modules():
             state = sys.modules[_FSDP2]._get_module_fsdp_state(module)
             for group in () if state is None else state._fsdp_param_groups:
-                return group.mesh_info.mesh
-    return None
+                found += [group.mesh_info.mesh, *(each.sharded_param.device_mesh for each in group.fsdp_params)]
+    return max(found, key=lambda mesh: mesh.size(), default=None)
 
 
 def _ranks_of(mesh: Any) -> tuple[str, tuple[int, ...]]:

@@ -29,6 +29,7 @@ from memscale.cli.options import (
     Python,
     Seq,
     Shard,
+    Tensor,
     World,
     whole_number,
 )
@@ -89,6 +90,7 @@ def predict_command(
     parallel: Parallel = None,
     world: World = None,
     shard: Shard = None,
+    tensor: Tensor = None,
     budget: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%."),
@@ -117,7 +119,9 @@ def predict_command(
     """
     return predict(
         Options(
-            step=StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ())),
+            step=StepOptions(
+                hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()), tensor
+            ),
             plan=plan,
             budget=budget,
             largest=largest,
@@ -144,6 +148,7 @@ def plan_command(
     parallel: Parallel = None,
     world: World = None,
     shard: Shard = None,
+    tensor: Tensor = None,
     mode: Mode = None,
     allow: Allow = None,
     forbid: Forbid = None,
@@ -164,7 +169,7 @@ def plan_command(
 
     Exits with 0 if there is one, 3 if nothing fits, 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()), tensor)
     allowed = AllowOptions(mode, allow or [], forbid or [], host, auto)
     return plan(PlanOptions(step, allowed, budget, json, plot, html, python))
 
@@ -181,6 +186,7 @@ def frontier_command(
     parallel: Parallel = None,
     world: World = None,
     shard: Shard = None,
+    tensor: Tensor = None,
     budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help=f"Plan for this too, and say why: {SIZES}.")
     ] = None,
@@ -202,7 +208,7 @@ def frontier_command(
 
     Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()), tensor)
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return frontier(PlanOptions(step, allowed, budget, json, plot, html, python), points)
 
@@ -235,6 +241,7 @@ def tune_command(
     parallel: Parallel = None,
     world: World = None,
     shard: Shard = None,
+    tensor: Tensor = None,
     mode: Mode = None,
     allow: Allow = None,
     forbid: Forbid = None,
@@ -256,7 +263,7 @@ def tune_command(
 
     Exits with 0, with 3 if nothing fits, with 2 if an option is wrong.
     """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()))
+    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate, parallel, world, tuple(shard or ()), tensor)
     allowed = AllowOptions(mode, allow or [], forbid or [], host)
     return tune(TuneOptions(step, allowed, objective, budget, at_least, at_most, confirm, json, plot, html, python))
 

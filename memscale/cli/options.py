@@ -47,6 +47,10 @@ Shard = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
 ]
+Tensor = Annotated[
+    int | None,
+    typer.Option(parser=whole_number, metavar="M", help="Over how many processes fsdp2's layers are split besides."),
+]
 Accumulate = Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Batches for each optimizer step.")]
 SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
 Mode = Annotated[

@@ -34,6 +34,7 @@ class StepOptions:
     parallel: str | None = None
     world: int | None = None
     shard: tuple[str, ...] = ()
+    tensor: int | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the model is."""
@@ -44,8 +45,9 @@ class StepOptions:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.parallel not in (None, "fsdp2", "ddp"):
             raise ConfigError(f"--parallel must be fsdp2 or ddp, got {self.parallel!r}")
-        if self.parallel is None and (self.world is not None or self.shard):
-            name = "world" if self.world is not None else "shard"
+        about = {"world": self.world, "shard": self.shard or None, "tensor": self.tensor}
+        if self.parallel is None and (given := [name for name, value in about.items() if value is not None]):
+            name = given[0]
             raise ConfigError(f"--{name} is about several processes; say which way, with --parallel fsdp2 or ddp")
         if self.parallel is not None and (self.world is None or self.world < 1):
             raise ConfigError(f"--parallel {self.parallel} needs --world N, how many processes there are")
@@ -53,7 +55,7 @@ class StepOptions:
     @property
     def ranks(self) -> dict[str, Any]:
         """What says that the step is one process's of several, as the library takes it."""
-        return {"parallel": self.parallel, "world": self.world, "shard": self.shard or None}
+        return {"parallel": self.parallel, "world": self.world, "shard": self.shard or None, "tensor": self.tensor}
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,10 @@ class DecisionEngine:
         parallel: Parallel | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
     ) -> None:
         check_model(model, "plan")
-        self.ranks = Ranks.of(model, parallel, world, shard, caller="plan")
+        self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="plan")
         self.model = model
         self.batch = batch
         self.optimizer = optimizer

@@ -34,6 +34,7 @@ def plan(
     parallel: Parallel | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
+    tensor: int | None = None,
     record: Record = None,
 ) -> ProvenPlan:
     """The fastest composition of transforms whose training step fits `budget`, proved by simulation.
@@ -65,8 +66,8 @@ def plan(
             ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
             third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
         progress: called before each simulation with what it is about, how many are done, and None.
-        parallel, world, shard: as in `memscale.profile`: the step is one process's of several, and the plan is the
-            same for all of them. Apply it to the plain model, then distribute what `transform` returns.
+        parallel, world, shard, tensor: as in `memscale.profile`: the step is one process's of several, and the plan is
+            the same for all of them. Apply it to the plain model, then distribute what `transform` returns.
         record: keep the step with the plan in the history, as in `memscale.profile`; it is simulated once more for it.
 
     Raises:
@@ -87,6 +88,7 @@ def plan(
         parallel=parallel,
         world=world,
         shard=shard,
+        tensor=tensor,
     )
     found = engine.plan(budget)
     if path is not None:
@@ -113,6 +115,7 @@ def frontier(
     parallel: Parallel | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
+    tensor: int | None = None,
 ) -> Frontier:
     """What memory costs in time: plans from the smallest peak that can be reached to the step as it is.
 
@@ -126,8 +129,8 @@ def frontier(
     Plan()
 
     Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress, parallel, world, shard: as in
-            `plan`.
+        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress: as in `plan`.
+        parallel, world, shard, tensor: as in `plan`.
         points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
 
     Raises:
@@ -146,5 +149,6 @@ def frontier(
         parallel=parallel,
         world=world,
         shard=shard,
+        tensor=tensor,
     )
     return engine.frontier(points)

@@ -118,7 +118,8 @@ class Evidence:
         ranks = data.get("parallel")
         if ranks is not None:
             shard = ranks["shard"]
-            ranks = Ranks(ranks["parallel"], ranks["world"], None if shard is None else tuple(shard))
+            shard = None if shard is None else tuple(shard)
+            ranks = Ranks(ranks["parallel"], ranks["world"], shard, ranks.get("tensor") or 1)
         return cls(
             **{
                 **data,

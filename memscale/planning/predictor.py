@@ -46,7 +46,7 @@ class OOMPredictor:
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
-        optimizer, loss, hardware, probe, parallel, world, shard: as in `memscale.profile`.
+        optimizer, loss, hardware, probe, parallel, world, shard, tensor: as in `memscale.profile`.
         plan: transforms that the step has already; the plan that is recommended takes its place.
         accumulate: forward and backward passes for each optimizer step.
         config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
@@ -73,13 +73,14 @@ class OOMPredictor:
         parallel: Parallel | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
                 "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
             )
-        self.ranks = Ranks.of(model, parallel, world, shard, caller="OOMPredictor")
+        self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="OOMPredictor")
         self.model = model
         self.optimizer = optimizer
         self.plan = Plan() if plan is None else as_plan(plan)

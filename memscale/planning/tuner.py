@@ -52,7 +52,7 @@ class AutoTuner:
         model: a module on any device, not transformed; ``meta`` costs no memory.
         optimizer, loss, config, hardware, accumulate: as in `memscale.plan`.
         progress: called before each simulation with what it is about, how many are done, and None.
-        parallel, world, shard: as in `memscale.profile`; sizes are those of one process's batch.
+        parallel, world, shard, tensor: as in `memscale.profile`; sizes are those of one process's batch.
 
     Raises:
         ConfigError: an argument is wrong, or does not fit the others; the message says which.
@@ -71,9 +71,10 @@ class AutoTuner:
         parallel: Parallel | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
     ) -> None:
         check_model(model, "AutoTuner")
-        ranks = Ranks.of(model, parallel, world, shard, caller="AutoTuner")
+        ranks = Ranks.of(model, parallel, world, shard, tensor, caller="AutoTuner")
         check_loss(loss)
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"AutoTuner(config={config!r}) must be a Config or None; build one with Config()")

@@ -48,6 +48,7 @@ def profile(
     parallel: Parallel | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
+    tensor: int | None = None,
     record: Record = None,
 ) -> Profile:
     """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
@@ -87,6 +88,9 @@ def profile(
         world: how many processes, with `parallel`.
         shard: patterns of the modules that ``"fsdp2"`` shards each on its own, beside the root; None is the repeated
             blocks.
+        tensor: over how many of the processes, next to each other, each layer's weights are split besides, by what the
+            model's ``tp_plan`` says (models of transformers have one; the names of its styles are theirs). FSDP2 then
+            shards over every `tensor`-th process, and the batch is that of such a group. None is 1.
         record: keep the profile in the history. None does where ``$MEMSCALE_HISTORY`` names its file, False does not,
             True asks for the variable, and a path is another file. A history that cannot be written is logged.
 
@@ -105,6 +109,7 @@ def profile(
         parallel=parallel,
         world=world,
         shard=shard,
+        tensor=tensor,
     )
     found = profiler.profile(batch, accumulate=accumulate)
     if path is not None:
@@ -131,7 +136,7 @@ class MemoryProfiler:
     640
 
     Args:
-        model, optimizer, loss, plan, hardware, probe, parallel, world, shard: as in `profile`.
+        model, optimizer, loss, plan, hardware, probe, parallel, world, shard, tensor: as in `profile`.
         config: None is ``Config()``.
     """
 
@@ -148,8 +153,9 @@ class MemoryProfiler:
         parallel: Parallel | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
     ) -> None:
-        self.ranks = Ranks.of(model, parallel, world, shard, caller="profile")
+        self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="profile")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss

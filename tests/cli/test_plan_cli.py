@@ -186,6 +186,8 @@ def test_the_step_can_be_one_processs_of_several(folder, capsys):
     ("ranks", "told"),
     [
         (("--world", 8), "--world is about several processes"),
+        (("--tensor", 2), "--tensor is about several processes"),
+        (("--parallel", "fsdp2", "--world", 8, "--tensor", 2), "splits weights as the model's tp_plan says, and this"),
         (("--parallel", "ddp"), "--parallel ddp needs --world N"),
         (("--parallel", "fsdp", "--world", 8), "--parallel must be fsdp2 or ddp, got 'fsdp'"),
         (("--parallel", "fsdp2", "--world", 8, "--shard", "blocks"), "'blocks' matches no module"),

@@ -18,6 +18,7 @@ from memscale.algebra import placing_in
 from memscale.core import ConfigError, RuntimeUnavailable, TransformError, matches
 from memscale.optimizers import without_states
 from memscale.simulation.parallel.sharded import mesh_of
+from memscale.simulation.parallel.tensor import check_tensor, split
 
 Parallel = Literal["ddp", "fsdp2"]
 _KNOWN = ("ddp", "fsdp2")
@@ -34,26 +35,30 @@ class Ranks:
         parallel: ``"fsdp2"`` or ``"ddp"``.
         world: how many processes.
         shard: patterns of the modules that FSDP2 shards beside the root; None is the repeated blocks.
+        tensor: over how many of them each weight is split besides, by the model's ``tp_plan``.
     """
 
     parallel: Parallel
     world: int
     shard: tuple[str, ...] | None = None
+    tensor: int = 1
 
     def __str__(self) -> str:
         beside = "" if self.shard is None else f", sharding {', '.join(self.shard)}"
+        beside = f", tensors over {self.tensor} of them{beside}" if self.tensor > 1 else beside
         return f"{self.parallel} over {self.world} process{'es' * (self.world > 1)}{beside}"
 
     @classmethod
-    def of(cls, model: Any, parallel: Any, world: Any, shard: Any, *, caller: str) -> Ranks | None:
+    def of(cls, model: Any, parallel: Any, world: Any, shard: Any, tensor: Any, *, caller: str) -> Ranks | None:
         """What the arguments of `caller` mean for `model`; None for a step that is trained as it is.
 
         Raises:
-            ConfigError: `parallel`, `world`, `shard` or `model` is not what it takes.
+            ConfigError: `parallel`, `world`, `shard`, `tensor` or `model` is not what it takes.
         """
         if parallel is None:
-            if world is not None or shard is not None:
-                name, value = ("world", world) if world is not None else ("shard", shard)
+            about = {"world": world, "shard": shard, "tensor": tensor}
+            if given := [(name, value) for name, value in about.items() if value is not None]:
+                name, value = given[0]
                 raise ConfigError(
                     f"{caller}({name}={value!r}) is about several processes; say which: parallel='fsdp2' or 'ddp'"
                 )
@@ -74,7 +79,9 @@ class Ranks:
                 f"{caller}(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel "
                 "out"
             )
-        return cls(parallel, world, _patterns(model, parallel, shard, caller))
+        if tensor not in (None, 1):
+            check_tensor(model, parallel, world, tensor, caller=caller)
+        return cls(parallel, world, _patterns(model, parallel, shard, caller), tensor or 1)
 
     @classmethod
     def of_distributed(cls, model: Any) -> Ranks | None:
@@ -83,7 +90,8 @@ class Ranks:
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 return cls("ddp", dist.get_world_size(module.process_group))
             if (mesh := mesh_of(module)) is not None:
-                return cls("fsdp2", mesh.size())
+                # Weights that are split besides are on a mesh of both dimensions.
+                return cls("fsdp2", max(mesh.size(), *(each.device_mesh.size() for each in _spread(model))))
         return None
 
     def is_like(self, other: Ranks | None) -> bool:
@@ -92,16 +100,19 @@ class Ranks:
 
     def arguments(self) -> dict[str, Any]:
         """As keyword arguments of whatever takes them."""
-        return {"parallel": self.parallel, "world": self.world, "shard": self.shard}
+        return {"parallel": self.parallel, "world": self.world, "shard": self.shard, "tensor": self.tensor}
 
 
 def is_distributed(model: Any) -> bool:
     """Whether parts of `model` are a process's of several, by FSDP2, DDP or DTensors of its owner's."""
     if not isinstance(model, nn.Module):
         return False
-    return Ranks.of_distributed(model) is not None or any(
-        hasattr(parameter, "device_mesh") for parameter in model.parameters()
-    )
+    return Ranks.of_distributed(model) is not None or bool(_spread(model))
+
+
+def _spread(model: nn.Module) -> list[Any]:
+    """The parameters of `model` that are DTensors."""
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
 
 
 def arguments_of(ranks: Ranks | None) -> dict[str, Any]:
@@ -158,7 +169,11 @@ def one_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
     try:
         if ranks.parallel == "fsdp2":
-            _shard(part, ranks)
+            mesh = _mesh(ranks)
+            if ranks.tensor > 1:
+                split(part, mesh["tensor"])
+                mesh = mesh["data"]
+            _shard(part, mesh, ranks)
             runs = part
         else:
             # Nothing to agree on with the others: they have no numbers either.
@@ -190,11 +205,18 @@ def _on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _shard(model: nn.Module, ranks: Ranks) -> None:
+def _mesh(ranks: Ranks) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
+
+    # Of what the simulation has, whatever is in this machine.
+    if ranks.tensor == 1:
+        return init_device_mesh("cpu", (ranks.world,))
+    return init_device_mesh("cpu", (ranks.world // ranks.tensor, ranks.tensor), mesh_dim_names=("data", "tensor"))
+
+
+def _shard(model: nn.Module, mesh: Any, ranks: Ranks) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (ranks.world,))  # of what the simulation has, whatever is in this machine
     if ranks.shard is None:
         chosen = _blocks(model)
     else:

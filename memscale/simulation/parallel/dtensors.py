@@ -56,6 +56,8 @@ def _of_kinds(schema: Any) -> tuple[Any, list[int]] | None:
     lists = [arg for arg in schema.args_schema if isinstance(arg, (list, tuple))]
     if not lists or len({len(each) for each in lists}) != 1 or schema.kwargs_schema:
         return None
+    if not all(hasattr(each, "placements") for each in lists[0]):
+        return None  # a shape, as of a view
     numbers: dict[Any, int] = {}
     kinds: list[int] = []
     first: list[int] = []

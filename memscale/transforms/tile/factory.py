@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, by_name, factory, internals, is_of_modules, pytrees
+from memscale.core import ConfigError, TransformError, by_name, factory, internals, is_of_modules, pytrees
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -262,6 +262,11 @@ class Tiled(Transformed):
             return False
         if hidden.dim() < 2 or not hidden.is_floating_point():
             return False
+        if hasattr(hidden, "device_mesh"):
+            raise TransformError(
+                f"{self.how!r} around a projection whose weight is split over processes (its input is a DTensor): what "
+                "gathers its result would see none; leave this region out of the plan"
+            )
         flags = Scope(self.fn).flags()
         if flags not in self._projects:
             self._projects[flags] = is_projection(self.fn, hidden)

@@ -1,0 +1,169 @@
+"""Two-dimensional meshes: weights split over some processes, shards over the others, asked about and as their owner has
+them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memscale as ms
+from memscale.simulation import Ranks
+from tests.support.whole_run import true_peaks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),  # whose output nobody changes here
+]
+
+WIDTH, VOCABULARY = 64, 301  # rows that no two processes divide
+TOKENS = torch.arange(4 * 40).view(4, 40) % VOCABULARY
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.tp_plan = {
+            "embed": "embedding_rowwise",
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "head": "colwise_gather_output",
+        }
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(output, _):
+    return output.float().logsumexp(-1).mean()
+
+
+@pytest.fixture
+def group():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def split(plan=None):
+    """As its owner would write it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = Model() if plan is None else ms.transform(Model(), plan)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
+    styles = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+    for number in range(3):
+        styles |= {f"blocks.{number}.up": ColwiseParallel(), f"blocks.{number}.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], styles)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        loss(model(TOKENS), TOKENS).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return optimizer, step
+
+
+ASKED = {"parallel": "fsdp2", "world": 8, "tensor": 2}
+
+
+def test_a_plain_model_is_asked_about_as_the_split_one_whose_peak_is_the_allocators(group):
+    model = Model()
+    dist.destroy_process_group()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    asked = ms.profile(model, TOKENS, optimizer=optimizer, loss=loss, **ASKED)
+    assert not dist.is_initialized()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    part = split()
+    own = ms.profile(part, TOKENS, optimizer=trained(part)[0], loss=loss)
+    truth = true_peaks(lambda: trained(split())[1])[-1]
+    assert asked.peak_bytes == own.peak_bytes == pytest.approx(truth, rel=1e-3)
+
+
+def test_a_plan_for_a_mesh():
+    model = Model()
+    card = ms.Hardware.named("h100")
+    step = {"loss": loss, "hardware": card, **ASKED}
+    profile = ms.profile(model, TOKENS, **step)
+    # Weights that are split add their results up at every block; shards are gathered by the others.
+    assert {(each.kind, each.size) for each in profile.schedule.collectives} >= {("all-reduce", 2), ("all-gather", 4)}
+    with pytest.raises(ms.TransformError, match="whose weight is split over processes"):
+        ms.profile(model, TOKENS, plan={"head": ms.tile(chunks=2)}, **step)
+    plan = ms.DecisionEngine(model, TOKENS, **step | {"hardware": "cpu"}).smallest()
+    assert plan
+    assert plan.parallel == Ranks("fsdp2", 8, None, 2)
+    assert "tensors over 2 of them" in plan.to_python()
+    assert type(plan).from_json(plan.to_json()).parallel == plan.parallel
+
+
+def test_tied_weights_stay_one():
+    model, step = Model(tied=True), {"loss": loss, **ASKED}
+    untied = ms.profile(Model(), TOKENS, **step).by_category["parameter"]
+    assert ms.profile(model, TOKENS, **step).by_category["parameter"] < untied
+
+
+def test_a_split_model_is_planned_as_it_is(group):
+    model = split()
+    plan = ms.DecisionEngine(model, TOKENS, loss=loss, hardware="cpu").smallest()
+    assert plan
+    assert (plan.parallel.parallel, plan.parallel.world) == ("fsdp2", 8)
+
+
+def unsplittable(style="colwise"):
+    model = Model()
+    model.tp_plan = {"blocks": style} if style == "colwise" else {"blocks.*.up": style}
+    return model
+
+
+class WithHeads(Model):
+    class config:
+        num_attention_heads = 3
+
+
+MISTAKES = {
+    "no divisor": (Model, {"world": 9, "tensor": 2}, "9 processes are no whole groups of 2"),
+    "no number": (Model, {"world": 8, "tensor": 0}, "an int above 0"),
+    "replicas": (Model, {"parallel": "ddp", "world": 8, "tensor": 2}, "say parallel='fsdp2'"),
+    "no plan": (lambda: Model().blocks[0], {"world": 8, "tensor": 2}, "has none that names its modules; split it with"),
+    "no style": (lambda: unsplittable("moe_tp_experts"), {"world": 8, "tensor": 2}, "not DTensor's, moe_tp_experts"),
+    "no layer": (unsplittable, {"world": 8, "tensor": 2}, "blocks is a ModuleList"),
+    "heads": (WithHeads, {"world": 8, "tensor": 2}, "num_attention_heads = 3 cannot be split over 2"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "told"), MISTAKES.values(), ids=MISTAKES)
+def test_what_cannot_be_split_is_told_before_anything_is_made(make, options, told):
+    with pytest.raises(ms.ConfigError, match=told):
+        ms.profile(make(), TOKENS, loss=loss, **{"parallel": "fsdp2", **options})
+    assert not dist.is_initialized()
