@@ -115,7 +115,13 @@ class Policy(Value):
     ...         return ms.policies.Save() if convolution else ms.policies.Recompute()
     >>> ms.checkpoint(policy=OnlyConvolutions())
     checkpoint(policy=OnlyConvolutions())
+
+    Attributes:
+        sees_labels: whether `verdict` may depend on more than the operator. A policy that says it does not is asked
+            once about each operator, which makes its regions faster.
     """
+
+    sees_labels: ClassVar[bool] = True
 
     def verdict(self, site: Site) -> Verdict:
         """What becomes of the value made at `site`."""
@@ -124,6 +130,7 @@ class Policy(Value):
 
 class _Constant(Policy):
     constant: ClassVar[bool] = True
+    sees_labels: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

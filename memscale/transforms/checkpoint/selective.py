@@ -6,9 +6,10 @@ what it says; `Replayer` sees the same sequence during the recompute and answers
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,30 @@ from memscale.transforms.labels import listeners
 def is_view(op: internals.OpOverload) -> bool:
     """Whether `op` makes no memory of its own. `_unsafe_view`, at the end of every batched `@`, only denies it."""
     return op.is_view or op is torch.ops.aten._unsafe_view.default
+
+
+class _Kind(enum.Enum):
+    """What an operator does to memory."""
+
+    VIEWS = enum.auto()
+    CASTS = enum.auto()
+    CHANGES = enum.auto()
+    MAKES = enum.auto()
+
+
+@cache  # a region asks at each operator, and asking PyTorch takes as long as a dispatch mode does
+def _kind(op: internals.OpOverload) -> _Kind:
+    if is_view(op):
+        return _Kind.VIEWS
+    if op is torch.ops.aten._to_copy.default:
+        return _Kind.CASTS
+    return _Kind.CHANGES if op._schema.is_mutable else _Kind.MAKES
+
+
+@cache
+def _said(policy: Policy) -> dict[internals.OpOverload, Verdict]:
+    """What a policy that does not see labels has said of operators."""
+    return {}
 
 
 class _Output(NamedTuple):
@@ -53,21 +78,19 @@ class _Numbering(OperatorWatch):
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         # Views hold no memory of their own, and a run and its recompute differ in them: autograd detaches what it
         # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
-        if is_unrecorded() or is_view(func) or self._is_cached_cast(func, args):
+        kind = _kind(func)
+        if kind is _Kind.VIEWS or is_unrecorded() or (kind is _Kind.CASTS and self._is_of_cached_cast(args[0])):
             return func(*args, **kwargs)
         index = self.count
         self.count += 1
-        return self.on_operator(index, func, args, kwargs)
+        return self.on_operator(index, kind, func, args, kwargs)
 
-    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _is_cached_cast(self, op: internals.OpOverload, args: Any) -> bool:
+    def _is_of_cached_cast(self, source: torch.Tensor) -> bool:
         # Autocast casts a leaf once, then answers from a cache that a recompute finds in another state (and a
         # recompute's inputs are leaves, which those of the run need not be). Such a cast has nothing to save.
-        if op is not torch.ops.aten._to_copy.default:
-            return False
-        source = args[0]
         return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
@@ -77,6 +100,7 @@ class Recorder(_Numbering):
     def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._policy = policy
+        self._verdicts = None if policy.sees_labels else _said(policy)
         self._runtime = runtime
         self._tiers: dict[int, str] = {}  # of the operators whose outputs move
         self._outputs: dict[int, list[torch.Tensor]] = {}
@@ -98,11 +122,24 @@ class Recorder(_Numbering):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         listeners.stack.remove(self._on_label)
 
-    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
-        if op._schema.is_mutable:
+    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
+        if kind is _Kind.CHANGES:
             self._protect(op, args, kwargs)
             return op(*args, **kwargs)
         result = op(*args, **kwargs)
+        if self._verdicts is None:
+            self._note(index, op, result)
+        verdict = None if self._verdicts is None else self._verdicts.get(op)
+        if verdict is None:
+            verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
+            if self._verdicts is not None:
+                self._verdicts[op] = verdict
+        if not isinstance(verdict, Recompute):
+            self._follow(verdict, index, op, result)
+        return result
+
+    def _note(self, index: int, op: internals.OpOverload, result: Any) -> None:
+        """Remember where an operator put its first output, which may be given a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)
         if isinstance(first, torch.Tensor):
@@ -111,8 +148,6 @@ class Recorder(_Numbering):
             self._made[storage._cdata] = _Output(
                 index, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest, lives
             )
-        self._follow(self._policy.verdict(Site(op, None, batch_dims(op))), index, op, result)
-        return result
 
     def _follow(self, verdict: Verdict, index: int, op: internals.OpOverload, result: Any) -> None:
         match verdict:
@@ -230,7 +265,7 @@ class Replayer(_Numbering):
         # Not when they are asked for: the other region's recompute needs autograd, which is off inside a dispatch mode.
         self._recomputed = recorder.recomputed()
 
-    def on_operator(self, index: int, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
         kept = recorder.ops.get(index)
         if kept is None:
