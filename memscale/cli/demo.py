@@ -21,7 +21,7 @@ import memscale as ms
 from memscale.cli.step import typed_budget
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
-from memscale.core import BudgetError, ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds
+from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds
 from memscale.planning import DecisionEngine, Evidence, ProvenPlan, taken_bytes
 from memscale.reports import plot_timelines
 
@@ -99,11 +99,10 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     if budget is not None:
         return engine.plan(typed_budget(budget))
     share = math.ceil(_SHARE * taken_bytes(engine.plain) / _MIB) * _MIB
-    try:
-        return engine.plan(share)
-    except BudgetError as error:
-        least = error.peak_bytes
-    assert least is not None
+    nearest = engine.nearest(share)
+    least = nearest.evidence.planned.taken_bytes
+    if least <= share:
+        return nearest
     return engine.plan(math.ceil(_ROOM * least / _MIB) * _MIB)  # exactly that has no room for what a run does beside
 
 

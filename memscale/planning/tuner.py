@@ -39,11 +39,11 @@ class AutoTuner:
 
     >>> import torch, memscale as ms
     >>> from torch import nn
-    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
     >>> model = nn.Sequential(*blocks)
     >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**34)
     >>> tuner = ms.AutoTuner(model, loss=lambda y, _: y.square().mean(), hardware=box)
-    >>> best = tuner.tune(lambda rows: torch.ones(rows, 64), objective="batch", budget="4MiB")
+    >>> best = tuner.tune(lambda n: torch.ones(512 * n, 64), objective="batch", budget="4MiB")
     >>> best.plan.evidence.planned.taken_bytes <= 4 * 2**20 < best.plan.evidence.plain.taken_bytes
     True
     >>> fit = ms.transform(model, best.plan)

@@ -124,20 +124,17 @@ def test_json_is_the_prediction_of_the_library(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "make_optimizer", "changes"),
     [
-        (["--optimizer", "sgd"], torch.optim.SGD, {}),
         (["--optimizer", "AdaFactor"], torch.optim.Adafactor, {}),
         (["--optimizer", "none"], None, {}),
         (["--dtype", "bf16"], torch.optim.AdamW, {"dtype": torch.bfloat16}),
         (["--dtype", "FLOAT32"], torch.optim.AdamW, {}),
         (["--accumulate", "2"], torch.optim.AdamW, {"accumulate": 2}),
         (["--plan", "checkpoint"], torch.optim.AdamW, {"plan": {"transformer.h.*": ms.checkpoint()}}),
-        (["--plan", "tile"], torch.optim.AdamW, {"plan": {"lm_head": ms.tile(chunks=8)}}),
         (
             ["--plan", "tile+checkpoint"],
             torch.optim.AdamW,
             {"plan": {"transformer.h.*": ms.checkpoint(), "lm_head": ms.tile(chunks=8)}},
         ),
-        (["--plan", "offload"], torch.optim.AdamW, {"plan": {"transformer.h.*": ms.offload()}}),
         (
             ["--plan", "offload+checkpoint"],
             torch.optim.AdamW,

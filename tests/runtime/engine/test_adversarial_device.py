@@ -24,12 +24,12 @@ pytestmark = [
     pytest.mark.usefixtures("quick_collections"),
     pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
 ]
-CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 6
+CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 4
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_on_random_devices(chunk):
-    """600 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    """400 cases, 40 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         assert run_case(seed) == [], f"case {seed}"
 
@@ -151,10 +151,13 @@ def hazards_of(seed):
     return {hazard.kind for hazard in engine.backend.finish()}
 
 
+def test_the_engine_itself_has_no_hazard():
+    assert set().union(*map(hazards_of, range(60))) == set()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("hazard", "edits"), MUTANTS.values(), ids=MUTANTS)
 def test_the_checker_catches_the_mutant(hazard, edits, monkeypatch):
-    assert set().union(*map(hazards_of, range(60))) == set(), "the engine itself has none"
     mutate(monkeypatch, edits)
     # Most show within ten cases; asking which copies are done, the link puts many in order by accident.
     assert any(hazard in hazards_of(seed) for seed in range(400))

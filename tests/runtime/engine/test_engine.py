@@ -221,7 +221,7 @@ def test_threads_share_an_engine():
 def test_random_programs_on_a_real_disk(depth):
     """The programs of the simulated device, in the order in which the threads of this machine happen to run."""
     engine = CheckedEngine(Checked(HostBackend(disk_bytes=1 << 22)), depth=depth)
-    for seed in range(depth, 200, 4):
+    for seed in range(depth, 100, 4):
         assert run_case(seed, engine) == [], f"case {seed}"
     assert out_bytes(engine) > 0
 

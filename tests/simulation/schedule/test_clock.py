@@ -81,7 +81,12 @@ SMALL = {"layers": 6, "width": 1024, "inner": 4096, "vocabulary": 4096, "tokens"
 
 @pytest.mark.parametrize(
     "how",
-    [ms.offload(), ms.offload(what="params"), ms.compose(ms.offload(), ms.checkpoint()), ms.offload(tier="disk")],
+    [
+        ms.offload(what="params"),
+        ms.compose(ms.offload(), ms.checkpoint()),
+        pytest.param(ms.offload(), marks=pytest.mark.deep),
+        pytest.param(ms.offload(tier="disk"), marks=pytest.mark.deep),
+    ],
     ids=repr,
 )
 def test_a_slower_link_never_makes_a_step_faster(how):

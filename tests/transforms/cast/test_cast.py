@@ -582,7 +582,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+QUICK = ("root", "around layers in checkpoint", "nested")  # the compiler takes a second for each
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, id=name, marks=() if name in QUICK else pytest.mark.deep) for name, plan in PLANS.items()],
+)
 def test_compiles_to_one_graph_with_the_same_numbers(plan):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     other, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)

@@ -1,6 +1,7 @@
 """Hugging Face models with their cache of keys and values on, as by default: each block is given it and grows it."""
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import memscale as ms
 from memscale import checkpoint, policies
 from memscale.transforms.checkpoint import recompute
 from tests.support.checks import bits
+from tests.support.coverings import pairwise
 
 IDS = torch.arange(1, 17).reshape(2, 8)
 TEXT = {"input_ids": IDS, "labels": IDS}
@@ -89,10 +91,10 @@ def lengths(cache):
     return cache.get_seq_length(0), cache.get_seq_length(1)
 
 
-@pytest.mark.parametrize("plan", ["blocks", "nested", "dots"])
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+    ("make", "attention", "train", "plan"),
+    pairwise(itertools.product(MODELS, ["eager", "sdpa"], [True, False], ["blocks", "nested", "dots"])),
+)
 def test_plain_backward(make, attention, train, plan):
     model, pattern, batch = made(make, attention)
     model.train(train)

@@ -1,6 +1,7 @@
 """offload(what="params"): whatever trains a model must not tell a streamed one from another."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from memscale import compose, tile
 from memscale.runtime import Runtime
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
+from tests.support.coverings import pairwise
 from tests.support.layers import (
     HOWS,
     LAYER,
@@ -175,11 +177,9 @@ WAYS = [
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "how", "depth"), pairwise(itertools.product(WAYS, HOWS, [0, 2])))
 def test_ways_of_going_backward(way, how, depth):
-    same(way, plan={"*": how}, depth=depth)
+    same(way, plan={"*": HOWS[how]}, depth=depth)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")

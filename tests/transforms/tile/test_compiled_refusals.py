@@ -1,5 +1,7 @@
 """Under `torch.compile`, where no watch sees a piece, what pieces would change is refused by its structure."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import tile
+from tests.support.coverings import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
@@ -58,11 +61,11 @@ def state(model):
     return [value.clone() for value in model.state_dict().values()]
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("make", [make for make, _ in CASES.values()], ids=CASES)
-def test_what_couples_the_rows_is_refused_and_leaves_nothing(make, called_before, recompute):
-    model, x = make(), torch.randn(6, 4)
+@pytest.mark.parametrize(
+    ("case", "called_before", "recompute"), pairwise(itertools.product(CASES, [False, True], [True, False]))
+)
+def test_what_couples_the_rows_is_refused_and_leaves_nothing(case, called_before, recompute):
+    model, x = CASES[case][0](), torch.randn(6, 4)
     fit = ms.transform(model, {"": tile(chunks=3, recompute=recompute)})
     before = state(model)
     if called_before:

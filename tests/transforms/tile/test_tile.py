@@ -533,7 +533,7 @@ def test_torch_func():
 
 # The compiler's own imports, at the first torch.compile of a process.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_torch_compile_without_a_graph_break(recompute):
     model, x = mlp(), numbers(7, 6)
     fit = ms.transform(model, {"": tile(chunks=3, recompute=recompute)})
