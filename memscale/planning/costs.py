@@ -16,7 +16,8 @@ import numpy.typing as npt
 from memscale.hardware import Hardware, host_seconds
 from memscale.planning.candidates import AS_IT_IS, Candidate, Rules
 from memscale.planning.parts import Part
-from memscale.planning.trials import MOVES, Simulate, Trials, TrialSteps
+from memscale.planning.trial_rows import MOVES
+from memscale.planning.trials import Simulate, Trials, TrialSteps
 from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Station
 
 Bytes = npt.NDArray[np.int64]

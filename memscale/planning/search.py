@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from memscale.planning.costs import Assignment, Bytes, measured_costs
 from memscale.planning.parts import parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.solver import Chooser, Floats, LinkRates
+from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
 from memscale.simulation import Profile, SimulatedStep
 
@@ -21,7 +23,11 @@ from memscale.simulation import Profile, SimulatedStep
 _USED = 0.97
 # Nor is one that is as fast as was thought; of copies less is known.
 _AS_THOUGHT, _AS_THOUGHT_WITH_MOVES = 1.005, 1.02
-_ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
+_ROUNDS, _ROUNDS_WITH_MOVES, _FEW_ROUNDS = 6, 8, 3
+# Of a budget, what the allocator is thought to keep beside what is allocated, at most.
+_KEPT = 0.1
+# What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
+_FASTER = 1e-3
 # A smallest plan that holds no more than this share of what was thought to be the least is it.
 _LEAST = 1.005
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
@@ -74,9 +80,11 @@ class Proven:
         assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
         return self.profile.step_seconds
 
-    def correct(self, chooser: Chooser) -> None:
-        """Let the chooser know what this step held and took."""
-        chooser.correct(self.assignment, self.held_bytes, self.part_seconds, self.seconds)
+    def correct(self, chooser: Chooser, most_kept_bytes: int | None = None) -> None:
+        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it."""
+        kept = self.taken_bytes - self.profile.peak_bytes
+        kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
+        chooser.correct(self.assignment, self.held_bytes + kept, self.part_seconds, self.seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,90 +161,150 @@ class Search:
             )
         self._link = link
         self._proofs: dict[Assignment, Proven] = {}
-        self._least: Proven | None = None
+        self._smallest: dict[Assignment, Proven] = {}
 
     def fastest(self, budget_bytes: int) -> Found | None:
         """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
-        # When copies hold a step up depends on more than the costs say: what does without them is looked for apart.
-        # Steps for other budgets correct nothing here: a budget has the same plan, whatever was asked before.
-        chooser = Chooser(self.costs, self._link)
-        bound = min(self._choose(chooser, safe_bytes, moves) for moves in ((False, True) if self._link else (False,)))
-        if not any(each.taken_bytes <= budget_bytes for each in self._proofs.values()):
-            self.smallest()
+        # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
+        tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+        bounds = {}
+        useless: list[frozenset[str]] = []
+        for number, among in enumerate(self._subsets()):
+            if not any(among <= each for each in useless):
+                rounds = _FEW_ROUNDS if number > 1 else _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
+                bound = self._descend(among, safe_bytes, tried, rounds)
+                if bound is None:
+                    useless.append(among)
+                else:
+                    bounds[among] = bound
+        if not any(each.taken_bytes <= budget_bytes for each in tried.values()):
+            tried |= self._small()
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
-            if fitting := [each for each in self._proofs.values() if each.taken_bytes <= most]:
-                best = min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)))
+            if best := self._best(tried, most):
                 # A step that is faster than its costs add up to shows what they are worth as a bound.
-                return Found(best, min(bound, best.seconds))
+                return Found(best, min([best.seconds, *bounds.values()]))
         return None
 
-    def _choose(self, chooser: Chooser, safe_bytes: int, moves: bool) -> float:
-        """Choose and simulate until a step is what was thought of it; returns the bound of the last choice."""
-        bound = np.inf
-        found = self.prove(self.costs.as_it_is)
-        found.correct(chooser)
+    def _subsets(self) -> list[frozenset[str]]:
+        """The sets of techniques to choose among, one after the other.
+
+        What many techniques do together is not always what was thought of them, and the choices among more may prove
+        to be slower than those among fewer. With these beside them more techniques do not make a plan slower.
+        """
+        there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
+        # Activations move before parameters do: both have one name in a config.
+        names = sorted(there - {"stream"})
+        sets = {
+            frozenset(chosen) | (there & {"stream"} if "offload" in chosen else frozenset())
+            for size in range(1, len(names) + 1)
+            for chosen in itertools.combinations(names, size)
+        }
+        # First without what moves, of which more is known before it is tried.
+        widest = there - MOVES
+        found = sorted(sets, key=lambda each: (each != widest, -len(each), sorted(each))) or [there]
+        return found if self.patience >= _ROUNDS else found[:2]
+
+    def _best(self, tried: Mapping[Assignment, Proven], most_bytes: int) -> Proven | None:
+        fitting = [each for each in tried.values() if each.taken_bytes <= most_bytes]
+        return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
+
+    def _descend(
+        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], rounds: int
+    ) -> float | None:
+        """Choose among these techniques and simulate until a step uses the budget, or none can be faster.
+
+        Args:
+            among: the techniques.
+            safe_bytes: what a step may take.
+            tried: the choices for this budget; those of here are added.
+            rounds: at most so many choices.
+
+        Returns:
+            The time that no choice is below, as far as is thought; None if what is in `tried` is faster than any here.
+        """
+        chooser = self._chooser(safe_bytes)
+        for each in list(tried.values())[1:]:
+            if self._techniques(each.assignment) <= among:
+                each.correct(chooser)
+        as_thought = _AS_THOUGHT_WITH_MOVES if among & MOVES else _AS_THOUGHT
+        bound = None
         seen: set[Assignment] = set()
-        overhead = found.taken_bytes - found.profile.peak_bytes  # what the allocator keeps beside
-        spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
-        for _ in range(min(self.patience, _ROUNDS_WITH_MOVES if moves else _ROUNDS)):
-            choice = chooser.fastest(safe_bytes - overhead - spare, moves=moves)
+        lacked = spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
+        for _ in range(min(self.patience, rounds)):
+            choice = chooser.fastest(safe_bytes - spare, among)
             if choice is None and misses:
-                # What some choices were seen to hold is not held by all: back to what was thought, with room to spare.
-                chooser.forget()
-                self.prove(self.costs.as_it_is).correct(chooser)
-                lacked, misses = found.taken_bytes - safe_bytes, 0
+                # What some choices were seen to take is not taken by all: back to what was thought, with room to spare.
+                chooser, spare, misses = self._chooser(safe_bytes), 0, 0
                 for room in (lacked, lacked // 2, lacked // 4):
-                    choice = choice or chooser.fastest(safe_bytes - room, moves=moves)
-                choice = None if choice is not None and choice.assignment in seen else choice
-            if choice is None:
+                    choice = choice or chooser.fastest(safe_bytes - room, among)
+            best = self._best(tried, safe_bytes)
+            if choice is None or choice.assignment in seen:
+                break
+            thought = chooser.seconds(choice.assignment)
+            if best is not None and thought >= best.seconds * (1 - _FASTER):
                 break
             bound = choice.bound
-            known = choice.assignment in seen
-            thought = chooser.seconds(choice.assignment)
-            found = self.prove(choice.assignment)
+            found = tried[choice.assignment] = self.prove(choice.assignment)
             found.correct(chooser)
             seen.add(choice.assignment)
-            kept = found.taken_bytes - found.profile.peak_bytes
             lacked = found.taken_bytes - safe_bytes
-            if lacked <= 0:
-                as_thought = found.seconds <= (_AS_THOUGHT_WITH_MOVES if moves else _AS_THOUGHT) * thought
-                if known or (as_thought and found.taken_bytes >= _USED * safe_bytes):
-                    break
-                overhead, spare = kept, 0
+            if lacked > 0:
+                # What it takes is known now; of what is chosen next more was not foreseen.
+                misses += 1
+                spare += lacked if misses > 1 else 0
                 continue
-            # What it holds is known now. What an allocator keeps depends on what is chosen, and of what is chosen next
-            # more was not foreseen.
-            misses += 1
-            overhead = max(overhead, kept)
-            spare += lacked if known or misses > 1 else 0
+            if found.seconds <= as_thought * thought and found.taken_bytes >= _USED * safe_bytes:
+                break
+            spare = 0
         return bound
+
+    def _techniques(self, assignment: Assignment) -> frozenset[str]:
+        chosen = (menu[number] for menu, number in zip(self.costs.candidates, assignment, strict=True))
+        return frozenset(name for candidate in chosen for name in candidate.techniques)
+
+    def _chooser(self, most_bytes: int) -> Chooser:
+        """One that knows of the step as it is."""
+        chooser = Chooser(self.costs, self._link)
+        # What an allocator keeps beside the largest tensors says little of steps that do without them.
+        self.prove(self.costs.as_it_is).correct(chooser, int(_KEPT * most_bytes))
+        return chooser
 
     def smallest(self) -> Proven:
         """The plan with the least peak."""
-        if self._least is None:
-            chooser = Chooser(self.costs, self._link)
-            self.prove(self.costs.as_it_is).correct(chooser)
-            seen: set[Assignment] = set()
-            for _ in range(min(self.patience, _ROUNDS)):
-                choice = chooser.smallest()
-                if choice.assignment in seen:
-                    break
-                seen.add(choice.assignment)
-                found = self.prove(choice.assignment)
-                found.correct(chooser)
-                if found.profile.peak_bytes <= _LEAST * choice.bound:
-                    break
-            # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
-            for _ in range(min(self.patience, _LOOKS)):
-                least = min(self._proofs.values(), key=lambda each: each.taken_bytes)
-                faster = chooser.fastest(least.profile.peak_bytes)
-                if faster is None or faster.assignment in self._proofs:
-                    break
-                self.prove(faster.assignment).correct(chooser)
-        self._least = min(self._proofs.values(), key=lambda each: (each.taken_bytes, each.seconds))
-        return self._least
+        return min(self._small().values(), key=lambda each: (each.taken_bytes, each.seconds))
+
+    def _small(self) -> dict[Assignment, Proven]:
+        """Small plans, the smallest among them."""
+        if not self._smallest:
+            found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+            for among in self._subsets()[:2]:
+                self._shrink(among, found)
+            self._smallest = found
+        return self._smallest
+
+    def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven]) -> None:
+        """Choose what takes least among these techniques and simulate until a step is what was thought of it."""
+        chooser = self._chooser(tried[self.costs.as_it_is].taken_bytes)
+        seen: set[Assignment] = set()
+        for _ in range(min(self.patience, _ROUNDS)):
+            choice = chooser.smallest(among)
+            if choice.assignment in seen:
+                break
+            seen.add(choice.assignment)
+            found = tried[choice.assignment] = self.prove(choice.assignment)
+            found.correct(chooser)
+            if found.taken_bytes <= _LEAST * choice.bound:
+                break
+        # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
+        for _ in range(min(self.patience, _LOOKS)):
+            least = min(tried.values(), key=lambda each: each.taken_bytes)
+            faster = chooser.fastest(least.taken_bytes, among)
+            if faster is None or faster.assignment in tried:
+                break
+            found = tried[faster.assignment] = self.prove(faster.assignment)
+            found.correct(chooser)
 
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""

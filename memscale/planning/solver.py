@@ -6,6 +6,7 @@ chance or to the clock, so that the same costs give the same choice everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,17 @@ class Chooser:
             self._families.setdefault(alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moving = np.array([effect.moving_seconds for effect in flat])
-        self._moves = np.array([bool(effect.out_bytes or effect.moving_seconds) for effect in flat])
+        self._techniques = [candidate.techniques for menu in costs.candidates for candidate in menu]
+        # Of activations: while forward runs they go out, while backward runs they come back. A trial in which one part
+        # moves does not show what it is to share the link with all others.
+        self._shared = np.array(
+            [
+                0 if "stream" in techniques else effect.out_bytes
+                for techniques, effect in zip(self._techniques, flat, strict=True)
+            ],
+            dtype=np.float64,
+        )
+        self._window = np.array([[effect.forward_seconds, effect.backward_seconds] for effect in flat]).T
         self.forget()
 
     def forget(self) -> None:
@@ -101,7 +112,21 @@ class Chooser:
 
     def seconds(self, assignment: Assignment) -> float:
         """The time of the step under an assignment, as far as is thought."""
-        return self.costs.fixed_seconds + float(self._seconds[self._columns(assignment)].sum())
+        columns = self._columns(assignment)
+        waits = self.moving_scale * self._lacks_seconds(columns)
+        return self.costs.fixed_seconds + float(self._seconds[columns].sum()) + waits
+
+    def _link_seconds(self) -> list[Floats]:
+        """[candidate], once for each way of the link: by how much longer it holds the link than it computes, less what
+        it is thought to wait anyway."""
+        if self.link is None or not self._shared.any():
+            return []
+        rates = (self.link.out_bytes_per_second, self.link.in_bytes_per_second)
+        return [self._shared / rate - window - self._moving for rate, window in zip(rates, self._window, strict=True)]
+
+    def _lacks_seconds(self, columns: list[int]) -> float:
+        """How long the step waits because the link is too slow for all that shares it."""
+        return max([0.0, *(float(each[columns].sum()) for each in self._link_seconds())])
 
     def _columns(self, assignment: Assignment) -> list[int]:
         return [offset + number for offset, number in zip(self._offsets, assignment, strict=False)]
@@ -112,7 +137,8 @@ class Chooser:
         # Of those that no step has shown this one tells most.
         for number in {*range(len(self.beside_bytes)), assignment[-1]} - (self._shown - {assignment[-1]}):
             self.beside_bytes[number] = held_bytes - self.costs.held_bytes(assignment)
-        if thought := float(self._moving[self._columns(assignment)].sum()):
+        columns = self._columns(assignment)
+        if thought := float(self._moving[columns].sum()) + self._lacks_seconds(columns):
             shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
             self.moving_scale = min(max(shown / thought, _LEAST_SCALE), _MOST_SCALE)
         # Parts that are alike are to have the same, or which of them has which candidate would be decided by traces.
@@ -122,12 +148,12 @@ class Chooser:
                 for row in rows:
                     self._operators[self._offsets[row] + number] = shown
 
-    def fastest(self, limit_bytes: float, *, moves: bool = True) -> Choice | None:
+    def fastest(self, limit_bytes: float, among: Collection[str] | None = None) -> Choice | None:
         """The fastest choice that holds at most `limit_bytes` at each station, None if there is none.
 
         Args:
             limit_bytes: what the step may hold.
-            moves: whether candidates that move bytes to another tier may be chosen.
+            among: the techniques of which candidates may be chosen; None is all.
         """
         # Of equals, few changes come before many, and early parts change before late ones.
         scale = 1e-7 * max(self.costs.seconds(self.costs.as_it_is), 1e-9)
@@ -137,11 +163,11 @@ class Chooser:
                 for part, menu in enumerate(self.costs.effects)
             ]
         )
-        return self._solve(self._seconds + ties, limit_bytes / _MIB, moves=moves)
+        return self._solve(self._seconds + ties, limit_bytes / _MIB, among)
 
-    def smallest(self) -> Choice:
-        """The choice whose most bytes are the fewest."""
-        choice = self._solve(np.zeros(len(self._moving)), None)
+    def smallest(self, among: Collection[str] | None = None) -> Choice:
+        """The choice whose most bytes are the fewest, among techniques as in `fastest`."""
+        choice = self._solve(np.zeros(len(self._moving)), None, among)
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
@@ -151,7 +177,7 @@ class Chooser:
         held[self._offsets[-2] :] += self.beside_bytes / _MIB
         return held
 
-    def _solve(self, cost: Floats, limit: float | None, *, moves: bool = True) -> Choice | None:
+    def _solve(self, cost: Floats, limit: float | None, among: Collection[str] | None = None) -> Choice | None:
         """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
         least = limit is None
         highspy = _highspy()
@@ -169,12 +195,17 @@ class Chooser:
         infinity = highspy.kHighsInf
         unit = 1.0 if least else max(self.costs.seconds(self.costs.as_it_is), 1e-12)
         columns = len(cost)
-        allowed = np.ones(columns) if moves else (~self._moves).astype(np.float64)
-        extra = 1 if least else 0  # beside the binaries: the peak
+        allowed = np.array([among is None or each <= set(among) for each in self._techniques], dtype=np.float64)
+        # Beside the binaries: the peak; or how long the step waits for the link that all share.
+        lacks = [] if least else [each / unit for each in self._link_seconds()]
+        beside = [1.0] if least else [self.moving_scale] if lacks else []
+        extra = len(beside)
         solver.addVars(columns + extra, np.zeros(columns + extra), np.r_[allowed, np.full(extra, infinity)])
         solver.changeColsCost(
-            columns + extra, np.arange(columns + extra), np.r_[cost / unit, np.ones(extra)].astype(np.float64)
+            columns + extra, np.arange(columns + extra), np.r_[cost / unit, beside].astype(np.float64)
         )
+        for each in lacks:
+            solver.addRow(-infinity, 0.0, columns + 1, np.arange(columns + 1), np.r_[each, -1.0])
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
             solver.addRow(1.0, 1.0, high - low, np.arange(low, high), np.ones(high - low))
         columns_held = self._held_now()
@@ -220,7 +251,7 @@ class Chooser:
         )
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        return Choice(self._polished(assignment, limit), bound * unit + self.costs.fixed_seconds)
+        return Choice(self._polished(assignment, limit, allowed), bound * unit + self.costs.fixed_seconds)
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
         """Bounds that fix the parts for which `values` choose one candidate, but for each part whose number is
@@ -253,7 +284,7 @@ class Chooser:
                 counts += 1
         return counts
 
-    def _polished(self, assignment: Assignment, limit: float) -> Assignment:
+    def _polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
         held = self._held_now()
         held = held[:, _stations_that_matter(held)]
@@ -265,7 +296,7 @@ class Chooser:
             free = limit - held[chosen].sum(axis=0)
             faster = seconds[now] - seconds  # by how much each exchange is
             more = held - held[now]
-            same = moves == moves[now]
+            same = (moves == moves[now]) & (allowed > 0)
             single = np.where(same & (more <= free).all(axis=1), faster, 0.0)
             best = single.max(initial=0.0)
             pair: tuple[int, ...] = (int(single.argmax()),)

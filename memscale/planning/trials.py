@@ -6,7 +6,6 @@ In a row of eighty blocks that are alike, twelve of them try twelve candidates i
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,11 +17,10 @@ from memscale.core import MemscaleError
 from memscale.planning.candidates import Candidate, Rules
 from memscale.planning.parts import Part
 from memscale.planning.short_stack import left_out
+from memscale.planning.trial_rows import next_rows
 from memscale.simulation import Attribution, SimulatedStep
 from memscale.transforms import proven_rows, tile
 
-#: The techniques that move bytes.
-MOVES = frozenset({"offload", "stream"})
 # Of a sum of the same times in another order.
 _SAME_TIME = 1e-9
 
@@ -67,20 +65,14 @@ class TrialSteps:
     def run(self, done: Trials, most: int) -> dict[str, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
         waiting = {
-            family: _apart([each for each in self.menus[rows[0]][1:] if (family, each) not in done])
+            family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
             for family, rows in self.families.items()
         }
         rejected = self._keep_proven(waiting)
         for _ in range(most):
             if not any(waiting.values()):
                 break
-            chosen: dict[int, tuple[object, Candidate]] = {}
-            for family, candidates in waiting.items():
-                rows = _spread(self.families[family], len(candidates))
-                for row, candidate in zip(rows, candidates, strict=False):
-                    chosen[row] = (family, candidate)
-                del candidates[: len(rows)]
-            self._try(chosen, done, rejected)
+            self._try(next_rows(self.families, waiting), done, rejected)
         left = {
             str(each): "not tried: a step of so many operators takes long" for row in waiting.values() for each in row
         }
@@ -199,18 +191,3 @@ def _reason(error: Exception) -> str:
 def _halves(chosen: Mapping[int, _T]) -> list[dict[int, _T]]:
     rows = sorted(chosen)
     return [{row: chosen[row] for row in half} for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
-
-
-def _apart(candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates with those that move something between others, so that none waits for the copies of another."""
-    still = [each for each in candidates if not each.techniques & MOVES]
-    moving = [each for each in candidates if each.techniques & MOVES]
-    pairs = itertools.zip_longest(still, moving)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
-def _spread(rows: list[int], wanted: int) -> list[int]:
-    """At most `wanted` of the rows, as far from each other and from the ends as can be."""
-    if wanted >= len(rows):
-        return rows
-    return [rows[(2 * at + 1) * len(rows) // (2 * wanted)] for at in range(wanted)]
