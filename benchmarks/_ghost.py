@@ -23,6 +23,9 @@ CARDS = ("h100", "a100-80", "rtx-4090", "t4")
 ALLOCATORS = ("", "expandable_segments:True")
 
 
+RNN_WORKSPACE = 8 << 20
+
+
 @dataclasses.dataclass(frozen=True)
 class Combination:
     """A step of the zoo, on a card, with an allocator's settings."""
@@ -65,6 +68,9 @@ class Ghost:
             "PYTHONPATH": os.pathsep.join(map(str, (STAND_INS / "stand_in_cupy", STAND_INS, HERE, HERE.parent))),
             "GHOST_CARD": card,
             "GHOST_COPY": "65536",  # copies of bulk are nobody's business here
+            "GHOST_CUDNN_CONV": "1",
+            "GHOST_CUDNN_RNN_WORK": str(RNN_WORKSPACE),
+            "GHOST_CUDNN_DROPOUT": str(dropout_states(card)),
             "OMP_NUM_THREADS": "1",
             "PYTORCH_ALLOC_CONF": allocator,
             "HF_HUB_OFFLINE": "1",
@@ -93,6 +99,37 @@ class Ghost:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def dropout_states(card: str) -> int:
+    """What cuDNN's generators take, by the rule that was measured on one card."""
+    from memscale import Hardware
+    from memscale.simulation.kernels.cuda_rnns import dropout_states_bytes
+
+    return dropout_states_bytes(Hardware.named(card).multiprocessors or 0)
+
+
+def as_stand_ins() -> None:
+    """Let predictions in this process take what the stand-ins take where only cuDNN knows: then the order shows."""
+    from memscale.simulation.kernels import cuda_rnns
+    from memscale.simulation.kernels.cudnn_workspaces import Convolution
+
+    def workspace(self: Convolution, capability: tuple[int, int]) -> int:
+        if self.groups == self.image.size(1) > 1:
+            return 0
+        return sum(each.numel() * each.itemsize for each in (self.image, self.kernel, self.result))
+
+    Convolution.result_bytes = Convolution.image_bytes = Convolution.weight_bytes = workspace  # type: ignore[method-assign]
+    cuda_rnns.workspace_bytes = lambda call, *, backward=False: RNN_WORKSPACE
+
+
+def at_once(card: str) -> Any:
+    """The card with a link whose speed nobody knows: copies take no time in a prediction then, as on stand-ins."""
+    from memscale import Hardware
+
+    return dataclasses.replace(
+        Hardware.named(card), host_to_device_bytes_per_second=None, device_to_host_bytes_per_second=None
+    )
 
 
 def places(combinations: Sequence[Combination]) -> Iterator[tuple[tuple[str, str], list[Combination]]]:

@@ -30,15 +30,15 @@ from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the profiler logs to the terminal otherwise
 
+import optree
 import torch
 import transformers
 from _environment import environment
-from _ghost import ALLOCATORS, CARDS, Combination, Ghost, case_of, covering, places
+from _ghost import ALLOCATORS, CARDS, Combination, Ghost, as_stand_ins, at_once, case_of, covering, places
 from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
 import memscale as ms
 from memscale.core.batches import call
-from memscale.simulation.kernels.cudnn_workspaces import Convolution
 from memscale.simulation.measured.allocator_trace import training_roles
 
 WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
@@ -147,9 +147,14 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
     """Train three steps and measure the last."""
     torch.manual_seed(0)
     held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
-    model, batch = case.make(dtype, device)
+    # A model whose parameters are streamed never was on the device as a whole: docs/offload.md says how to build it.
+    streams = variant == "params"
+    model, batch = case.make(dtype, "cpu" if streams else device)
     plan = plans(case, model, dtype)[variant]
     runs = model if plan is None else ms.transform(model, plan)
+    if streams:
+        runs = runs.to(device)
+        batch = optree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     optimizer = case.optimizer(model)
     step = training_step(case, runs, batch, optimizer)
     for _ in range(WARM_STEPS):
@@ -220,8 +225,7 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
 
 def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
     """Rows, and why there is none for a combination."""
-    # The stand-ins' cuDNN takes nothing for a convolution.
-    Convolution._on_tensor_cores = lambda self, capability: False  # type: ignore[method-assign]
+    as_stand_ins()
     for (card, allocator), group in places(combinations(options)):
         ghost = Ghost(options.ghost, card, allocator)
         os.environ["PYTORCH_ALLOC_CONF"] = allocator  # which is what a prediction takes the settings from
@@ -229,7 +233,7 @@ def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
             ghost.ask(one)
             case = case_of(one)
             unknown = Truth(1, 0, 0.0)
-            row = predict(case, one.dtype, one.variant, "meta", unknown, hardware=card)
+            row = predict(case, one.dtype, one.variant, "meta", unknown, hardware=at_once(card))
             found = ghost.answer()
             if "failure" in found:
                 yield f"{one!s:63}no truth: {found['failure']}"

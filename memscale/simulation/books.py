@@ -13,7 +13,7 @@ from memscale.simulation.garbage import StepCollections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.cuda_programs import in_order
 from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
-from memscale.simulation.kernels.programs import PLAIN
+from memscale.simulation.kernels.programs import PLAIN, Result
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import Course, OpCall, StorageRecord
 from memscale.simulation.live_storages import LiveStorages
@@ -115,7 +115,10 @@ class Books:
             self._leave(effect.workspaces, at, in_backward=False)
         scratch: list[int] = []  # what the kernel holds beside its results
         for nbytes in effect.program:
-            if nbytes > 0:
+            if isinstance(nbytes, Result):
+                part = result[nbytes.place]
+                self._take(operator, result, [each for each in new if each[1] is part], at, path, known)
+            elif nbytes > 0:
                 scratch.append(ledger.birth(StorageRecord(nbytes, at, "workspace", path=path)))
             elif nbytes < 0:
                 last = next(number for number in reversed(scratch) if ledger.records[number].nbytes == -nbytes)

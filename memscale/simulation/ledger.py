@@ -186,8 +186,9 @@ class Ledger:
         names: dict[int, int] = {}  # of storages that a sum was made in
         for total in sorted(self.sums, key=lambda total: total.event):
             first = names.get(total.first, total.first)
-            after = total.event + 1
-            while after < len(self.events) and self.events[after] < 0:
+            after, op = total.event + 1, self.event_ops[total.event]
+            # The operator's own scratch comes and goes between its result and the end of what it was made of.
+            while after < len(self.events) and (self.events[after] < 0 or self.event_ops[after] == op):
                 if self.events[after] == -first - 1:
                     names[total.total] = first
                     self._merge(total, first, after, deaths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
@@ -93,6 +94,16 @@ class LiveStorages:
         before, self.away = self.away, True
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
         self.away = before
+
+    def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
+        """Record that the contents of these moved to one storage of `nbytes`: theirs take up nothing from here on."""
+        first = self.record(tensors[0])
+        self.ledger.birth(dataclasses.replace(first, nbytes=nbytes, shape=(nbytes // tensors[0].itemsize,)))
+        for tensor in tensors:
+            number = self.number(tensor)
+            empty = dataclasses.replace(self.ledger.records[number], nbytes=0)
+            self.live[tensor.untyped_storage()._cdata] = self.ledger.birth(empty)
+            self.ledger.death(number)
 
     def send_away(self, tensor: torch.Tensor) -> None:
         """Record that a storage of before the step lies on another memory tier."""

@@ -24,8 +24,11 @@ _CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "
 # Their integer results decide what a model does next: which expert, which beam, which token.
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
 # Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
+# Source: FunctionsManual.cpp, where it asks for `areAnyTensorSubclassLike`.
 _IN_PLACE_WITHOUT_MODE = {
     aten.add.Tensor,
+    aten.index_add.default,
+    aten.index_put.default,
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter_add.default,

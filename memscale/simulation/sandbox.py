@@ -25,6 +25,7 @@ from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
+from memscale.simulation.kernels.rnn_weights import flattened_bytes
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
@@ -115,9 +116,7 @@ class Simulation:
             stack.enter_context(_calls_followed(self.mode, self._paths))
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for tensor in (*self._moved_first(), *self._tensors):
-                if not tensor.is_meta:
-                    self.mode.storages.record(tensor)
+            self._record_residents()
             stack.enter_context(reads_checked(self.mode))
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             stack.enter_context(simulation(self._kernels.device_type, device_type, self._kernels.capability))
@@ -161,11 +160,21 @@ class Simulation:
                 self.mode.storages.gone(alias.untyped_storage())
 
     def _send_home(self) -> None:
-        """Let parameters that a region streams be at home before the step, as they are in every step but the first."""
+        """Let parameters that a region streams be at home before the step, as they are in every step but the first.
+
+        As `Module.to` moves them there: what one region has on the device is free again when the next one's comes.
+        """
+        ledger = self.mode.ledger
         for module in self.scope.modules:
             for region in placing_in(module):
+                parts = with_storages([*module.parameters(), *module.buffers()])
+                last = max((self.mode.storages.number(part) for part in parts), default=-1)
+                begin = len(ledger.events)
                 region.place(list(module.parameters()), torch.device("cpu"))
-        self._forget_former_contents()
+                self._forget_former_contents()
+                at = ledger.events.index(last + 1) + 1 if last >= 0 else begin
+                for column in (ledger.events, ledger.event_ops):
+                    column[at:] = [*column[begin:], *column[at:begin]]
         for optimizer in self.scope.optimizers:
             for tensor in optimizer.below() if isinstance(optimizer, TransformedOptimizer) else ():
                 self.mode.storages.send_away(tensor)
@@ -184,11 +193,23 @@ class Simulation:
                 for part in with_storages([tensor.grad]):
                     storages.mark(part, "gradient", storages.record(with_storages([tensor])[0]).path)
 
-    def _moved_first(self) -> list[torch.Tensor]:
-        """What modules have, in the order of `Module.to`: what lies beside what decides where there is room later."""
-        seen: set[int] = set()
-        modules = sorted(self.scope.modules, key=self._place)
-        return with_storages([tensor for module in modules for tensor in _children_first(module, seen)])
+    def _record_residents(self) -> None:
+        """Record what is there before the step.
+
+        What modules have, in the order of `Module.to`: what lies beside what decides where there is room later.
+        """
+        storages, seen = self.mode.storages, set[int]()
+        streams = any(True for module in self.scope.modules for _ in placing_in(module))
+        for module in sorted(self.scope.modules, key=self._place):
+            for part, tensors in _children_first(module, seen):
+                for tensor in with_storages(tensors):
+                    if not tensor.is_meta:
+                        storages.record(tensor)
+                if self._kernels.is_cuda and not streams and (nbytes := flattened_bytes(part)):
+                    storages.put_together(part._flat_weights, nbytes)  # type: ignore[arg-type]
+        for tensor in self._tensors:
+            if not tensor.is_meta:
+                storages.record(tensor)
 
     def _place(self, module: nn.Module) -> int:
         """Where a module stands in the tree; those that are in none come last."""
@@ -264,12 +285,12 @@ def _references(aliases: Counter[int], storage: torch.UntypedStorage) -> int:
     return aliases[storage._cdata]
 
 
-def _children_first(module: nn.Module, seen: set[int]) -> Iterator[torch.Tensor]:
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, list[torch.Tensor]]]:
     if id(module) not in seen:
         seen.add(id(module))
         for child in module.children():
             yield from _children_first(child, seen)
-        yield from (each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None)
+        yield module, [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
 
 def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int, str]:

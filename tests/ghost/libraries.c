@@ -2,8 +2,8 @@
  *
  * Environment, since no public source says what the real libraries would ask for:
  *   GHOST_CUDNN_PLAN          workspace of a cuDNN plan (convolutions, attention), bytes (default 0)
+ *   GHOST_CUDNN_CONV          1: the workspace of a convolution is as large as its three tensors, channel by channel 0
  *   GHOST_CUDNN_RNN_WORK      workspace of cuDNN's RNNs, bytes (default 0)
- *   GHOST_CUDNN_RNN_RESERVE   what cuDNN's RNNs keep for backward, bytes (default 0)
  *   GHOST_CUDNN_BN_WORK, GHOST_CUDNN_BN_RESERVE, GHOST_CUDNN_DROPOUT   likewise (default 0)
  *   GHOST_CUDNN_VERSION       what cudnnGetVersion says (default 92000)
  */
@@ -178,9 +178,22 @@ cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t handle, cudnnRNNDescriptor_t
     if (bias) cudnnSetTensorNdDescriptor(bias, r->dtype, has ? 3 : 0, bsize, bstride);
     return CUDNN_STATUS_SUCCESS;
 }
+cudnnStatus_t cudnnCreateRNNDataDescriptor(cudnnRNNDataDescriptor_t *d) { *d = calloc(1, sizeof(size_t)); return CUDNN_STATUS_SUCCESS; }
+cudnnStatus_t cudnnDestroyRNNDataDescriptor(cudnnRNNDataDescriptor_t d) { free(d); return CUDNN_STATUS_SUCCESS; }
+cudnnStatus_t cudnnSetRNNDataDescriptor(cudnnRNNDataDescriptor_t d, cudnnDataType_t dtype, cudnnRNNDataLayout_t layout, int steps, int batch, int width,
+                                        const int lengths[], void *fill) {
+    size_t *positions = (void *)d;
+    *positions = 0;
+    for (int i = 0; i < batch; i++) *positions += (size_t)lengths[i];
+    return CUDNN_STATUS_SUCCESS;
+}
+/* What is kept for backward: as an H100 was measured to keep it, to the byte (benchmarks/results/cudnn-rnns.json). */
 cudnnStatus_t cudnnGetRNNTempSpaceSizes(cudnnHandle_t handle, cudnnRNNDescriptor_t d, cudnnForwardMode_t mode, cudnnRNNDataDescriptor_t x, size_t *work, size_t *reserve) {
+    const Rnn *r = (void *)d;
+    size_t each = r->cell == CUDNN_LSTM ? 5 : r->cell == CUDNN_GRU ? 6 : 1, layers = (size_t)r->layers;
+    size_t numbers = (each * layers + layers - 1) * *(size_t *)(void *)x * (size_t)(r->hidden * r->directions);
     if (work) *work = from_env("GHOST_CUDNN_RNN_WORK", 0);
-    if (reserve) *reserve = from_env("GHOST_CUDNN_RNN_RESERVE", 0);
+    if (reserve) *reserve = mode == CUDNN_FWD_MODE_TRAINING ? 256 + numbers * item(r) : 0;
     return CUDNN_STATUS_SUCCESS;
 }
 cudnnStatus_t cudnnDropoutGetStatesSize(cudnnHandle_t handle, size_t *size) { *size = from_env("GHOST_CUDNN_DROPOUT", 0); return CUDNN_STATUS_SUCCESS; }
@@ -231,7 +244,40 @@ cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t d, cudnnBackendA
     ((Descriptor *)d)->first = a;
     return CUDNN_STATUS_SUCCESS;
 }
-cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t d) { return CUDNN_STATUS_SUCCESS; }
+/* An operation is followed by its plan, in one thread, which asks for the workspace then and remembers it. */
+static __thread size_t of_convolution;
+static const Attribute *attribute(const Descriptor *d, int name) {
+    const Attribute *a = d->first;
+    while (a && a->name != name) a = a->next;
+    return a;
+}
+static void note_convolution(const Descriptor *operation) {
+    of_convolution = 0;
+    int64_t channels = 0, in_group = 0;
+    for (const Attribute *a = operation->first; a; a = a->next) {
+        const Descriptor *tensor = a->type == CUDNN_TYPE_BACKEND_DESCRIPTOR ? *(Descriptor **)a->data : NULL;
+        if (!tensor || tensor->type != CUDNN_BACKEND_TENSOR_DESCRIPTOR) continue;
+        const Attribute *dims = attribute(tensor, CUDNN_ATTR_TENSOR_DIMENSIONS);
+        int dtype = *(int *)attribute(tensor, CUDNN_ATTR_TENSOR_DATA_TYPE)->data;
+        size_t bytes = dtype == CUDNN_DATA_DOUBLE ? 8 : dtype == CUDNN_DATA_FLOAT ? 4 : 2;
+        const int64_t *size = dims->data;
+        for (int64_t i = 0; i < dims->count; i++) bytes *= (size_t)size[i];
+        of_convolution += bytes;
+        switch (a->name) {
+        case CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X: case CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX: case CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X: channels = size[1]; break;
+        case CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W: case CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W: case CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW: in_group = size[1]; break;
+        }
+    }
+    if (in_group == 1 && channels > 1) of_convolution = 0;
+}
+cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t d) {
+    switch (((Descriptor *)d)->type) {
+    case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR: case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR:
+    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR: note_convolution(d); break;
+    case CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR: of_convolution = 0; break;
+    }
+    return CUDNN_STATUS_SUCCESS;
+}
 cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan, cudnnBackendDescriptor_t pack) { return CUDNN_STATUS_SUCCESS; }
 cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, int64_t wanted, int64_t *count, void *out) {
     if (count) *count = 0;
@@ -244,7 +290,7 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t d, cudnnBackendA
         if (count) *count = 1;
         return CUDNN_STATUS_SUCCESS;
     case CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE: case CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE:
-        if (out && wanted) *(int64_t *)out = (int64_t)from_env("GHOST_CUDNN_PLAN", 0);
+        if (out && wanted) *(int64_t *)out = (int64_t)(from_env("GHOST_CUDNN_CONV", 0) && of_convolution ? of_convolution : from_env("GHOST_CUDNN_PLAN", 0));
         if (count) *count = 1;
         return CUDNN_STATUS_SUCCESS;
     }

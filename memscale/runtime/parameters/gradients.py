@@ -80,10 +80,22 @@ class Gradients:
             arriving = self._arriving.pop(gradient.untyped_storage()._cdata, None)
             if arriving is None:
                 return
+            arriving.copy.need()
+        # First: autograd runs what waits for a gradient on the CPU in the thread of the CPU, while that of the device
+        # goes on, and the compute stream would wait for each copy as soon as it is under way.
+        self._engine.transfers.synchronize(arriving.copy.need())
+        with self._engine.lock:
             if arriving.source is not None:
                 self._retire(arriving)
                 self._leaving.remove(arriving)
-        self._engine.transfers.synchronize(arriving.copy.need())
+
+    def let_go(self) -> None:
+        """Free the device's memory of what has left it, as `received` does in a thread that waits for that."""
+        with self._engine.lock:
+            events = [(each, each.copy.event) for each in self._leaving]
+            for leaving in [each for each, event in events if event is not None and event.done()]:
+                self._retire(leaving)
+                self._leaving.remove(leaving)
 
     def arrive(self) -> None:
         """Let everything arrive. The engine's lock is held.

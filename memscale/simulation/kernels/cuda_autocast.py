@@ -93,13 +93,13 @@ class CudaAutocast:
                     library.impl(op, policy(op), "AutocastCUDA")
 
     def _lower(self, op: OpOverload) -> Callable[..., Any]:
-        return lambda *args, **kwargs: _below(op, *_from_the_last(self.cast, args, kwargs))
+        return lambda *args, **kwargs: below(op, *_from_the_last(self.cast, args, kwargs))
 
     def _wide(self, op: OpOverload) -> Callable[..., Any]:
         def widen(value: Any) -> Any:
             return self._to(torch.float32, value)
 
-        return lambda *args, **kwargs: _below(op, *_from_the_last(widen, args, kwargs))
+        return lambda *args, **kwargs: below(op, *_from_the_last(widen, args, kwargs))
 
     def _wide_result(self, op: OpOverload) -> Callable[..., Any]:
         at = next(index for index, each in enumerate(op._schema.arguments) if each.name == "dtype")
@@ -107,7 +107,7 @@ class CudaAutocast:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._casts(args[0]) and kwargs.get("dtype") is None and (len(args) <= at or args[at] is None):
                 args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
-            return _below(op, args, kwargs)
+            return below(op, args, kwargs)
 
         return run
 
@@ -116,8 +116,8 @@ class CudaAutocast:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._casts(args[0]):
-                return _below(op, args, kwargs)
-            return _below(wide, args, {**kwargs, "dtype": torch.float32})
+                return below(op, args, kwargs)
+            return below(wide, args, {**kwargs, "dtype": torch.float32})
 
         return run
 
@@ -125,7 +125,7 @@ class CudaAutocast:
         def run(*args: Any, **kwargs: Any) -> Any:
             dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if self._casts(leaf)}
             to = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("cuda")
-            return _below(op, *_from_the_last(lambda value: self._to(to, value), args, kwargs))
+            return below(op, *_from_the_last(lambda value: self._to(to, value), args, kwargs))
 
         return run
 
@@ -159,7 +159,8 @@ def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[
     return [tree_map(cast, value) for value in reversed(args)][::-1], {name: named[name] for name in kwargs}
 
 
-def _below(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """`op` as autocast goes on with it."""
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
         return op(*args, **kwargs)
 

@@ -15,6 +15,8 @@ from memscale.simulation.kernels.programs import (
     RESULTS,
     Capability,
     Program,
+    Result,
+    briefly,
     copied,
     has_channels_last,
     taken,
@@ -35,7 +37,9 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
 def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
     if without_cudnn(args, capability):
-        return RESULTS, *taken(_columns(args))
+        # A transposed one adds the bias as a product with ones.
+        ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
+        return RESULTS, *taken(_columns(args), ones)
     image, kernel = _in_one_format(*args[:2])
     result = args[0].new_empty(_result_shape(args), device="meta")
     return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(capability))
@@ -89,28 +93,37 @@ def _columns(args: Sequence[Any]) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """The gradients of image and weight, each with its workspace; that of the bias is a sum.
+    """The gradient of the image, that of the weight, each with its workspace, and that of the bias, which is a sum.
 
-    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
+    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp, ``cudnn_convolution_backward`` in
+    ConvShared.cpp.
     """
     grad, wanted = args[0], args[-1]
     given = (*args[1:3], None, *args[4:10])  # as forward takes them, which has a bias where this has its sizes
-    if without_cudnn(given, capability):
-        copies: tuple[int, ...] = ()
-        scratch_bytes = _columns(given)
-    else:
+    of_bias: Program = ()
+    if wanted[2]:
+        dims = [dim for dim in range(grad.dim()) if dim != 1]
+        bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
+        of_bias = Result(2), *briefly(*reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors))
+    if without_cudnn(given, capability) and by_products(given):
+        return _products_backward(_columns(given), of_bias, is_transposed=args[7], with_image=wanted[0])
+    copies: tuple[int, ...] = ()
+    of_image = of_weight = 0
+    if not without_cudnn(given, capability):
         copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)
-        is_transposed = args[7]
-        of_image = convolved.result_bytes(capability) if is_transposed else convolved.image_bytes(capability)
-        scratch_bytes = max(of_image * wanted[0], convolved.weight_bytes(capability) * wanted[1])
-    columns = taken(scratch_bytes)
-    if not wanted[2]:
-        return *copies, RESULTS, *columns
-    dims = [dim for dim in range(grad.dim()) if dim != 1]
-    bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
-    scratch = reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors)
-    freed = (-nbytes for nbytes in (*columns, *reversed(copies)))
-    return *copies, RESULTS, *columns, *freed, *scratch
+        of_image = convolved.result_bytes(capability) if args[7] else convolved.image_bytes(capability)
+        of_weight = convolved.weight_bytes(capability)
+    parts: Program = Result(0), *briefly(of_image * wanted[0]), Result(1), *briefly(of_weight * wanted[1])
+    return *copies, *parts, *(-nbytes for nbytes in reversed(copies)), *of_bias
+
+
+def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, with_image: bool) -> Program:
+    """PyTorch's own. Source: ``slow_conv2d_backward_out_cuda`` and ``slow_conv_transpose2d_backward_cuda``."""
+    if is_transposed:
+        return Result(0), *briefly(columns * with_image), Result(1), *of_bias, *briefly(columns)
+    if with_image:
+        return Result(0), *taken(columns), *of_bias, Result(1)
+    return *of_bias, Result(1), *taken(columns)
 
 
 CONVOLUTIONS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {

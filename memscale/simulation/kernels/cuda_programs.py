@@ -107,7 +107,7 @@ def _product(args: Sequence[Any], capability: Capability, multiprocessors: int) 
     return RESULTS, *taken(*copies)
 
 
-def _sorted_pairs(count: int, largest: int, item: int = 8) -> Program:
+def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, int, int]:
     """Keys, values and the positions from which those come, then cub's temporary storage.
 
     Source: cub/device/dispatch/dispatch_radix_sort.cuh: the second pair of buffers where one pass over 8 bits is not
@@ -185,9 +185,18 @@ def _index_put(args: Sequence[Any], capability: Capability, multiprocessors: int
     values_bytes = 0 if whole else expanded * values.itemsize
     linear = count * 8
     rows = target.numel() // max(1, math.prod(kept))
-    checks = (8, 8, 1, -1, 1, -1, -8, -8) * len(chosen)  # that each is within bounds
-    sizes = taken(copied(target), *checks, linear, linear, -linear, values_bytes)
+    sizes = taken(copied(target), linear, linear, -linear, values_bytes)
     return RESULTS, *sizes, *_sorted_pairs(count, rows)
+
+
+def _index_put_checked(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """That each index is within bounds, first: `index_put_` is asked by users, and out of place by a backward.
+
+    Source: ``index_backward`` in FunctionsManual.cpp, which says ``unsafe``.
+    """
+    program = _index_put(args, capability, multiprocessors)
+    checks = (8, 8, 1, -1, 1, -1, -8, -8) * sum(index is not None for index in args[1])
+    return program if program == PLAIN else (RESULTS, *checks, *program[1:])
 
 
 def _layer_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
@@ -296,7 +305,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten._embedding_bag_backward.default": _embedding_bag_backward,
     "aten.index.Tensor": _index,
     "aten.index_put.default": _index_put,
-    "aten.index_put_.default": _index_put,
+    "aten.index_put_.default": _index_put_checked,
     "aten._index_put_impl_.default": _index_put,
     "aten._unsafe_index_put.default": _index_put,
     "aten.native_layer_norm.default": _layer_norm,

@@ -18,19 +18,24 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
-from memscale.simulation.kernels.programs import RESULTS, Capability, Program, copied, taken
+from memscale.simulation.kernels.programs import RESULTS, Capability, Program, Result, briefly, copied, taken
+from memscale.simulation.kernels.rnn_weights import (
+    FLATTENED,
+    GATES,
+    MODES,
+    are_flattened,
+    halved,
+    halved_together,
+    stand_in,
+)
 from memscale.simulation.process_state import patched
 
 RNN = torch.ops.aten._cudnn_rnn.default
 RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 
-_LSTM = 2
-_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": _LSTM, "gru": 3}  # cudnnRNNMode_t
-_GATES = (1, 1, 4, 3)
+_LSTM = MODES["lstm"]
 _KEPT = (1, 1, 5, 6)  # numbers for each unit and position, for backward
 _MIB = 1 << 20
-# Those that a module keeps in one storage (torch/backends/cudnn/__init__.py). Weights of bfloat16 never are.
-_FLATTENED = (torch.float16, torch.float32, torch.float64)
 _RESULTS_AT = 10  # where the arguments of the backward pass go on as those of the forward from its seventh
 
 
@@ -87,7 +92,7 @@ class Recurrence:
     @property
     def flat_weights(self) -> int:
         """Numbers in the one buffer of all weights, which has room for two biases wherever there are none, too."""
-        biases = 2 * _GATES[self.mode] * self.hidden
+        biases = 2 * GATES[self.mode] * self.hidden
         return self.matrices + self.layers * self.directions * biases
 
     @property
@@ -137,7 +142,7 @@ def workspace_bytes(call: Recurrence, *, backward: bool = False) -> int:
     if _persists(call):
         numbers += places * hidden * 16
     elif _is_small(call, backward=backward):
-        numbers += places * hidden * (7 + 2 * _GATES[call.mode])
+        numbers += places * hidden * (7 + 2 * GATES[call.mode])
     directions = layers * call.directions
     return 512 + 8 * _MIB * directions + (call.matrices + numbers) * call.input.itemsize
 
@@ -146,7 +151,7 @@ def _is_small(call: Recurrence, *, backward: bool) -> bool:
     """``use_rnn_persist_small_h``. bfloat16 was measured to take what the standard algorithm takes."""
     if call.batch_sizes or call.input.dtype not in (torch.float16, torch.float32):
         return False
-    largest = 384 if _GATES[call.mode] == 1 else 192
+    largest = 384 if GATES[call.mode] == 1 else 192
     return call.hidden <= (largest * 2 // 3 if backward else largest)
 
 
@@ -155,7 +160,7 @@ def _persists(call: Recurrence) -> bool:
     if call.batch_sizes or call.input.dtype is not torch.float16 or _is_small(call, backward=False):
         return False
     fits = call.layers == 1 == call.directions and call.hidden <= 1024
-    is_mode = call.mode == _LSTM or (_GATES[call.mode] == 1 and (call.batch < 96 or call.hidden < 896))
+    is_mode = call.mode == _LSTM or (GATES[call.mode] == 1 and (call.batch < 96 or call.hidden < 896))
     whole = call.hidden % 128 == call.input.size(-1) % 128 == call.batch % 8 == 0
     return fits and is_mode and whole and call.batch <= 128
 
@@ -222,7 +227,9 @@ RESULTS_OF_RNNS: Mapping[OpOverload, Callable[..., tuple[Any, ...]]] = {RNN: _fo
 
 def _forward_program(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     call = Recurrence.of(args)
-    return *taken(copied(call.transposed)), RESULTS, workspace_bytes(call)
+    # Output and states, the weights where they are copied together, and the reserve space last.
+    results = Result(0), Result(1), Result(2), Result(4)
+    return *taken(copied(call.transposed)), *results, workspace_bytes(call), RESULTS
 
 
 def _backward_program(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
@@ -242,10 +249,11 @@ def _backward_program(args: Sequence[Any], capability: Capability, multiprocesso
     workspace = workspace_bytes(call, backward=True)
     if not args[-1][3]:
         return *taken(*zeros, rows, gradient), RESULTS, workspace
-    first = taken(rows, gradient, call.input.nbytes, *states, workspace)
+    results = Result(0), Result(1), Result(2)
     flat = 0 if _has_biases(call) else call.flat_weights * call.input.itemsize
-    given_back = (-nbytes for nbytes in reversed(first))
-    return *taken(*zeros), *first, *given_back, *taken(rows), RESULTS, *taken(flat), workspace
+    given_back = (-nbytes for nbytes in taken(gradient, rows))
+    of_input: Program = *taken(rows, gradient), *results, *briefly(workspace), *given_back
+    return *taken(*zeros), *of_input, *taken(rows), RESULTS, *taken(flat), workspace
 
 
 #: By ``str(OpOverload)``.
@@ -253,6 +261,9 @@ RNNS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     str(RNN): _forward_program,
     str(RNN_BACKWARD): _backward_program,
 }
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 @contextmanager
@@ -272,7 +283,7 @@ def cuda_rnns(capability: Capability) -> Iterator[None]:
         capability: the device's compute capability, (major, minor).
     """
     with ExitStack() as stack:
-        for name, mode in _MODES.items():
+        for name, mode in MODES.items():
             run = _by_cudnn(getattr(torch, name), mode, capability)
             stack.enter_context(patched(torch._VF, name, run))
             stack.enter_context(patched(torch, name, run))
@@ -294,12 +305,13 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
         options = (layers, batch_first, dropout, trains, bidirectional, batch_sizes, None)
         stride = 4 if has_biases else 2
         if torch.is_autocast_enabled("cuda"):
-            data, *states = (_halved(value) for value in (data, *states))
-            weights = [_halved(weight) for weight in weights]
+            together, weights = halved_together(weights, mode, states[0].size(2), layers * (1 + bidirectional))
+            states = [halved(value) for value in reversed(states)][::-1]
+            data = halved(data)
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-                found = RNN(data, weights, stride, _flat(weights), *states, mode, states[0].size(2), 0, *options)
+                found = RNN(data, weights, stride, together, *states, mode, states[0].size(2), 0, *options)
         else:
-            flat = _flat(weights) if _are_flattened(weights) else None
+            flat = stand_in(weights) if are_flattened(weights) else None
             found = RNN(data, weights, stride, flat, *states, mode, states[0].size(2), 0, *options)
         return found[:3] if mode == _LSTM else found[:2]
 
@@ -312,32 +324,9 @@ def _takes(
     """``use_cudnn`` in aten/src/ATen/native/RNN.cpp, and no projections."""
     if not torch.backends.cudnn.enabled or not data.numel() or is_functorch_wrapped_tensor(data):
         return False
-    has_dtype = data.dtype in _FLATTENED or (data.dtype is torch.bfloat16 and capability >= (8, 0))
+    has_dtype = data.dtype in FLATTENED or (data.dtype is torch.bfloat16 and capability >= (8, 0))
     hx, cx = states
     return has_dtype and hx is not None and (cx is None or cx.size(2) == hx.size(2))
-
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-
-
-def _halved(tensor: Any) -> Any:
-    """As autocast casts for cuDNN's RNNs: to float16, whatever dtype it is set to."""
-    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(torch.float16)
-
-
-def _are_flattened(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether a module on the card has these in one storage: its own parameters, none twice.
-
-    What takes the place of parameters (casts, copies that are streamed, a parametrization) is not, and so cuDNN's
-    operator copies it together at each call, and keeps that.
-    """
-    own = all(isinstance(weight, nn.Parameter) and weight.dtype in _FLATTENED for weight in weights)
-    return own and len({id(weight) for weight in weights}) == len(weights)
-
-
-def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What stands for the storage that all weights share: that of one of them, which takes no memory of its own."""
-    return weights[0].data
 
 
 def launches(op: OpOverload, args: Sequence[Any]) -> int:

@@ -6,6 +6,8 @@ on what is free at each moment.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from memscale.simulation.allocator.block_pool import round_up
@@ -13,9 +15,17 @@ from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 
 Capability = tuple[int, int]
 
+
+class Result(NamedTuple):
+    """One of what a kernel returns, by its place there, where it takes them one at a time."""
+
+    place: int
+
+
 #: Bytes that a kernel takes, minus the bytes of the block that it gives back (the last one of that size), and
-#: :data:`RESULTS` where it takes what it returns. What is left at the end goes back, the last block first.
-Program = tuple[int, ...]
+#: :data:`RESULTS` where it takes what it returns and does not have yet, or :class:`Result` for one of it. What is left
+#: at the end goes back, the last block first.
+Program = tuple[int | Result, ...]
 RESULTS = 0
 PLAIN: Program = (RESULTS,)
 
@@ -28,14 +38,26 @@ def most_held(program: Program) -> int:
     """
     held = most = 0
     for nbytes in program:
+        if isinstance(nbytes, Result):
+            continue
         held += round_up(nbytes, MIN_BLOCK_BYTES) if nbytes > 0 else -round_up(-nbytes, MIN_BLOCK_BYTES)
         most = max(most, held)
     return most
 
 
-def taken(*nbytes: int) -> Program:
+def taken(*nbytes: int) -> tuple[int, ...]:
     """What is there to take of these: nothing takes no bytes."""
     return tuple(size for size in nbytes if size)
+
+
+def briefly(*nbytes: int) -> tuple[int, ...]:
+    """These taken, and given back.
+
+    >>> briefly(512, 0, 1024)
+    (512, 1024, -1024, -512)
+    """
+    found = taken(*nbytes)
+    return *found, *(-size for size in reversed(found))
 
 
 def copied(tensor: torch.Tensor) -> int:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import tree_leaves
 
 import memscale as ms
 from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.kernels.cuda_programs import cuda_program
 from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS, RNN, RNN_BACKWARD, Recurrence, reserve_bytes
-from memscale.simulation.kernels.programs import RESULTS, most_held
-from memscale.simulation.kernels.shapes import results_of
+from memscale.simulation.kernels.programs import Result
 
 H100 = (9, 0)
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())["rows"]
@@ -50,27 +50,40 @@ def blocks(*tensors):
 
 
 def most_with(results, op, args):
-    """The most bytes that a kernel holds at once, with what it returns from where it takes that on."""
-    program = cuda_program(str(op), args, None, H100)
-    before, after = program[: program.index(RESULTS)], program[program.index(RESULTS) + 1 :]
-    left = sum(round_up(abs(nbytes), 512) * (1 if nbytes > 0 else -1) for nbytes in before)
-    return max(most_held(before), results + left + most_held(after))
+    """The most bytes that a kernel holds at once, with `results`, which it takes one by one or all at once."""
+    held = most = 0
+    rest = dict(enumerate(results))
+    for step in cuda_program(str(op), args, None, H100):
+        if isinstance(step, Result):
+            held += blocks(*flat([rest.pop(step.place, None)]))
+        elif step:
+            held += round_up(abs(step), 512) * (1 if step > 0 else -1)
+        else:
+            held += blocks(*flat(rest.values()))
+            rest.clear()
+        most = max(most, held)
+    return most
+
+
+def flat(results):
+    return [each for each in tree_leaves(list(results)) if isinstance(each, torch.Tensor)]
 
 
 def forward(args):
     """What is held after a call, and at most in it."""
     output, hy, cy, reserve, weights = RESULTS_OF_RNNS[RNN](*args)
     states = blocks(args[4]) * (1 if args[5] is None else 2)  # the module makes them
-    kept = blocks(output, reserve, *([weights] if args[3] is None else []))
-    return states + kept, states + most_with(kept + blocks(hy) + (0 if args[5] is None else blocks(cy)), RNN, args)
+    weights = [weights] if args[3] is None else []
+    kept = blocks(output, reserve, *weights)
+    made = output, hy, cy if args[5] is not None else None, reserve, *weights
+    return states + kept, states + most_with(made, RNN, args)
 
 
 def backward(args):
     """The most bytes of a backward pass, of a gradient that lies as the output does, beside what is held."""
     output, *_, reserve, weights = RESULTS_OF_RNNS[RNN](*args)
     given = *args[:3], weights, *args[4:6], output, output, None, None, *args[6:], reserve, (True,) * 4
-    results = results_of(RESULTS_OF_RNNS[RNN_BACKWARD](*given))
-    return blocks(output) + most_with(blocks(*results), RNN_BACKWARD, given)
+    return blocks(output) + most_with(RESULTS_OF_RNNS[RNN_BACKWARD](*given), RNN_BACKWARD, given)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(str(value) for value in list(row.values())[:8]))

@@ -1,0 +1,81 @@
+"""How the weights of ``nn.LSTM`` and its like lie on a CUDA device: all of a module in one storage, for cuDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
+GATES = (1, 1, 4, 3)
+# Those that a module keeps in one storage (torch/backends/cudnn/__init__.py). Weights of bfloat16 never are.
+FLATTENED = (torch.float16, torch.float32, torch.float64)
+
+
+def halved_together(
+    weights: Sequence[torch.Tensor], mode: int, hidden: int, directions: int
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """All weights in one storage of float16, and each as a part of it.
+
+    Source: ``_cudnn_rnn_cast_reflatten`` in aten/src/ATen/cudnn/AutocastRNN.cpp, where autograd sees the copies.
+    """
+    if any(weight.dtype is torch.float64 for weight in weights) or weights[0].dtype is torch.float16:
+        return stand_in(weights), weights
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    flat = weights[0].new_empty(matrices + directions * 2 * GATES[mode] * hidden, dtype=torch.float16)
+    parts = flat[: sum(weight.numel() for weight in weights)].split([weight.numel() for weight in weights])
+    return flat, [
+        _Reflatten.apply(weight, part.view_as(weight))  # type: ignore[no-untyped-call]
+        for weight, part in zip(weights, parts, strict=True)
+    ]
+
+
+class _Reflatten(torch.autograd.Function):
+    """The copy of a weight into its part, of which the gradient is the weight's in its own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        part.copy_(weight)
+        return part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.to(ctx.dtype), None
+
+
+def are_flattened(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a module on the card has these in one storage: its own parameters, none twice.
+
+    What takes the place of parameters (casts, copies that are streamed, a parametrization) is not, and so cuDNN's
+    operator copies it together at each call, and keeps that.
+    """
+    own = all(isinstance(weight, nn.Parameter) and weight.dtype in FLATTENED for weight in weights)
+    return own and len({id(weight) for weight in weights}) == len(weights)
+
+
+def flattened_bytes(module: nn.Module) -> int:
+    """What the weights of `module` take as one storage, in which a card has them after ``Module.to``; 0 if it has not.
+
+    Source: ``flatten_parameters`` in torch/nn/modules/rnn.py, ``copy_weights_to_flat_buf_views`` in cudnn/RNN.cpp.
+    """
+    if not isinstance(module, nn.RNNBase) or module.proj_size or not torch.backends.cudnn.enabled:
+        return 0
+    weights = [weight for weight in module._flat_weights if weight is not None]
+    if not are_flattened(weights) or len({weight.untyped_storage()._cdata for weight in weights}) < len(weights):
+        return 0
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    biases = module.num_layers * (1 + module.bidirectional) * 2 * GATES[MODES[module.mode.lower()]] * module.hidden_size
+    return int((matrices + biases) * weights[0].itemsize)
+
+
+def stand_in(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What stands for the storage that all weights share: that of one of them, which takes no memory of its own."""
+    return weights[0].data
+
+
+def halved(tensor: Any) -> Any:
+    """As autocast casts for cuDNN's RNNs: to float16, whatever dtype it is set to."""
+    return tensor if tensor is None or tensor.dtype is torch.float64 else tensor.to(torch.float16)
