@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ def predict(
     trainer: Trainer,
     *,
     batch: Any = None,
+    steps: int = 1,
     hardware: Hardware | str | None = None,
     budget: Budget | None = None,
     recommend: bool | None = None,
@@ -65,6 +67,8 @@ def predict(
         trainer: before or after ``train()``, wrapped or not.
         batch: what the data collator returns, instead of a batch of the longest rows of the data set; finding those
             reads the whole of it.
+        steps: with more than one, also the batches that training begins with, in their order: what a CUDA device's
+            allocator reserves over all of them and the longest rows, as in `OOMPredictor.predict_steps`.
         hardware: the device to predict for; None is the model's own.
         budget, recommend: as in `OOMPredictor.predict`.
 
@@ -73,16 +77,36 @@ def predict(
         RuntimeUnavailable: it shards its model over processes, or its step can be neither simulated nor run.
     """
     accumulate = trainer.args.gradient_accumulation_steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"predict(steps={steps!r}) must be an int of at least 1")
+    if batch is not None and steps > 1:
+        raise ConfigError(f"predict(batch=..., steps={steps}) takes one of the two: a batch, or the Trainer's own")
     with step_of(trainer, reads=batch is None) as step:
         predictor = _predictor(step, hardware, accumulate)
         if batch is None:
             batch = step.collate(step.rows[: trainer.args.per_device_train_batch_size])
         held = trainer.args.per_device_train_batch_size * accumulate
-        found = predictor.predict(step.called_with(batch, held), budget=budget, recommend=recommend)
+        called = [_whole(step, each, held) for each in step.batches(steps)] if steps > 1 else []
+        longest = step.called_with(batch, held)
+        found = predictor.predict(longest, budget=budget, recommend=recommend)
+        if called:
+            over = predictor.predict_steps([*called, longest], budget=budget)
+            found = dataclasses.replace(over, recommendations=found.recommendations)
         notes = [*step.notes]
         if accumulate > _PASSES:
             notes.append(f"{_PASSES} of the {accumulate} passes were simulated: the times are theirs")
     return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _whole(step: TrainerStep, batch: Any, held: int) -> Mapping[str, Any]:
+    """What the model is called with for a batch, with nothing that only the loss is given."""
+    called = step.called_with(batch, held)
+    if missing := sorted(set(batch) - set(called)):
+        raise ConfigError(
+            f"compute_loss of this Trainer keeps {', '.join(missing)} from the model, and such a step is predicted "
+            "alone; leave out steps="
+        )
+    return called
 
 
 def find_batch_size(

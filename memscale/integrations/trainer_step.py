@@ -30,6 +30,7 @@ class TrainerStep:
         called_with: what the model is called with for what the data collator returns, in a step of so many rows.
         collate: the data collator.
         rows: as many rows as a process takes for a step of the optimizer, the longest first.
+        batches: the first so many batches of training, fewer if there are fewer, as the data collator returns them.
         notes: what is not counted.
     """
 
@@ -39,6 +40,7 @@ class TrainerStep:
     called_with: Callable[[Any, int], Mapping[str, Any]]
     collate: Callable[[Sequence[Any]], Any]
     rows: Sequence[Any]
+    batches: Callable[[int], list[Any]]
     notes: tuple[str, ...]
 
 
@@ -64,7 +66,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         stack.enter_context(_training(model))
         stack.enter_context(_recomputing(trainer))
         optimizer = stack.enter_context(_optimizer(trainer))
-        collate, rows, notes = _data(trainer) if reads else (trainer.data_collator, [], [])
+        collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], _none, [])
         asked = _Asked(trainer)
         stack.enter_context(_mixed_precision(trainer))
         if trainer.args.torch_compile:
@@ -72,7 +74,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         if trainer.args.world_size > 1:
             notes.append("not counted: the buckets of DistributedDataParallel, one more copy of the gradients")
         notes.append("not counted: evaluation, which keeps the logits of all rows until eval_accumulation_steps")
-        yield TrainerStep(model, optimizer, asked.loss, asked.called_with, collate, rows, tuple(notes))
+        yield TrainerStep(model, optimizer, asked.loss, asked.called_with, collate, rows, batches, tuple(notes))
 
 
 class _Asked:
@@ -255,8 +257,12 @@ def _random_states_kept() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list[str]]:
-    """What makes a batch of rows, and as many rows as a process holds for one step of the optimizer."""
+def _none(count: int) -> list[Any]:
+    return []
+
+
+def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Callable[[int], list[Any]], list[str]]:
+    """What makes a batch of rows, as many rows as a process holds for one step of the optimizer, and its batches."""
     if trainer.train_dataset is None:
         raise ConfigError("this Trainer has no train_dataset, whose rows are what a step is predicted for")
     prepared = trainer.accelerator._dataloaders
@@ -266,7 +272,8 @@ def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list
     data = loader.dataset
     count = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     notes = []
-    if isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__len__"):
+    streams = isinstance(data, torch.utils.data.IterableDataset) or not hasattr(data, "__len__")
+    if streams:
         rows = list(islice(iter(data), count))
         notes.append(f"the first {len(rows)} rows were taken: a data set without a length is not read to its end")
     else:
@@ -274,8 +281,19 @@ def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list
         rows = [data[at] for at in longest]
     if not rows:
         raise ConfigError("the train_dataset of this Trainer is empty; a step is predicted for its rows")
+
+    def batches(most: int) -> list[Any]:
+        # Its own sampler draws as it will in training; rows are read here, since the loader would move them.
+        drawn = _chunks(iter(data), trainer.args.per_device_train_batch_size) if streams else loader.batch_sampler
+        return [loader.collate_fn(each if streams else [data[at] for at in each]) for each in islice(drawn, most)]
+
     # A small data set is repeated: the Trainer's batches may be larger for another epoch's rows.
-    return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], notes
+    return loader.collate_fn, [rows[at % len(rows)] for at in range(count)], batches, notes
+
+
+def _chunks(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while chunk := list(islice(rows, size)):
+        yield chunk
 
 
 def _length(row: Any) -> int:

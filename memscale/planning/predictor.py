@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
-from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes
+from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes, tensors
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, DecisionEngine, Progress
 from memscale.planning.grid import SizeGrid, fitting_grid
@@ -122,6 +122,50 @@ class OOMPredictor:
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
         return self._recommending(prediction, batch) if wanted else prediction
+
+    def predict_steps(self, batches: Sequence[Any], *, budget: Budget | None = None) -> OOMPrediction:
+        """Whether steps with these batches fit, one after the other: text of any length, images of any size.
+
+        The prediction is that of the largest batch. What a CUDA device's allocator reserves is over all of the steps,
+        since the blocks that one batch leaves in the cache need not suit the next; the note says by how much that is
+        more.
+
+        >>> import torch, memscale as ms
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+        >>> predictor = ms.OOMPredictor(model, loss=lambda y, _: y.square().mean(), hardware="t4")
+        >>> batches = [torch.empty(rows, 512, device="meta") for rows in (900, 2000, 1400, 1900)]
+        >>> predictor.predict_steps(batches).peak_bytes > predictor.predict(batches[1]).peak_bytes
+        True
+
+        Args:
+            batches: in the order of training; each as in `predict`.
+            budget: as in `predict`.
+
+        Raises:
+            ConfigError: there are no batches, one does not fit the model, or another argument is wrong.
+            RuntimeUnavailable: a step can be neither simulated nor run here.
+        """
+        batches = list(batches)
+        if not batches:
+            raise ConfigError("predict_steps(batches=[]) needs at least one batch")
+        largest = max(reversed(batches), key=lambda batch: sum(leaf.numel() for leaf in tensors(batch)))
+        alone = self.predict(largest, budget=budget, recommend=False)
+        if alone.profile.reserved_peak_bytes is None:
+            return alone
+        self._next(f"{len(batches)} steps", None)
+        reserved = self._profiler.reserved_over(
+            batches, accumulate=self.accumulate, capacity_bytes=alone.capacity_bytes
+        )
+        assert reserved is not None, "the device has an allocator"
+        note = (
+            f"over {len(batches)} steps the allocator reserves {format_bytes(reserved)}, and with the largest batch "
+            f"alone {format_bytes(alone.profile.reserved_peak_bytes)}"
+        )
+        if reserved > alone.profile.reserved_peak_bytes:
+            note += " (PYTORCH_ALLOC_CONF=expandable_segments:True, here too, lets other sizes have the same memory)"
+        profile = dataclasses.replace(alone.profile, reserved_peak_bytes=reserved)
+        return dataclasses.replace(alone, profile=profile, notes=(*alone.notes, note))
 
     def largest(
         self,

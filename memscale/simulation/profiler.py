@@ -265,6 +265,26 @@ class MemoryProfiler:
             ]
             return profiler._simulated(steps, batch)
 
+    def reserved_over(
+        self, batches: Sequence[Any], *, accumulate: int = 1, capacity_bytes: int | None = None
+    ) -> int | None:
+        """What the allocator of a CUDA device reserves at its most over steps with these batches, in their order.
+
+        Blocks that one step leaves in the cache need not suit the next one, whose batch is longer or shorter: then more
+        is reserved than for any of them alone. None where the device has no such allocator.
+
+        Args:
+            batches: at least one.
+            accumulate, capacity_bytes: as in `profile`.
+
+        Raises:
+            ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
+        """
+        with self._under_rules() as profiler:
+            steps = [profiler._step(batch, accumulate) for batch in batches]
+            # The first step makes the optimizer's states.
+            return profiler._simulated([steps[0], *steps], list(batches)).profile(capacity_bytes).reserved_peak_bytes
+
     @contextmanager
     def _under_rules(self) -> Iterator[MemoryProfiler]:
         """This, with the optimizer under its rules: only now, for some act on parameters as long as they are there."""

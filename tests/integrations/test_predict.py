@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the Trainer is of tra
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from memscale.integrations.hf import find_batch_size, predict  # noqa: E402
+from memscale.integrations.trainer_step import step_of  # noqa: E402
 
 LENGTHS = (9, 64, 12, 64, 7, 64, 64, 30)
 
@@ -141,3 +142,32 @@ def test_what_cannot_be_asked_says_why(tmp_path: Path) -> None:
     twice.__class__ = Twice
     with pytest.raises(ms.MemscaleError, match=r"calls its model 2 times"):
         predict(twice)
+
+
+def test_lengths_in_the_order_of_training_are_replayed(tmp_path):
+    given = {"per_device_train_batch_size": 2, "seed": 3}
+    made = trainer(tmp_path, Rows((9, 64, 12, 40, 7, 33, 64, 30) * 4), collate=padded, **given)
+    one, over = predict(made, hardware="t4"), predict(made, hardware="t4", steps=8)
+    assert over.profile.peak_bytes == one.profile.peak_bytes  # of the longest rows
+    assert over.peak_bytes >= one.peak_bytes
+    assert "over 9 steps the allocator reserves" in "".join(over.notes)
+    # What is simulated is what training begins with: the same batches, in the same order.
+    seen = []
+    made.model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    with step_of(made) as step:
+        expected = [batch["input_ids"].shape for batch in step.batches(2)]
+    made.train()
+    assert seen == expected
+    assert len({shape[1] for shape in seen}) > 1
+
+
+def test_steps_of_a_stream(tmp_path):
+    assert predict(trainer(tmp_path, Stream()), hardware="t4", steps=3).notes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"steps": 0}, "at least 1"), ({"steps": 2, "batch": {}}, "one of the two")]
+)
+def test_unusable_steps_are_refused(tmp_path, given, message):
+    with pytest.raises(ms.ConfigError, match=message):
+        predict(trainer(tmp_path), **given)

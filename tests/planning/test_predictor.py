@@ -773,3 +773,45 @@ def test_recommendations_are_values():
     assert one == Recommendation("act", 1, 2, ms.Plan({"*": ms.checkpoint()}), {}, 1, None)
     with pytest.raises(AttributeError):
         one.freed_bytes = 2
+
+
+VARIED = (700, 2900, 300, 1800, 3000, 1100, 2400)
+
+
+def _mlp(device):
+    with torch.device(device):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)])
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_batches_that_differ_in_size_reserve_more_than_the_largest():
+    predictor = ms.OOMPredictor(*_mlp("meta"), loss=lambda y, _: y.square().mean(), hardware="t4")
+    batches = [torch.empty(rows, 512, device="meta") for rows in VARIED]
+    over, largest = predictor.predict_steps(batches), predictor.predict(batches[4], recommend=False)
+    assert over.profile.peak_bytes == largest.profile.peak_bytes
+    assert over.peak_bytes > largest.peak_bytes
+    assert over.notes[-1].startswith("over 7 steps the allocator reserves")
+    assert predictor.predict_steps([batches[4]] * 3).peak_bytes == largest.peak_bytes
+    assert not predictor.predict_steps(batches, budget=largest.peak_bytes).fits
+    with pytest.raises(ms.ConfigError, match="at least one batch"):
+        predictor.predict_steps([])
+
+
+def test_a_device_without_an_allocator_reserves_nothing():
+    predictor = ms.OOMPredictor(*_mlp("cpu"), loss=lambda y, _: y.square().mean())
+    assert predictor.predict_steps([torch.ones(8, 512), torch.ones(4, 512)]).profile.reserved_peak_bytes is None
+
+
+@pytest.mark.cuda
+def test_what_steps_of_different_sizes_reserve_on_a_card():
+    model, optimizer = _mlp("cuda")
+    batches = [torch.ones(rows, 512, device="cuda") for rows in VARIED]
+    predictor = ms.OOMPredictor(model, optimizer, loss=lambda y, _: y.square().mean())
+    predicted = predictor.predict_steps(batches).peak_bytes
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for batch in (batches[0], *batches):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_reserved() == predicted
