@@ -410,9 +410,9 @@ def test_what_cannot_be_simulated_is_a_note():
     prediction = ms.OOMPredictor(nn.Sequential(Restless(), Restless()), loss=square, hardware=box(1)).predict(
         torch.ones(16, 8)
     )
-    note = next(note for note in prediction.notes if note.startswith("not simulated: "))
-    assert "recompute differs" in note
-    assert f"note: {note}" in str(prediction)
+    notes = [note for note in prediction.notes if note.startswith("not simulated: ")]
+    assert any("recompute differs" in note for note in notes)
+    assert all(f"note: {note}" in str(prediction) for note in notes)
     assert all("checkpoint" not in each.action for each in prediction.recommendations)
 
 
