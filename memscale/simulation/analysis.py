@@ -111,10 +111,11 @@ def _allocated(
     settings = _settings()
     count = len(exact)
     capacity_bytes = max(1, hardware.usable_bytes if capacity_bytes is None else capacity_bytes)
-    found, notes = replay(events, settings=settings), []
+    streams = {number: record.stream for number, record in enumerate(ledger.records) if record.stream}
+    found, notes = replay(events, settings=settings, streams=streams), []
     # The fraction that a process allows itself, and the collection that goes with it, only count against a capacity.
     if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:
-        bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes)
+        bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes, streams=streams)
         if bounded.out_of_memory_at is None:
             if bounded.retries:
                 notes.append(

@@ -68,7 +68,11 @@ class HollowMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.storages = LiveStorages(
-            self.ledger, residents, beside_cpu=kernels.device_type != "cpu", cached=host is not None
+            self.ledger,
+            residents,
+            beside_cpu=kernels.device_type != "cpu",
+            cached=host is not None,
+            lane=lambda: clock.lane,
         )
         self.values = Values(self.storages)
         self.hollow = HollowStorages()

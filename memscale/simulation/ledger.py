@@ -56,6 +56,7 @@ class StorageRecord:
         away: whether it lies on another memory tier, and takes up no byte of the device.
         later: how to compute its values, where they are known and not computed.
         used_at: when it was used last, in bytes that the step has gone through; -1 if never.
+        stream: the number of the stream that it was allocated on, 0 for the step's own.
     """
 
     nbytes: int
@@ -69,6 +70,7 @@ class StorageRecord:
     away: bool = False
     later: Postponed | None = None
     used_at: int = -1
+    stream: int = 0
 
 
 class OpCall(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,15 +29,24 @@ class LiveStorages:
         residents: the category and the name of storages of before the step, by address of their storage object.
         beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
         cached: whether it is followed what the caches of the device have.
+        lane: the stream that is the current one, None for the step's own.
 
     Attributes:
         live: the number of the record of each storage that lives, by the address of the storage object.
     """
 
     def __init__(
-        self, ledger: Ledger, residents: dict[int, tuple[str, str]], *, beside_cpu: bool = False, cached: bool = False
+        self,
+        ledger: Ledger,
+        residents: dict[int, tuple[str, str]],
+        *,
+        beside_cpu: bool = False,
+        cached: bool = False,
+        lane: Callable[[], object] = lambda: None,
     ) -> None:
         self.ledger = ledger
+        self._lane = lane
+        self._streams: dict[object, int] = {None: 0}
         self.beside_cpu = beside_cpu
         self._caches = CacheContents() if cached else None
         self.away = False  # whether what is made now is made on another memory tier
@@ -81,6 +90,7 @@ class LiveStorages:
         nbytes = 0 if self.away else storage.nbytes()
         dtype = _name_of(tensor.dtype)
         record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        record.stream = self._stream()
         if self._caches is not None:
             self._caches.born(record)
         number = self.ledger.birth(record)
@@ -110,6 +120,9 @@ class LiveStorages:
         record = self.record(tensor)
         record.nbytes, record.away = 0, True
 
+    def _stream(self) -> int:
+        return self._streams.setdefault(self._lane(), len(self._streams))
+
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""
         self._died(storage._cdata, None)
@@ -132,6 +145,7 @@ class LiveStorages:
             return
         old = self.ledger.records[number]
         fresh = StorageRecord(nbytes, len(self.ledger.ops) - 1, old.category, old.shape, old.dtype, old.path, False)
+        fresh.stream = self._stream()
         self.live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
 

@@ -1,8 +1,8 @@
 """What PyTorch's CUDA allocator would reserve: its rules, replayed over a stream of events in pure Python.
 
 The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.10 to 2.13, for one
-device and one stream, without CUDA graphs and private pools. Method names follow the C++ functions, so that
-both read side by side.
+device, without CUDA graphs and private pools; what is freed is free for its own stream at once. Method names
+follow the C++ functions, so that both read side by side.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ROUND_LARGE_BYTES = 2 * _MIB  # kRoundLarge
 _UNLIMITED_SPACE_BYTES = 1 << 50
 
 _DEFAULTS = AllocatorSettings()
+_ONE_STREAM: Mapping[int, int] = {}
 # An event of `replay`: what `torch.cuda.empty_cache` does.
 TRIM = (-1, -1)
 
@@ -67,6 +68,7 @@ def replay(
     *,
     settings: AllocatorSettings = _DEFAULTS,
     capacity_bytes: int | None = None,
+    streams: Mapping[int, int] = _ONE_STREAM,
 ) -> Replay:
     """Return what PyTorch's caching allocator would hand out and reserve for ``events``.
 
@@ -85,6 +87,8 @@ def replay(
         settings: what ``PYTORCH_CUDA_ALLOC_CONF`` says.
         capacity_bytes: what the process can get from the device, at least 1; None is no limit. When it is
             reached, cached segments are given back and the request is tried again, as PyTorch does.
+        streams: the stream that a block is allocated on, by its id, where that is not stream 0. What one stream has
+            cached is not handed out to another.
 
     Raises:
         ConfigError: an event allocates a live id or frees one that is not live, or the capacity is below 1.
@@ -104,7 +108,7 @@ def replay(
         if nbytes > 0:
             if name in live:
                 raise ConfigError(f"event {index} allocates block {name}, which is live; free it first")
-            block = allocator.malloc(nbytes)
+            block = allocator.malloc(nbytes, streams.get(name, 0))
             if block is not None:
                 live[name] = block
                 block_bytes[name] = block.size
@@ -147,17 +151,22 @@ class _Allocator:
             self.allowed = int(settings.memory_fraction * capacity_bytes)
         self.max_split = settings.max_split_size_bytes
         self.expandable = settings.expandable_segments
-        self.small = Pool(small=True, segment_bytes=_SMALL_SEGMENT_BYTES)
-        self.large = Pool(small=False, segment_bytes=settings.large_segment_bytes)
+        self.pools: dict[int, tuple[Pool, Pool]] = {}  # the small and the large one of each stream
         self.allocated = self.allocated_peak = 0
         self.reserved = self.reserved_peak = 0
         self.segments = 0
         self.retries = 0
         self.next_address = 0
 
-    def malloc(self, nbytes: int) -> Block | None:
+    def malloc(self, nbytes: int, stream: int) -> Block | None:
         size = self.settings.rounded_bytes(nbytes)
-        pool = self.small if size <= _SMALL_BYTES else self.large
+        if stream not in self.pools:
+            large_bytes = self.settings.large_segment_bytes
+            self.pools[stream] = (
+                Pool(small=True, segment_bytes=_SMALL_SEGMENT_BYTES),
+                Pool(small=False, segment_bytes=large_bytes),
+            )
+        pool = self.pools[stream][size > _SMALL_BYTES]
         block = self._get_free_block(pool, size)
         if block is None:
             self._garbage_collect_cached_blocks()
@@ -192,8 +201,9 @@ class _Allocator:
         block.pool.insert(block)
 
     def trim(self) -> None:
-        self._release_blocks(self.large)
-        self._release_blocks(self.small)
+        for small, large in self.pools.values():
+            self._release_blocks(large)
+            self._release_blocks(small)
 
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
         pool.searches += 1
@@ -278,15 +288,15 @@ class _Allocator:
         if self.allowed is None or threshold == 0:
             return
         excess = self.reserved - int(threshold * self.allowed)
-        pool = self.large
-        whole = [block for block in map(pool.blocks.__getitem__, pool.keys) if block.whole]
-        total_age = sum(pool.searches - block.born for block in whole)
+        large = [pool for _, pool in self.pools.values()]
+        whole = [block for pool in large for block in map(pool.blocks.__getitem__, pool.keys) if block.whole]
+        total_age = sum(block.pool.searches - block.born for block in whole)
         while excess > 0 and whole:
             # The oldest go first, down to the mean age, and all of them although the target may be passed.
             mean_age = total_age / len(whole)
             kept = []
             for block in whole:
-                age = pool.searches - block.born
+                age = block.pool.searches - block.born
                 if age < mean_age:
                     kept.append(block)
                     continue

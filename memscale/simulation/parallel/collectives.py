@@ -141,8 +141,8 @@ class Works:
         notes = notes if self._clock.timed and hardware.flops_per_second else []
         if self._names and hardware.device_type != "cpu":
             notes.append(
-                f"the processes send ({', '.join(self._names)}) what NCCL holds memory of its own for, and FSDP2 has "
-                "streams that the allocator keeps blocks apart for: neither is in the step's bytes"
+                f"the processes send ({', '.join(self._names)}) what NCCL holds memory of its own for, which is not in "
+                "the step's bytes"
             )
         return notes
 

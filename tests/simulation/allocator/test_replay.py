@@ -531,7 +531,8 @@ SIZES = st.one_of(st.integers(1, 3 * KIB), st.integers(1, 2 * MIB), st.integers(
 def stretches(allocator, live):
     """All addresses the allocator holds as (address, size, mapped, in use), by walking each block's segment."""
     starts = {}
-    for block in [*live.values(), *allocator.small.blocks.values(), *allocator.large.blocks.values()]:
+    pools = [pool for pair in allocator.pools.values() for pool in pair]
+    for block in [*live.values(), *(block for pool in pools for block in pool.blocks.values())]:
         while block.prev is not None:
             block = block.prev
         starts[block.address] = block
@@ -557,7 +558,7 @@ def stretches(allocator, live):
     steps=st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 99)), max_size=60),
 )
 def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity, steps):
-    allocator, live, events = _Allocator(settings, capacity), {}, []
+    allocator, live, events, streams = _Allocator(settings, capacity), {}, [], {}
     for index, (frees, nbytes, choice) in enumerate(steps):
         if frees and live:
             name = sorted(live)[choice % len(live)]
@@ -565,7 +566,8 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
             allocator.free(live.pop(name))
         else:
             events.append((index, nbytes))
-            block = allocator.malloc(nbytes)
+            streams[index] = choice % 2
+            block = allocator.malloc(nbytes, choice % 2)
             if block is None:
                 break
             assert block.size >= settings.rounded_bytes(nbytes) >= nbytes
@@ -577,8 +579,8 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
         assert sum(size for _, size, _, used in memory if used) == allocator.allocated
         assert len({block.address for block in live.values()}) == len(live)
         assert capacity is None or allocator.reserved <= int(settings.memory_fraction * capacity)
-    result = replay(events, settings=settings, capacity_bytes=capacity)
-    assert result == replay(iter(events), settings=settings, capacity_bytes=capacity)
+    result = replay(events, settings=settings, capacity_bytes=capacity, streams=streams)
+    assert result == replay(iter(events), settings=settings, capacity_bytes=capacity, streams=streams)
     assert (result.allocated_end_bytes, result.reserved_end_bytes) == (allocator.allocated, allocator.reserved)
     assert result.allocated_end_bytes <= result.allocated_peak_bytes <= result.reserved_peak_bytes
     assert 0 <= result.fragmentation_bytes <= result.reserved_peak_bytes
@@ -586,8 +588,7 @@ def test_blocks_never_overlap_and_every_byte_is_accounted_for(settings, capacity
     for block in live.values():
         allocator.free(block)
     assert allocator.allocated == 0
-    for pool in (allocator.small, allocator.large):
-        allocator._release_blocks(pool)
+    allocator.trim()
     assert (allocator.reserved, allocator.segments) == (0, 0)
 
 
@@ -671,3 +672,13 @@ def test_a_replay_of_a_full_device_gives_back_and_fails_where_the_allocator_does
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         torch.cuda.empty_cache()
+
+
+def test_a_stream_keeps_what_it_has_cached():
+    events = [(1, 30 * MIB), (1, -30 * MIB), (2, 30 * MIB)]
+    assert replay(events).reserved_peak_bytes == 30 * MIB
+    apart = replay(events, streams={2: 1})
+    assert (apart.reserved_peak_bytes, apart.segments) == (60 * MIB, 2)
+    # Until the device is full, when all streams give back theirs.
+    full = replay(events, streams={2: 1}, capacity_bytes=40 * MIB)
+    assert (full.out_of_memory_at, full.retries) == (None, 1)

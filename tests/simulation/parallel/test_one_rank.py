@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
+from memscale.simulation.analysis import analyse
 from tests.support.checks import bits
 from tests.support.whole_run import true_peaks, with_own_buckets
 
@@ -353,9 +354,22 @@ def test_a_card_has_notes_and_refuses_what_it_would_not_know(group):
 
     group(8)
     notes = ms.profile(sharded(), TOKENS, loss=loss, hardware="h100").notes
-    assert any("_allgather_base_" in note and "neither is in the step's bytes" in note for note in notes)
+    assert any("_allgather_base_" in note and "which is not in the step's bytes" in note for note in notes)
     with pytest.raises(ms.ConfigError, match="CPUOffloadPolicy"):
         ms.profile(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), TOKENS, loss=loss, hardware="h100")
+
+
+def test_what_a_stream_of_fsdp_has_cached_is_not_handed_to_another(group):
+    from memscale.simulation import MemoryProfiler
+
+    group(8)
+    model = sharded()
+    step = MemoryProfiler(model, trained(model)[0], loss=loss, hardware="h100").simulated(TOKENS)
+    assert len({record.stream for record in step.ledger.records}) > 1
+    together = step.profile().reserved_peak_bytes
+    for record in step.ledger.records:
+        record.stream = 0
+    assert analyse(step.ledger, step.clock, (), {}).reserved_peak_bytes < together
 
 
 def test_a_plan_made_for_other_ranks_says_so(group):
