@@ -49,11 +49,12 @@ HEAD = (
 
 
 def interpreter(release: str) -> str | None:
-    """A Python of that release: of the PATH, or one that pyenv has."""
-    if found := shutil.which(f"python{release}"):
-        return found
-    installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{release}.*/bin/python{release}"))
-    return str(installed[-1]) if installed else None
+    """A Python of that release: of the PATH, or one that pyenv has, whose shims on the PATH need not work."""
+    installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{release}.*/bin/python{release}"), reverse=True)
+    for found in filter(None, (shutil.which(f"python{release}"), *map(str, installed))):
+        if subprocess.run([found, "--version"], capture_output=True).returncode == 0:
+            return found
+    return None
 
 
 def install(row: Row, folder: Path) -> Path:
