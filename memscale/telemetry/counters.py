@@ -61,9 +61,11 @@ DIMENSIONS = (
         (
             "cast",
             "checkpoint",
+            "compensate_rounding",
             "offload",
             "offload_states",
             "quantize_states",
+            "round_stochastically",
             "step_in_backward",
             "step_in_groups",
             "tile",
