@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
-from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from typer import Argument, Option
+
+from memscale.cli.options import SIZES, count, file
+from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step, typed_budget
 from memscale.cli.terminal import check_files, write
 from memscale.core import ConfigError
 from memscale.crashes import explain
 
 
-@dataclass(frozen=True)
-class ExplainOptions:
-    """The command line of ``memscale explain``, as typed; `step` is None where no model is given."""
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(TrainingOptions):
+    """The command line of ``memscale explain``, as typed."""
 
-    snapshot: Path
-    device: int | None
-    step: StepOptions | None
-    budget: str | None
-    html: Path | None
+    snapshot: Annotated[Path, Argument(help="A file that torch.cuda.memory._dump_snapshot wrote.")]
+    device: Annotated[int | None, count("N", "Whose memory; by default where it ran out.")] = None
+    html: Annotated[Path | None, file("Where a page about it goes, a .html.")] = None
+    hf: Annotated[
+        str | None, Option(metavar="CONFIG|MODULE:FACTORY", help="The model, to find the plan that would have fit.")
+    ] = None
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"What its step may take: {SIZES}.")] = None
+
+    @property
+    def step(self) -> StepOptions | None:
+        """None where no model is given."""
+        told = {each.name: getattr(self, each.name) for each in fields(TrainingOptions)}
+        return None if self.hf is None else StepOptions(hf=self.hf, **told)
 
 
 def explain_snapshot(options: ExplainOptions) -> int:
@@ -31,18 +43,19 @@ def explain_snapshot(options: ExplainOptions) -> int:
     """
     files = {"html": options.html}
     check_files(files)
-    if options.step is None:
+    asked = options.step
+    if asked is None:
         if options.budget is not None:
             raise ConfigError("--budget is for the plan of a model; give that with --hf")
         found = explain(options.snapshot, device=options.device)
     else:
-        options.step.check()
-        step = read_step(options.step)
+        asked.check()
+        step = read_step(asked)
         found = explain(
             options.snapshot,
             device=options.device,
             model=step.subject.model,
-            batch=batch_of(step.subject, options.step.batch, step.seq),
+            batch=batch_of(step.subject, asked.batch, step.seq),
             optimizer=step.optimizer,
             loss=step.subject.loss,
             hardware=step.hardware,

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from memscale.cli import history, telemetry
-from memscale.cli.options import Accumulate, Batch, Dtype, Gpu, Hf, Optimizer, Plan, Seq, whole_number
-from memscale.cli.step import StepOptions
+from memscale.cli.options import add, whole_number
 from memscale.telemetry import State
 
 HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
@@ -18,34 +17,10 @@ TELEMETRY = typer.Typer(help="Counts of calls: off by default, and sent by nothi
 _Name = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this name.")]
 
 
-@HISTORY.command("check")
-def history_check_command(
-    hf: Hf,
-    baseline: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|REF", help="A file of runs, or a git reference whose runs are in the history, such as main."
-        ),
-    ],
-    batch: Batch = 1,
-    seq: Seq = None,
-    optimizer: Optimizer = "adamw",
-    gpu: Gpu = None,
-    dtype: Dtype = None,
-    plan: Plan = None,
-    accumulate: Accumulate = 1,
-    tolerance: Annotated[str, typer.Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0",
-    update: Annotated[
-        bool, typer.Option("--update", help="Write this run into the file, in the old one's place.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Simulate a step and compare it with what it took before.
+_CHECKED = """Simulate a step and compare it with what it took before.
 
-    Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline.
-    """
-    step = StepOptions(hf, batch, seq, optimizer, gpu, dtype, accumulate)
-    return history.check(history.CheckOptions(step, plan, baseline, tolerance, update, as_json))
+Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline."""
+add(HISTORY, "check", history.CheckOptions, history.check, _CHECKED)
 
 
 @HISTORY.command("list")

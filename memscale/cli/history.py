@@ -6,11 +6,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.console import Console
+from typer import Option
 
+from memscale.cli.options import Shorthand
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.config import Config
@@ -22,16 +24,21 @@ from memscale.simulation import MemoryProfiler
 REGRESSION = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """The command line of ``memscale history check``, as typed."""
 
     step: StepOptions
-    plan: str | None
-    baseline: str
-    tolerance: str
-    update: bool
-    as_json: bool
+    baseline: Annotated[
+        str,
+        Option(
+            metavar="FILE|REF", help="A file of runs, or a git reference whose runs are in the history, such as main."
+        ),
+    ]
+    plan: Shorthand = None
+    tolerance: Annotated[str, Option(metavar="SIZE", help="How much more is no regression, such as 1MiB.")] = "0"
+    update: Annotated[bool, Option("--update", help="Write this run into the file, in the old one's place.")] = False
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
 
 
 def check(options: CheckOptions) -> int:

@@ -1,11 +1,16 @@
-"""The options that several commands share, and how their values are read."""
+"""The options of a command are the fields of a dataclass: how they become a command line, and what several share."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+_T = TypeVar("_T")
 
 
 def whole_number(text: str | int) -> int:
@@ -17,61 +22,61 @@ def whole_number(text: str | int) -> int:
         raise typer.BadParameter(f"must be a whole number, got {text!r}") from None
 
 
-Hf = Annotated[
-    str,
-    typer.Option(
-        metavar="CONFIG|MODULE:FACTORY",
-        help="A transformers config.json or its folder, or a function that returns a model, (model, batch_fn) or "
-        "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
-    ),
-]
-Batch = Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Rows of a batch.")]
-Seq = Annotated[
-    int | None,
-    typer.Option(parser=whole_number, metavar="N", help="Tokens of a row; by default 1024 or all positions."),
-]
-Optimizer = Annotated[str, typer.Option(help="An optimizer of torch.optim, or none.")]
-Gpu = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
-]
-Parallel = Annotated[
-    str | None, typer.Option(metavar="fsdp2|ddp", help="The step is one process's of several; the batch is that one's.")
-]
-World = Annotated[
-    int | None, typer.Option(parser=whole_number, metavar="N", help="How many processes, with --parallel.")
-]
-Shard = Annotated[
-    list[str] | None,
-    typer.Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
-]
-Tensor = Annotated[
-    int | None,
-    typer.Option(parser=whole_number, metavar="M", help="Over how many processes fsdp2's layers are split besides."),
-]
-Accumulate = Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Batches for each optimizer step.")]
+def count(metavar: str, text: str) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(parser=whole_number, metavar=metavar, help=text)
+
+
+def file(text: str) -> Any:
+    """An option that is a file to write."""
+    return typer.Option(metavar="FILE", help=text)
+
+
 SIZES = "6GiB, 6GB, bytes, or a share: 0.9 or 90%"
-Mode = Annotated[
-    str | None,
-    typer.Option(metavar="MODE", help="conservative, balanced or aggressive; by default every exact technique."),
-]
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
-]
-Forbid = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Do without checkpoint, offload, tile or cast. Repeatable.")
-]
-Host = Annotated[str | None, typer.Option(metavar="SIZE", help="What may lie in the host's memory at most.")]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Where the result goes as JSON.")]
-Python = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Where a script goes that builds the model and applies the plan.")
-]
-
-
-Plan = Annotated[
+Shorthand = Annotated[
     str | None,
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
+Json = Annotated[Path | None, file("Where the result goes as JSON.")]
+Python = Annotated[Path | None, file("Where a script goes that builds the model and applies the plan.")]
+
+
+def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int], text: str) -> None:
+    """Give `app` a command that calls `run` with `options`; a field that is such a dataclass stands for its own fields.
+
+    Args:
+        app: to add to.
+        name: of the command.
+        options: a dataclass whose fields are annotated with a ``typer.Option``, or are dataclasses of such.
+        run: what the command does; returns the exit status.
+        text: what ``--help`` says.
+    """
+
+    def command(**given: Any) -> int:
+        return run(_made(options, given))
+
+    # What must be given comes first.
+    parameters = sorted(_parameters(options), key=lambda each: each.default is not each.empty)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(name, help=text)(command)
+
+
+def _parameters(options: type) -> Iterator[inspect.Parameter]:
+    kinds = get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        kind = kinds[field.name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _parameters(kind)
+        else:
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _made(options: type[_T], given: Mapping[str, Any]) -> _T:
+    kinds, values = get_type_hints(options), {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        kind = kinds[field.name]
+        nested = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        values[field.name] = _made(kind, given) if nested else given[field.name]
+    return options(**values)

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
+from typer import Option
 
 import memscale as ms
-from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.options import SIZES, Json, Python, count, file
+from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import Subject
 from memscale.cli.terminal import check_files, simulations, write
 from memscale.config import Config, OptimizationMode
@@ -30,17 +32,24 @@ _SWITCHES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AllowOptions:
     """What a plan may use, as typed."""
 
-    mode: str | None
-    allow: list[str]
-    forbid: list[str]
-    host: str | None
-    auto: bool = False
+    mode: Annotated[
+        str | None,
+        Option(metavar="MODE", help="conservative, balanced or aggressive; by default every exact technique."),
+    ] = None
+    allow: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
+    ] = None
+    forbid: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Do without checkpoint, offload, tile or cast. Repeatable.")
+    ] = None
+    host: Annotated[str | None, Option(metavar="SIZE", help="What may lie in the host's memory at most.")] = None
 
-    def config(self) -> Config:
+    def config(self, *, auto: bool = False) -> Config:
         """The config that these mean: every exact transform without a mode.
 
         Raises:
@@ -50,34 +59,55 @@ class AllowOptions:
         mode = "aggressive" if self.mode is None else self.mode.lower()
         if mode not in modes:
             raise ConfigError(f"--mode must be one of {', '.join(modes)}, got {self.mode!r}")
-        for option, names in (("allow", self.allow), ("forbid", self.forbid)):
+        allow, forbid = self.allow or [], self.forbid or []
+        for option, names in (("allow", allow), ("forbid", forbid)):
             if unknown := [name for name in names if name not in _SWITCHES]:
                 raise ConfigError(f"--{option} must be one of {', '.join(_SWITCHES)}, got {unknown[0]!r}")
-        if both := set(self.allow) & set(self.forbid):
+        if both := set(allow) & set(forbid):
             raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
-        switches: dict[str, Any] = {_SWITCHES[name]: name in self.allow for name in (*self.allow, *self.forbid)}
+        switches: dict[str, Any] = {_SWITCHES[name]: name in allow for name in (*allow, *forbid)}
         if self.host is not None:
             host_bytes = budget_bytes(typed_budget(self.host), 0, argument="--host")
             switches["max_cpu_offload_gb"] = host_bytes / 1e9
-        return Config(mode=mode, auto_policy=self.auto, **switches)
+        return Config(mode=mode, auto_policy=auto, **switches)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """The command line of ``memscale plan`` and of ``memscale frontier``, as typed."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What ``memscale plan`` and ``memscale frontier`` are both told, as typed."""
 
-    step: StepOptions
-    allow: AllowOptions
+    step: RankOptions
+    using: AllowOptions
     budget: str | None
-    json: Path | None
+    json: Json = None
     plot: Path | None
     html: Path | None
-    python: Path | None
+    python: Python = None
 
     @property
     def files(self) -> dict[str, Path | None]:
         """By the option that asks for them."""
         return {name: getattr(self, name) for name in ("json", "plot", "html", "python")}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions(_Options):
+    """The command line of ``memscale plan``, as typed."""
+
+    budget: Annotated[str, Option(metavar="SIZE", help=f"What the step may take: {SIZES}.")]
+    plot: Annotated[Path | None, file("Where a picture of the planned step goes, a .png or .svg.")] = None
+    auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
+    html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrontierOptions(_Options):
+    """The command line of ``memscale frontier``, as typed."""
+
+    budget: Annotated[str | None, Option(metavar="SIZE", help=f"Plan for this too, and say why: {SIZES}.")] = None
+    points: Annotated[int, count("N", "Budgets to plan for.")] = 12
+    plot: Annotated[Path | None, file("Where a picture of the curve goes, a .png or .svg.")] = None
+    html: Annotated[Path | None, file("Where the curve goes as a page that shows each plan, a .html.")] = None
 
 
 def plan(options: PlanOptions) -> int:
@@ -87,8 +117,7 @@ def plan(options: PlanOptions) -> int:
         ConfigError: an option is wrong, or the step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
-    with _engine(options) as (engine, subject):
-        assert options.budget is not None
+    with _engine(options, auto=options.auto) as (engine, subject):
         try:
             found = engine.plan(typed_budget(options.budget))
         except BudgetError as error:
@@ -120,7 +149,7 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
-def frontier(options: PlanOptions, points: int) -> int:
+def frontier(options: FrontierOptions) -> int:
     """Plan for many budgets, print the curve, write the files; return 0, or 3 if nothing fits the budget that is given.
 
     Raises:
@@ -128,10 +157,10 @@ def frontier(options: PlanOptions, points: int) -> int:
     """
     if options.python is not None and options.budget is None:
         raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
-    if points < 2:
-        raise ConfigError(f"--points must be at least 2, got {points}")
+    if options.points < 2:
+        raise ConfigError(f"--points must be at least 2, got {options.points}")
     with _engine(options) as (engine, subject):
-        curve = engine.frontier(points)
+        curve = engine.frontier(options.points)
         found, fault = None, None
         if options.budget is not None:
             try:
@@ -158,11 +187,11 @@ def frontier(options: PlanOptions, points: int) -> int:
 
 
 @contextmanager
-def _engine(options: PlanOptions) -> Iterator[tuple[DecisionEngine, Subject]]:
+def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[DecisionEngine, Subject]]:
     """The engine for the step of these options, with its progress on stderr."""
     options.step.check()
     check_files(options.files)
-    config = options.allow.config()
+    config = options.using.config(auto=auto)
     step = read_step(options.step)
     if options.budget is not None:
         budget_bytes(typed_budget(options.budget), step.hardware.usable_bytes)

@@ -6,14 +6,16 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.console import Console
 from torch import nn
+from typer import Option
 
 from memscale.algebra import Plan, Transform, compose
-from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.options import Shorthand, count
+from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import check_files, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
@@ -28,20 +30,30 @@ _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The command line of ``memscale predict``, as typed."""
 
-    step: StepOptions
-    plan: str | None
-    budget: str | None
-    largest: str | None
-    at_most: int | None
-    recommend: bool | None
-    as_json: bool
-    html: Path | None
-    plot: Path | None
-    csv: Path | None
+    step: RankOptions
+    plan: Shorthand = None
+    budget: Annotated[
+        str | None, Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%.")
+    ] = None
+    largest: Annotated[
+        str | None,
+        Option(metavar="batch|seq|grid", help="Find also the largest batch or sequence that fits, or a table."),
+    ] = None
+    at_most: Annotated[int | None, count("N", "The largest size that --largest looks at.")] = None
+    recommend: Annotated[
+        bool | None,
+        Option("--recommend/--no-recommend", help="Simulate what would free memory; by default if it is close."),
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    html: Annotated[Path | None, Option(help="Where a report of the step goes, a .html.")] = None
+    plot: Annotated[Path | None, Option(help="Where a picture of the step, or of the table, goes: a .png or .svg.")] = (
+        None
+    )
+    csv: Annotated[Path | None, Option(help="Where the table of --largest grid goes, a .csv.")] = None
 
 
 def predict(options: Options) -> int:

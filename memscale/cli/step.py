@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
+from typer import Option
 
+from memscale.cli.options import count
 from memscale.cli.subject import DTYPES, Subject, read_subject
 from memscale.core import ConfigError
 from memscale.hardware import Hardware
@@ -20,21 +22,34 @@ from memscale.simulation import as_hardware
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """What every command about a step is told, as typed."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How a model is trained, as typed."""
 
-    hf: str
-    batch: int
-    seq: int | None
-    optimizer: str
-    gpu: str | None
-    dtype: str | None
-    accumulate: int
-    parallel: str | None = None
-    world: int | None = None
-    shard: tuple[str, ...] = ()
-    tensor: int | None = None
+    batch: Annotated[int, count("N", "Rows of a batch.")] = 1
+    seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions.")] = None
+    optimizer: Annotated[str, Option(help="An optimizer of torch.optim, or none.")] = "adamw"
+    gpu: Annotated[
+        str | None, Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
+    ] = None
+    dtype: Annotated[
+        str | None, Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(TrainingOptions):
+    """What a command about a step is told, as typed."""
+
+    hf: Annotated[
+        str,
+        Option(
+            metavar="CONFIG|MODULE:FACTORY",
+            help="A transformers config.json or its folder, or a function that returns a model, (model, batch_fn) or "
+            "(model, batch_fn, loss); batch_fn(batch, seq) makes a batch.",
+        ),
+    ]
+    accumulate: Annotated[int, count("N", "Batches for each optimizer step.")] = 1
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the model is."""
@@ -43,6 +58,24 @@ class StepOptions:
                 raise ConfigError(f"--{name} must be at least 1, got {value}")
         if self.dtype is not None and self.dtype.lower() not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(StepOptions):
+    """What a command is told about a step that may be one process's of several, as typed."""
+
+    parallel: Annotated[
+        str | None, Option(metavar="fsdp2|ddp", help="The step is one process's of several; the batch is that one's.")
+    ] = None
+    world: Annotated[int | None, count("N", "How many processes, with --parallel.")] = None
+    shard: Annotated[
+        list[str] | None,
+        Option(metavar="PATTERN", help="Modules that fsdp2 shards, by default the repeated blocks. Repeatable."),
+    ] = None
+    tensor: Annotated[int | None, count("M", "Over how many processes fsdp2's layers are split besides.")] = None
+
+    def check(self) -> None:
+        super().check()
         if self.parallel not in (None, "fsdp2", "ddp"):
             raise ConfigError(f"--parallel must be fsdp2 or ddp, got {self.parallel!r}")
         about = {"world": self.world, "shard": self.shard or None, "tensor": self.tensor}
@@ -55,7 +88,8 @@ class StepOptions:
     @property
     def ranks(self) -> dict[str, Any]:
         """What says that the step is one process's of several, as the library takes it."""
-        return {"parallel": self.parallel, "world": self.world, "shard": self.shard or None, "tensor": self.tensor}
+        shard = tuple(self.shard) if self.shard else None
+        return {"parallel": self.parallel, "world": self.world, "shard": shard, "tensor": self.tensor}
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Option
+
+from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.plan import AllowOptions, as_script, nothing_fits, show, write_text
 from memscale.cli.predict import INTERRUPTED, check_axis
-from memscale.cli.step import StepOptions, batch_of, read_step, typed_budget
+from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.terminal import check_files, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
 from memscale.planning import AutoTuner, Frontier, Point
@@ -19,21 +22,32 @@ _AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
 _MOST = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """The command line of ``memscale tune``, as typed."""
 
-    step: StepOptions
-    allow: AllowOptions
-    objective: str
-    budget: str | None
-    at_least: int
-    at_most: int | None
-    confirm: bool
-    json: Path | None
-    plot: Path | None
-    html: Path | None
-    python: Path | None
+    step: RankOptions
+    using: AllowOptions
+    objective: Annotated[
+        str,
+        Option(
+            metavar="throughput|batch|sequence",
+            help="The batch size that gets through most in a second, the largest one, or the longest sequence, of "
+            "--batch rows.",
+        ),
+    ] = "throughput"
+    budget: Annotated[
+        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default all of the device.")
+    ] = None
+    at_least: Annotated[int, count("N", "The smallest size to look at.")] = 1
+    at_most: Annotated[int | None, count("N", "The largest size to look at.")] = None
+    confirm: Annotated[
+        bool, Option("--confirm/--no-confirm", help="Run a real step at the end, if model and device are there.")
+    ] = True
+    json: Json = None
+    plot: Annotated[Path | None, file("Where a picture of the sizes goes, a .png or .svg.")] = None
+    html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
+    python: Python = None
 
     @property
     def files(self) -> dict[str, Path | None]:
@@ -51,7 +65,7 @@ def tune(options: TuneOptions) -> int:
     options.step.check()
     _check(options)
     check_files(options.files)
-    config = options.allow.config()
+    config = options.using.config()
     # A real step is recorded by Kineto, which logs to stderr, through the bar; see `demo`.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step = read_step(options.step)
