@@ -1,6 +1,7 @@
 """Where code lives, and who may import whom: the imports of the package itself, read from its source."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -55,9 +56,15 @@ def floor(module):
     return found[0]
 
 
+@functools.cache
+def statements(path):
+    """The import statements of a file, those inside functions and those for type checkers only included."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports(path):
-    """The modules that a file imports, those inside functions and those for type checkers only included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The modules that a file imports."""
+    for node in statements(path):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -137,7 +144,7 @@ def test_names_say_what_is_in_a_file(module):
 
 def doors_used(module):
     """What a file imports from other folders, as (door or file, name)."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in statements(MODULES[module]):
         if isinstance(node, ast.ImportFrom) and folder(node.module) in FOLDERS - {folder(module)}:
             yield from ((node.module, name.name) for name in node.names)
 

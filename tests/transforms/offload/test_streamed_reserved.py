@@ -44,7 +44,7 @@ def test_a_region_that_fails_leaves_its_error():
     assert backend.noted == [0]
 
 
-@pytest.mark.parametrize(("trims", "most"), [(True, 1.12), (False, 1.2)])
+@pytest.mark.parametrize(("trims", "most"), [(True, 1.12), pytest.param(False, 1.2, marks=pytest.mark.deep)])
 def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, trims, most):
     """The loss alone takes 13.7 GiB; 1.9 of them are reserved for logits and free when it is at its most."""
     transformers = pytest.importorskip("transformers")
