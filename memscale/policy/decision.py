@@ -12,9 +12,6 @@ from memscale.runtime import AsyncOffloadConfig
 
 _DOCUMENT = Document("strategy_decision", version=1, writer="StrategyDecision.to_json()", error=ConfigError)
 
-SOURCES = ("user_config", "ml", "rule_fallback", "rule")
-WIDENED = ("no", "rules", "all")
-
 
 @dataclasses.dataclass(frozen=True)
 class StrategyDecision:
