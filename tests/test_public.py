@@ -87,8 +87,8 @@ POLICIES = [
 ]
 # What each folder gives to the others: a name that is added or taken away here is a decision.
 DOORS = """
-memscale.algebra: Former OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain compose
-    find_regions functional identity install is_transformed placing_in rules_by_parameter transform uninstall
+memscale.algebra: Former Method OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain
+    compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform uninstall
 memscale.benchmarks:
 memscale.cli:
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError
@@ -99,9 +99,9 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type simulating simulation spellings
     tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
-memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware Seconds Span Work assumed_links assumed_speeds card_name
-    card_names collective_seconds copy_seconds cpu_name has_rate host_seconds issue_seconds knows_copies on_card seconds
-    span work_of
+memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links assumed_speeds
+    card_name card_names collective_seconds copy_seconds cpu_name has_rate host_calls host_seconds knows_copies on_card
+    seconds span work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify

@@ -7,6 +7,7 @@ from memscale.algebra.of_optimizers import rules_by_parameter
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import (
     Former,
+    Method,
     OfModule,
     OwnForward,
     Placing,
@@ -18,6 +19,7 @@ from memscale.algebra.region import (
 
 __all__ = [
     "Former",
+    "Method",
     "OfModule",
     "OwnForward",
     "Placing",

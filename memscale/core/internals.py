@@ -49,7 +49,7 @@ INTERNALS = tuple(
         (f"{_C}_current_autograd_node", "whose backward an operator is part of", _S),
         (f"{_A}_get_sequence_nr", "which module's forward made a node", _S),
         ("torch.autograd.Variable._execution_engine", "to be called when it ends", f"runtime {_S} {_T}checkpoint"),
-        (f"{_A}_push_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
+        (f"{_A}_push_saved_tensors_default_hooks", "what backward keeps", f"{_S} {_T}checkpoint {_T}offload"),
         (f"{_A}_pop_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
         (f"{_A}_top_saved_tensors_default_hooks", "whether the caller has such hooks", _R),
         (f"{_A}_unsafe_set_version_counter", "a tensor put back is not one changed", f"{_R} runtime"),

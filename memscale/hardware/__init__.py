@@ -7,10 +7,10 @@ from memscale.hardware.copies import (
     assumed_speeds,
     copy_seconds,
     host_seconds,
-    issue_seconds,
     knows_copies,
 )
 from memscale.hardware.device import Hardware, cpu_name
+from memscale.hardware.host_calls import HostSeconds, host_calls
 from memscale.hardware.kernel_rates import on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.roofline import Seconds, has_rate, seconds
@@ -21,6 +21,7 @@ __all__ = [
     "DIRECTIONS",
     "Direction",
     "Hardware",
+    "HostSeconds",
     "Seconds",
     "Span",
     "Work",
@@ -32,8 +33,8 @@ __all__ = [
     "copy_seconds",
     "cpu_name",
     "has_rate",
+    "host_calls",
     "host_seconds",
-    "issue_seconds",
     "knows_copies",
     "on_card",
     "seconds",

@@ -18,7 +18,9 @@ Run = Callable[[], object]
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Three buffers of it take turns, so that copies go through memory.
 _COPY_BYTES = 128 * 1024**2
-_TINY_OPS = 1000
+_TINY_OPS = 500  # with the copies before them fewer than a queue of a card takes
+_COPIES_AHEAD = 200
+_LEAST_SECONDS = 1e-7
 _REPEATS = 3
 
 _DTYPES = {
@@ -61,7 +63,7 @@ def calibrate(
             if rate is not None:
                 flops_per_second[dtype] = rate
         speeds = _copy_rates(timer, min(copy_bytes, room_bytes // 3))
-        launch_seconds = _launch_seconds(timer)
+        launch_seconds = _launch_seconds(timer, min(copy_bytes, room_bytes // 3))
     return {
         "flops_per_second": flops_per_second,
         "launch_seconds": launch_seconds,
@@ -173,11 +175,22 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
     }
 
 
-def _launch_seconds(timer: _Timer) -> float:
+def _launch_seconds(timer: _Timer, nbytes: int) -> float:
     one = torch.ones(1, device=timer.device)
 
     def run() -> None:
         for _ in range(_TINY_OPS):
             one.add_(1)
 
-    return timer.median(run) / _TINY_OPS
+    if timer.device.type != "cuda":
+        return timer.median(run) / _TINY_OPS
+    # By the card's own clock, behind copies that it is busy with until all of them are queued: the host is slower.
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    a, b = (torch.ones(nbytes // 4, device=timer.device, dtype=torch.float32) for _ in range(2))
+    for _ in range(_COPIES_AHEAD):
+        a.copy_(b)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(timer.device)
+    return max(_LEAST_SECONDS, float(begin.elapsed_time(end)) / 1e3 / _TINY_OPS)

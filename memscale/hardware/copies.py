@@ -1,4 +1,4 @@
-"""How long a copy takes between a device and the tiers below it, and the host to hand an operator to the device."""
+"""How long a copy takes between a device and the tiers below it, and an operator of the CPU beside one."""
 
 from __future__ import annotations
 
@@ -22,18 +22,10 @@ _DISK_READ_BYTES_PER_SECOND = 3e9
 _DISK_WRITE_BYTES_PER_SECOND = 2e9
 _HOST_BYTES_PER_SECOND = 50e9
 
-# What the host takes for an operator of eager PyTorch, from Python to the launch of its kernel.
-_ISSUE_SECONDS = 8e-6
-
 _HOST_OPERATOR_SECONDS = 5e-6
 
 Direction = Literal["out", "in"]
 DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
-
-
-def issue_seconds(hardware: Hardware) -> float:
-    """How long the host takes to hand one operator to `hardware`, which on a CPU is part of the operator's time."""
-    return 0.0 if hardware.device_type == "cpu" else _ISSUE_SECONDS
 
 
 def host_seconds(nbytes: int, hardware: Hardware) -> float:

@@ -22,6 +22,7 @@ from memscale.core import (
     read_or_empty,
 )
 from memscale.hardware.calibrate import calibrate
+from memscale.hardware.call_seconds import CALLS, call_seconds
 from memscale.hardware.cards import Card, by_device_name, by_name
 from memscale.hardware.interconnects import INTERCONNECTS, NETWORK_US
 from memscale.hardware.operator_rates import operator_rates
@@ -89,7 +90,11 @@ class Hardware:
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
         multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
             None, those of an H100 (132) are taken.
-        launch_seconds: what an operator costs however small it is.
+        launch_seconds: what an operator costs the device however small it is.
+        call_seconds: what the host takes for a call: of an ``"operator"`` by Python, up to its launch, of one by
+            autograd (``"backward"``), of one that computes nothing (``"view"``), of a ``"module"``. On a CPU, which is
+            its own host, those of operators are what they take beyond `launch_seconds`. Of an accelerator where it is
+            left out, those of a virtual machine with an H100 are taken; of a CPU none.
         operator_rates: bytes a second that single operators reach, or operations a second where they compute, by name
             and dtype, as ``"gelu float32"``; for devices on which they are far from the rates above, as CPUs are.
         measured: whether the speeds were reached by real kernels. Otherwise they are peaks from a data sheet, of
@@ -131,6 +136,7 @@ class Hardware:
     multiprocessors: int | None = None
     launch_seconds: float | None = None
     operator_rates: Mapping[str, float] = field(default_factory=dict)
+    call_seconds: Mapping[str, float] = field(default_factory=dict)
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -141,7 +147,7 @@ class Hardware:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
-        for name in ("flops_per_second", "operator_rates"):
+        for name in ("flops_per_second", "operator_rates", "call_seconds"):
             object.__setattr__(self, name, Rates(getattr(self, name)))
 
     @property
@@ -206,7 +212,8 @@ class Hardware:
 
         Times matrix products of growing size in each dtype, copies in the device's memory, copies to and from the
         host, reads and writes of a temporary file of 64 MiB, and an operator on one number; on a CPU the operators of
-        two small training steps, each by itself, with as many threads as PyTorch has. Keep the machine idle meanwhile,
+        two small training steps, each by itself, with as many threads as PyTorch has; and what the host takes for
+        the calls of operators and modules. Keep the machine idle meanwhile,
         and keep the result: it prints as the Python that makes it, and `to_json` writes it down.
 
         Args:
@@ -218,9 +225,9 @@ class Hardware:
         where = _place("measure", device)
         hardware = cls.detect(where)
         speeds = calibrate(where, hardware.free_bytes)
-        if where.type == "cpu":
-            speeds |= operator_rates()
-        return dataclasses.replace(hardware, measured=True, **speeds)
+        rates = operator_rates() if where.type == "cpu" else {}
+        calls = call_seconds(where, beyond=speeds["launch_seconds"])
+        return dataclasses.replace(hardware, measured=True, call_seconds=calls, **speeds, **rates)
 
     @classmethod
     def _of_cuda(cls, device: torch.device) -> Hardware:
@@ -344,6 +351,11 @@ def _misfit(key: str, value: Any) -> str | None:
             isinstance(op, str) and _is_rate(rate) for op, rate in value.items()
         ):
             return "a mapping from names of operators and dtypes to positive finite numbers; pass {'gelu float32': 5e9}"
+    elif key == "call_seconds":
+        if not isinstance(value, Mapping) or not all(
+            call in CALLS and _is_rate(seconds) for call, seconds in value.items()
+        ):
+            return f"a mapping from {', '.join(map(repr, CALLS))} to positive finite seconds; pass {{'operator': 9e-6}}"
     elif key == "capability":
         if value is not None and not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
             return "a pair of ints; pass (9, 0) for compute capability 9.0"

@@ -1,8 +1,7 @@
-"""How fast operators really are on a CPU, where most are slower than its memory: small training steps, timed."""
+"""How fast operators really are on a CPU, where most are slower than its memory: training steps, timed."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +18,12 @@ Clock = Callable[[], float]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _REPEATS = 2
-_TINY_STEPS = 15
 # A call that moves less says more about its dispatch than about its rate.
 _SMALLEST_BYTES = 1 << 18
 
 
 def operator_rates(clock: Clock | None = None) -> dict[str, Any]:
-    """What operators reach on this CPU, and what each costs at least, by the names of the fields of `Hardware`.
+    """What operators reach on this CPU, by the name of the field of `Hardware`.
 
     Of the operators of two training steps, of a language model and of a network for pictures. Their random state is put
     back.
@@ -38,10 +36,7 @@ def operator_rates(clock: Clock | None = None) -> dict[str, Any]:
         for dtype in _DTYPES:
             for step in (_language(2, 256, 256, 4000, dtype), _pictures(8, 64, dtype)):
                 rates |= _rates_of(step, clock)
-        tiny = _language(1, 4, 8, 16, torch.float32)
-        count = len(_timed(tiny, clock))
-        launch_seconds = _median(tiny, clock) / count
-    return {"operator_rates": rates, "launch_seconds": launch_seconds}
+    return {"operator_rates": rates}
 
 
 def _rates_of(step: Callable[[], None], clock: Clock) -> dict[str, float]:
@@ -82,15 +77,6 @@ def _timed(step: Callable[[], None], clock: Clock) -> list[tuple[str, int, int, 
     with timing:
         step()
     return timing.calls
-
-
-def _median(step: Callable[[], None], clock: Clock) -> float:
-    taken = []
-    for _ in range(_TINY_STEPS):
-        began = clock()
-        step()
-        taken.append(clock() - began)
-    return statistics.median(taken)
 
 
 class _Block(nn.Module):

@@ -49,6 +49,10 @@ class Books:
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
         self._first_node = torch._C._autograd._get_sequence_nr()
 
+    def calls(self, kind: str) -> None:
+        """The host makes a call, of the kinds of `HostSeconds`."""
+        self._clock.calls(getattr(self._clock.host, kind))
+
     def path(self) -> str:
         """Of the module that is running, in backward of the one whose forward made the node."""
         if self.modules:
@@ -86,14 +90,11 @@ class Books:
         ]
         work = effect.work
         if not new and not work.flops and not work.nbytes and effect.program == PLAIN:
+            self.calls("view")
             return result
         ledger, path, records = self._ledger, self.path(), torch.is_grad_enabled()
         in_backward = torch._C._current_graph_task_id() != -1
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
-        uncached_share = between = 0.0  # by the rates of a device it does not matter where operands are
-        if self._host is not None:
-            uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
-            between = self._host.taken(operator.name)
         seconds: float | None
         if way is not None and knows_copies(self._clock.hardware):
             seconds = self._clock.across(way, work.nbytes // 2)
@@ -101,7 +102,12 @@ class Books:
             seconds = host_seconds(work.nbytes, self._clock.hardware)
             self._clock.host_operator(seconds)
         else:
-            seconds = None if effect.seconds is None else between + effect.seconds.at(uncached_share)
+            # By the rates of a device it does not matter where operands are.
+            uncached_share = 0.0
+            if self._host is not None:
+                uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
+            seconds = None if effect.seconds is None else effect.seconds.at(uncached_share)
+            seconds = self._called(operator, seconds, by_autograd=in_backward and not (records or self.modules))
             self._clock.operator(seconds)
         # Half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
@@ -131,6 +137,17 @@ class Books:
         for number in reversed(scratch):
             ledger.death(number)
         return result
+
+    def _called(self, operator: Operator, seconds: float | None, *, by_autograd: bool) -> float | None:
+        """The seconds of an operator with those of the host before it, where it is the host that computes."""
+        if self._host is not None:
+            between = self._host.taken(operator.name)
+            return None if seconds is None else between + seconds
+        if not seconds:
+            self.calls("view")
+            return seconds
+        self.calls("backward" if by_autograd else "operator")
+        return seconds + self._clock.between()
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
         """Record those of operator `at` that were not there in this thread."""

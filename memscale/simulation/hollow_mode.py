@@ -187,6 +187,7 @@ class HollowMode(TorchDispatchMode):
             self.host.views()
         result = op(*args, **kwargs)
         if result.__class__ is torch.Tensor and result.untyped_storage()._cdata in self.storages.live:
+            self.books.calls("view")
             return result  # a view, as most of them are
         self.books.enter(operator, result, NOTHING, known=True)
         if op is _FROM_PYTHON and self.books.course.optimizing and self.storages.beside_cpu:

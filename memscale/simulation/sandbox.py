@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
+from memscale.simulation.calls_followed import calls_followed
 from memscale.simulation.carried import CarriedValues
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode
@@ -31,7 +32,7 @@ from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
-from memscale.simulation.process_state import begin_alike, patched, process_kept
+from memscale.simulation.process_state import begin_alike, process_kept
 from memscale.simulation.reads import reads_checked
 from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
@@ -78,7 +79,7 @@ class Simulation:
         # Of a model on meta, what its own code makes is real (a weight norm's), and the rest is no skeleton for that.
         self._own = [] if model is None else with_storages([*model.parameters(), *model.buffers()])
         self._kernels = kernels
-        self.clock = Clock(kernels.hardware)
+        self.clock = Clock(kernels.hardware, charges=host is None)
         self._stack = ExitStack()
         self._paths = _module_paths(model, self.scope.modules)
         self._order = {key: at for at, key in enumerate(self._paths)}
@@ -113,7 +114,7 @@ class Simulation:
             )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
-            stack.enter_context(_calls_followed(self.mode, self._paths))
+            stack.enter_context(calls_followed(self.mode.books, self._paths))
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._record_residents()
@@ -303,23 +304,3 @@ def _module_paths(model: nn.Module | None, modules: list[nn.Module]) -> dict[int
         for path, module in root.named_modules(prefix=prefix):
             paths.setdefault(id(module), path)
     return paths
-
-
-@contextmanager
-def _calls_followed(mode: HollowMode, paths: dict[int, str]) -> Iterator[None]:
-    """Keep ``mode.books.modules`` at the modules that are running.
-
-    Not by forward hooks: they are not told of a forward that ends in an exception outside `Exception`, such as the one
-    that ends a recompute early, and modules take another path while global hooks exist.
-    """
-    call = nn.Module.__call__
-
-    def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mode.books.modules.append(paths.get(id(module), type(module).__name__))
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            mode.books.modules.pop()
-
-    with patched(nn.Module, "__call__", followed):
-        yield

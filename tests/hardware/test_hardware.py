@@ -14,6 +14,7 @@ from memscale.core import host_memory
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
 from memscale.hardware.calibrate import _product, calibrate
+from memscale.hardware.call_seconds import call_seconds
 from memscale.hardware.device import Hardware
 from memscale.hardware.disk_rates import disk_rates
 from memscale.hardware.operator_rates import operator_rates
@@ -170,7 +171,7 @@ def test_rates_are_work_by_time(second):
         "bandwidth_bytes_per_second": 3 * 4096 / second,  # the triad reads two buffers and writes one
         "host_to_device_bytes_per_second": 4096 / second,
         "device_to_host_bytes_per_second": 4096 / second,
-        "launch_seconds": second / 1000,
+        "launch_seconds": second / 500,
     }
 
 
@@ -234,11 +235,14 @@ def test_no_disk_has_no_speed(monkeypatch):
 
 def test_what_is_measured_is_filled_in(monkeypatch):
     speeds = {"flops_per_second": {"float32": 1e9}, "bandwidth_bytes_per_second": 2e9, "launch_seconds": 1e-6}
-    of_steps = {"operator_rates": {"gelu float32": 5e9}, "launch_seconds": 2e-6}
+    of_steps = {"operator_rates": {"gelu float32": 5e9}}
+    of_calls = {"view": 2e-6}
     monkeypatch.setattr(_hardware, "calibrate", lambda device, free_bytes: speeds if device == CPU else None)
     monkeypatch.setattr(_hardware, "operator_rates", lambda: of_steps)
+    monkeypatch.setattr(_hardware, "call_seconds", lambda device, beyond: of_calls if beyond == 1e-6 else None)
     measured = Hardware.measure("cpu")
-    assert measured == dataclasses.replace(Hardware.detect("cpu"), measured=True, **{**speeds, **of_steps})
+    found = {**speeds, **of_steps, "call_seconds": of_calls}
+    assert measured == dataclasses.replace(Hardware.detect("cpu"), measured=True, **found)
     assert Hardware.from_json(measured.to_json()) == measured
     assert eval(repr(measured)) == measured
     assert hash(measured) == hash(Hardware.from_json(measured.to_json()))
@@ -256,7 +260,19 @@ def test_operators_are_timed_in_training_steps():
     assert rates["tanh bfloat16"] == pytest.approx(rates["tanh float32"] / 2)
     assert {"gelu_backward float32", "convolution_backward bfloat16", "native_batch_norm float32"} <= rates.keys()
     assert not [name for name in rates if name.startswith(("mm ", "addmm "))]  # theirs are those of the device
-    assert 1e-6 < found["launch_seconds"] < 1e-4  # a millisecond for a step of some dozen operators
+
+
+def test_calls_are_timed_by_what_they_take_beyond_their_operators(monkeypatch):
+    monkeypatch.setattr("memscale.hardware.call_seconds._REPEATS", 1)
+    state = torch.get_rng_state()
+    found = call_seconds(CPU, beyond=1e-6, clock=Clock(1.0))
+    assert torch.equal(torch.get_rng_state(), state)
+    # Every pass takes a second: 400 views; 12 blocks of 9 operators and of views; the same again with modules.
+    assert found["view"] == pytest.approx(1.5 / 400)
+    assert 0.3 / (12 * 9) < found["operator"] < 1.5 / (12 * 9)
+    assert 0 < found["backward"] < found["operator"]  # of more operators
+    assert found["module"] < 1e-6  # which took nothing beyond the functions
+    assert call_seconds(CPU, beyond=1.0, clock=Clock(1.0))["operator"] < 1e-6  # all of it is the operators' own
 
 
 @pytest.mark.cuda

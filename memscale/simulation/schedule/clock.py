@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memscale.hardware import COLLECTIVES, Direction, Hardware, copy_seconds, issue_seconds
+from memscale.hardware import COLLECTIVES, Direction, Hardware, HostSeconds, copy_seconds, host_calls
 
 #: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
 #: either of them because of the disk, or the host has not handed over the next operator; what another stream of the
 #: device computes is not ready, or a collective is not over.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
+
+_NO_SECONDS = HostSeconds(*[0.0] * len(HostSeconds._fields))
 
 # A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
 _MOST_QUEUED = 1024
@@ -89,6 +91,7 @@ class Clock:
 
     >>> clock = Clock(Hardware(name="card", device_type="cuda", memory_bytes=1, host_to_device_bytes_per_second=1e9,
     ...                        device_to_host_bytes_per_second=1e9, measured=True))
+    >>> clock.calls(clock.host.operator)
     >>> clock.operator(1e-3)
     >>> back = clock.copy("in", "pinned", 2_000_000, ready=clock.now, asked=1)
     >>> clock.come_after(back)
@@ -96,7 +99,12 @@ class Clock:
     >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
     ('3.01 ms', ['host', 'input'])
 
+    Args:
+        hardware: what it is the clock of.
+        charges: whether calls of the host take their time; not where that is measured.
+
     Attributes:
+        host: what those take.
         now: where the host is.
         steps: when each step began.
         end: when the last one was over.
@@ -112,7 +120,7 @@ class Clock:
         beside: begin and end of each operator of another stream, by its number.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, *, charges: bool = True) -> None:
         self.hardware = hardware
         self.now = self.end = 0.0
         self.timed = True
@@ -129,7 +137,8 @@ class Clock:
         self.beside: dict[int, tuple[float, float]] = {}
         self._group_ends: dict[str, float] = {}
         self._is_host = hardware.device_type == "cpu"
-        self._issue_seconds = issue_seconds(hardware)
+        self.host = host_calls(hardware) if charges else _NO_SECONDS
+        self._between = 0.0
         self._end = 0.0  # of all that the device was given
         self._awaited: list[tuple[float, str]] = []  # what its next operator comes after
         self._accounted = 0  # how many of `held_up` the device has stood still for
@@ -147,16 +156,26 @@ class Clock:
         self._catch_up()
         self.end = self._end
 
+    def calls(self, seconds: float) -> None:
+        """The host makes a call that takes it so long: see `HostSeconds`."""
+        if self._is_host:
+            self._between += seconds
+        else:
+            self.now += seconds
+
+    def between(self) -> float:
+        """What a host that is the device did since this was asked before, which is part of its next operator."""
+        seconds, self._between = self._between, 0.0
+        return seconds
+
     def operator(self, seconds: float | None) -> None:
-        """The host issues an operator that takes so long; nothing is launched for one that takes no time."""
+        """The host has issued an operator that takes so long; nothing is launched for one that takes no time."""
         if seconds is None:
             self.timed, seconds = False, 0.0
         if seconds and self.lane is not None:
-            self.now += self._issue_seconds
             self._beside(self.lane, seconds)
             return
         if seconds:
-            self.now += self._issue_seconds
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
                 self.now = self.ends[-_MOST_QUEUED]
             if self.now > self._end or self._awaited:
@@ -197,7 +216,7 @@ class Clock:
             group, size: the name of its processes' group, and how many they are.
             seconds: how long it takes.
         """
-        self.now += self._issue_seconds
+        self.now += self.host.operator
         ready = self.point() if self.lane is None else max(self.now, self.lane.end)
         begin = max(ready, self._group_ends.get(group, 0.0))
         self._group_ends[group] = end = begin + seconds
@@ -254,6 +273,7 @@ class Clock:
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
             begin = max(begin, self._disk_end)
+        self.calls(self.host.copy)
         # What comes behind a copy that the CPU carries is carried, too, so that it does not overtake.
         carried = self._is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)

@@ -12,8 +12,13 @@ from memscale.simulation.schedule import clock as clock_module
 from memscale.simulation.schedule.clock import Clock
 
 LINK = 20e9
+# Its host is quick: steps as small as these would wait for another, and not for the link.
+CALLS = dict.fromkeys(("operator", "backward", "view", "module"), 5e-6)
 CARD = dataclasses.replace(
-    ms.Hardware.named("h100"), host_to_device_bytes_per_second=LINK, device_to_host_bytes_per_second=LINK
+    ms.Hardware.named("h100"),
+    host_to_device_bytes_per_second=LINK,
+    device_to_host_bytes_per_second=LINK,
+    call_seconds=CALLS,
 )
 LAYERS = 6
 
@@ -90,7 +95,7 @@ def _copies_do_not_wait_for_what_they_copy(patch):
 
 
 def _the_host_takes_no_time(patch):
-    patch.setattr(clock_module, "issue_seconds", lambda hardware: 0.0)
+    patch.setattr(clock_module, "host_calls", lambda hardware: clock_module._NO_SECONDS)
 
 
 def _the_device_waits_for_the_host_to_see_it_done(patch):

@@ -1,0 +1,132 @@
+"""What the host takes for the calls that a step is made of, measured on a small transformer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memscale.hardware.work import work_of
+
+Clock = Callable[[], float]
+
+#: The kinds of calls.
+CALLS = ("operator", "backward", "view", "module")
+
+_BLOCKS, _VIEWS, _REPEATS = 12, 400, 15
+_LEAST_SECONDS = 1e-8
+# How much longer than here they take in models of Hugging Face, whose modules do more in Python and are less at home in
+# the caches: 1.4 forward and 1.6 backward for GPT-2, ViT and T5, 1.0 and 1.6 for Llama, on the CUDA build's stand-ins.
+_IN_LIBRARIES = 1.5
+
+
+def call_seconds(device: torch.device, *, beyond: float, clock: Clock | None = None) -> dict[str, float]:
+    """What this host takes for each of `CALLS` on `device`, in seconds.
+
+    `beyond` is what an operator takes by itself, which on a CPU is none of it.
+
+    Of a small transformer, so small that its kernels take no time, written with modules and without.
+    """
+    if device.type != "cpu":
+        beyond = 0.0  # the host has handed an operator over when it goes on
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = clock or (time.thread_time if is_alone else time.perf_counter)
+
+    def by_functions() -> torch.Tensor:
+        value = batch
+        for weights in of_blocks:
+            value = _block(value, *weights)
+        return value
+
+    def views() -> torch.Tensor:
+        value = batch
+        for _ in range(_VIEWS):
+            value = value.transpose(0, 1)
+        return value
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        with torch.device("cpu"):
+            model = nn.Sequential(*(_Block(8) for _ in range(_BLOCKS)))
+            batch = torch.ones(2, 4, 8, requires_grad=True)
+            of_blocks = [tuple(block.parameters()) for block in model]
+            counted = _Counting()
+            with counted:  # which a thread of autograd for a device does not see
+                value = by_functions()
+                operators, viewed = counted.operators, counted.views
+                value.sum().backward()
+        model, batch = model.to(device), batch.detach().to(device).requires_grad_()
+        of_blocks = [tuple(block.parameters()) for block in model]
+        found = _least((by_functions, lambda: model(batch), views), clock)
+    (forward, backward), (through, _), (viewing, _) = found
+    view = viewing / _VIEWS
+    calls = {
+        "operator": (forward - viewed * view) / operators - beyond,
+        "backward": (backward - (counted.views - viewed) * view) / (counted.operators - operators) - beyond,
+        "view": view,
+        "module": (through - forward) / sum(1 for _ in model.modules()),
+    }
+    return {kind: max(_LEAST_SECONDS, _IN_LIBRARIES * seconds) for kind, seconds in calls.items()}
+
+
+def _least(forwards: Sequence[Callable[[], torch.Tensor]], clock: Clock) -> list[tuple[float, float]]:
+    """The least seconds of each forward and of its backward, in turns: what disturbs them only makes them longer."""
+    least = [(math.inf, math.inf)] * len(forwards)
+    for _ in range(_REPEATS):
+        for at, forward in enumerate(forwards):
+            began = clock()
+            value = forward()
+            of_forward = clock() - began
+            total = value.sum()
+            began = clock()
+            total.backward()
+            least[at] = min(least[at][0], of_forward), min(least[at][1], clock() - began)
+    return least
+
+
+def _block(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    scale, shift, of_qkv, qkv_bias, of_out, out_bias, up, up_bias, down, down_bias = weights
+    normed = F.layer_norm(x, x.shape[-1:], scale, shift)
+    q, k, v = F.linear(normed, of_qkv, qkv_bias).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    x = x + F.dropout(F.linear(attended, of_out, out_bias), 0.1)
+    return x + F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(attended))
+        result: torch.Tensor = x + self.down(self.act(self.up(x)))
+        return result
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operators that do something, and those that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators = self.views = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if isinstance(op, OpOverload):
+            work = work_of(op, args, kwargs or {}, result)
+            if work.flops or work.nbytes:
+                self.operators += 1
+            else:
+                self.views += 1
+        return result

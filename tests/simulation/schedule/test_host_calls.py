@@ -1,0 +1,57 @@
+"""The host of a simulated step: what it takes for operators, views, modules, regions and saved tensors."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.hardware import host_calls
+
+CARD = ms.Hardware.named("h100")
+CPU = ms.Hardware(
+    name="host", device_type="cpu", memory_bytes=1 << 34, flops_per_second={"float32": 1e15},
+    bandwidth_bytes_per_second=1e15, launch_seconds=1e-12, measured=True,
+)  # fmt: skip
+KINDS = ("operator", "backward", "view", "module")
+NOTHING = 1e-12
+
+
+def seconds(hardware, plan=None, **calls):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    hardware = dataclasses.replace(hardware, call_seconds=dict.fromkeys(KINDS, NOTHING) | calls)
+    profile = ms.profile(model, torch.ones(2, 4), loss=lambda y, _: y.sum(), plan=plan, hardware=hardware)
+    return profile.step_seconds
+
+
+@pytest.mark.parametrize("hardware", [CARD, CPU], ids=("card", "host"))
+def test_a_step_takes_what_its_calls_take(hardware):
+    # Forward: two products, a relu, a sum, and the gradient that backward begins with. Backward: of the products three
+    # without that of the batch, two sums of biases, one threshold.
+    assert seconds(hardware, operator=1.0) == pytest.approx(5, abs=0.01)
+    assert seconds(hardware, backward=1.0) == pytest.approx(6, abs=0.01)
+    assert seconds(hardware, module=1.0) == pytest.approx(5, abs=0.01)
+    assert seconds(hardware, view=1.0) >= 2 + 2  # at least a transposed weight of each product, forth and back
+
+
+@pytest.mark.parametrize("hardware", [CARD, CPU], ids=("card", "host"))
+def test_a_checkpoint_calls_its_modules_again_and_takes_time_itself(hardware):
+    plan = {"0": ms.checkpoint()}
+    again = seconds(hardware, plan, operator=1.0) - seconds(hardware, operator=1.0)
+    assert again == pytest.approx(2, abs=0.01)  # backward wants what the relu returned
+    # The transformed forward, two runs under hooks, and one more push of hooks; two modules in it, run again.
+    more = seconds(hardware, plan, module=1.0) - seconds(hardware, module=1.0)
+    calls = host_calls(dataclasses.replace(CARD, call_seconds={"module": 1.0}))
+    assert more == pytest.approx(2 + 4 * calls.region + 4 * calls.saved, abs=0.01)
+
+
+def test_a_measured_host_replaces_the_one_that_is_assumed():
+    fast = dict.fromkeys(KINDS, 1e-7)
+    assert seconds(CARD, **fast) < 0.5 * ms.profile(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)), torch.ones(2, 4),
+        loss=lambda y, _: y.sum(), hardware=CARD,
+    ).step_seconds  # fmt: skip
+    with pytest.raises(ms.ConfigError, match=r"call_seconds=.*'operator', 'backward', 'view', 'module'"):
+        dataclasses.replace(CARD, call_seconds={"kernel": 1e-6})
