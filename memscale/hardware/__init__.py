@@ -11,7 +11,7 @@ from memscale.hardware.copies import (
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
-from memscale.hardware.kernel_rates import on_card
+from memscale.hardware.kernel_rates import beside, on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.roofline import Seconds, has_rate, seconds
 from memscale.hardware.work import Work, work_of
@@ -27,6 +27,7 @@ __all__ = [
     "Work",
     "assumed_links",
     "assumed_speeds",
+    "beside",
     "card_name",
     "card_names",
     "collective_seconds",

@@ -70,12 +70,15 @@ def traffic_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], o
     accesses = _accesses(op)
     if accesses is _NO_ACCESS:
         return 0
-    touched = [
-        (tensor, touch)
-        for value, touch in _given(accesses, args, kwargs)
-        if touch is not Touch.NOTHING
-        for tensor in _tensors(value)
-    ]
+    # By identity: a product with itself is read once.
+    touched = list(
+        {
+            (id(tensor), touch): (tensor, touch)
+            for value, touch in _given(accesses, args, kwargs)
+            if touch is not Touch.NOTHING
+            for tensor in _tensors(value)
+        }.values()
+    )
     made = 0
     if accesses.makes:
         storages = {tensor.untyped_storage()._cdata for tensor, _ in touched}

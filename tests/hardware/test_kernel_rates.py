@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from memscale.hardware import Hardware, on_card, seconds, work_of
+from memscale.hardware import Hardware, on_card, work_of
+from memscale.simulation.kernels.kernels import Kernels
 
 H100 = Hardware.named("h100")
+aten = torch.ops.aten
 
 
 def predicted(op, *args):
-    result = op(*args)
-    name = op._opname
-    return seconds(on_card(name, args, work_of(op, args, {}, result), H100.capability), H100, op=name)
+    return Kernels(H100, probe=False).seconds(op, args, {}, work_of(op, args, {}, op(*args))).uncached
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -43,6 +43,35 @@ def test_products_by_where_their_rows_begin(left, right, microseconds):
 )
 def test_what_goes_over_its_numbers_more_than_once(op, args, microseconds):
     assert predicted(op, *args) == pytest.approx(microseconds * 1e-6, rel=0.12)
+
+
+# In steps of ViT-B (128 images, bfloat16), GPT-2 XL, Llama and BERT (float32) on an H100, so that some are cached.
+VIT, BERT = (25216, 768), (16384, 768)
+HEADS = [empty(128, 12, 197, 64)] * 3
+OF_STEPS = {
+    "columns, ViT": (aten.sum.dim_IntList, (empty(*VIT), [0], True), 45),
+    "columns, ViT, wide": (aten.sum.dim_IntList, (empty(25216, 3072), [0], True), 77),
+    "columns, BERT": (aten.sum.dim_IntList, (empty(*BERT, dtype=torch.float32), [0], True), 45),
+    "norm, ViT": (aten.native_layer_norm.default, (empty(*VIT), [768], empty(768), empty(768), 1e-5), 55),
+    "norm, GPT-2": (aten.native_layer_norm.default, (empty(4096, 1600), [1600], empty(1600), empty(1600), 1e-5), 15.5),
+    "a row for all": (aten.mul.Tensor, (empty(4, 2048, 2048), empty(2048)), 48),
+    "a position for all": (aten.add.Tensor, (empty(128, 197, 768), empty(1, 197, 768)), 52),
+    "heads to rows": (aten.clone.default, (empty(4, 32, 2048, 64).transpose(1, 2),), 53),
+    "columns to rows": (aten.clone.default, (empty(8192, 4096).t(),), 260),
+    "product, ViT": (aten.mm.default, (empty(*VIT), empty(768, 3072)), 173),
+    "product, Llama": (aten.mm.default, (empty(4096, 4096), empty(4096, 14336)), 623),
+    "product, float32": (
+        aten.mm.default, (empty(*BERT, dtype=torch.float32), empty(768, 3072, dtype=torch.float32)), 1610,
+    ),
+    "attention, 197 tokens": (aten._scaled_dot_product_cudnn_attention.default, (*HEADS, None, True), 88),
+    "moments": (aten._foreach_mul_.Scalar, ([empty(86_000_000)], 0.9), 148),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_STEPS)
+def test_operators_of_steps(case):
+    op, args, microseconds = OF_STEPS[case]
+    assert predicted(op, *args) == pytest.approx(microseconds * 1e-6, rel=0.25)
 
 
 def test_before_hopper_rows_may_begin_anywhere():

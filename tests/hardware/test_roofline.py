@@ -247,7 +247,8 @@ MOVES = {
         (aten.index_put_.default, torch.ones(100, 8), [IDS], torch.ones(3, 8), True)]),
     "all rows changed": (IDS_BYTES + 3 * ROW_BYTES + 2 * 2 * ROW_BYTES, [
         (aten.index_add_.default, torch.ones(2, 8), 0, IDS, torch.ones(3, 8))]),
-    "lists": (3 * (X_BYTES + ROW_BYTES), [(aten._foreach_add.List, [X, ROW], [X, ROW]),
+    "what comes twice is read once": (3 * X_BYTES, [(aten.addcmul_.default, X.clone(), X, X)]),
+    "lists": (3 * (X_BYTES + ROW_BYTES), [(aten._foreach_add.List, [X, ROW], [X.clone(), ROW.clone()]),
                                           (aten._foreach_add_.List, [X.clone(), ROW.clone()], [X, ROW])]),
     "lists overwritten": (2 * (X_BYTES + ROW_BYTES), [
         (aten._foreach_copy_.default, [X.clone(), ROW.clone()], [X, ROW])]),

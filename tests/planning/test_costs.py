@@ -1,5 +1,7 @@
 """What candidates are thought to hold and to take, against steps in which they are put together."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 import memscale as ms
 from memscale.planning.engine import DecisionEngine
 from tests.planning.test_plan import CPU, MODELS, Stages
+from tests.support.hosts import QUICK_HOST
 from tests.support.models import TransformerBlock
 
 
@@ -91,7 +94,8 @@ def test_small_parameters_that_stay_bring_no_states_of_streamed_ones_along():
     with torch.device("meta"):
         model, batch = nn.Sequential(*blocks).to("meta"), torch.empty(64, 512)
     optimizer = torch.optim.AdamW(model.parameters())
-    loss = {"loss": lambda output, _: output.square().mean(), "hardware": "h100"}
+    card = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=QUICK_HOST)
+    loss = {"loss": lambda output, _: output.square().mean(), "hardware": card}
     search = DecisionEngine(model, batch, optimizer=optimizer, **loss).searches[0]
     costs = search.costs
     streamed = next(at for at, each in enumerate(costs.candidates[0]) if str(each) == "offload(what='params')")

@@ -9,6 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation import Ranks
+from tests.support.hosts import QUICK_HOST
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
@@ -17,7 +18,7 @@ pytestmark = [
 
 WIDTH, BLOCKS, ROWS = 256, 6, 4096
 LOSS = {"loss": lambda y, _: y.square().mean()}
-CARD = dataclasses.replace(ms.Hardware.named("a100-80"), name="card", memory_bytes=2**30)
+CARD = dataclasses.replace(ms.Hardware.named("a100-80"), name="card", memory_bytes=2**30, call_seconds=QUICK_HOST)
 
 
 class Model(nn.Module):

@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
-from memscale.hardware import Hardware, Seconds, Work, on_card, seconds
+from memscale.hardware import Hardware, Seconds, Work, beside, on_card, seconds
 from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
@@ -45,6 +45,7 @@ from memscale.simulation.process_state import patched
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _HISTOGRAM = torch.histc
+_NO_WORK = Work(0, 0, "")
 _DEFAULT_CAPABILITY = (8, 0)
 _DEFAULT_MULTIPROCESSORS = 132
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -96,8 +97,13 @@ class Kernels:
             work = on_card(op._opname, args, work, self.capability)
         try:
             taken = seconds(work, self.hardware, op=op._opname)
-            if self.is_cuda and (more := launches(op, args) - 1):
-                taken += more * seconds(Work(0, 1, ""), self.hardware)
+            if self.is_cuda and work != _NO_WORK:
+                more, nbytes = beside(op._opname, args, work, self.capability)
+                if more := more + launches(op, args) - 1:
+                    taken += more * seconds(Work(0, 1, ""), self.hardware)
+                if nbytes:
+                    launch = seconds(Work(0, 1, ""), self.hardware)
+                    taken += seconds(Work(0, nbytes, work.dtype), self.hardware) - launch
             if self.is_cuda and str(op) in CONVOLUTIONS:
                 copied = most_held(cuda_program(str(op), args, None, self.capability, self.multiprocessors))
                 taken += seconds(Work(0, 2 * copied, work.dtype), self.hardware)

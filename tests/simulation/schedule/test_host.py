@@ -8,10 +8,9 @@ from torch import nn
 
 import memscale as ms
 from memscale.runtime import Runtime
+from tests.support.hosts import QUICK_HOST
 
-# Its host is quick: steps as small as these would wait for another, and not for the disk.
-CALLS = dict.fromkeys(("operator", "backward", "view", "module"), 1e-6)
-CARD = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=CALLS)
+CARD = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=QUICK_HOST)
 MIB = 1 << 20
 LAYERS = 6
 MOVED = 8192 * 2048 * 2  # bytes of a layer's input

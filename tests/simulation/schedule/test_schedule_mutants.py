@@ -10,15 +10,14 @@ from torch import nn
 import memscale as ms
 from memscale.simulation.schedule import clock as clock_module
 from memscale.simulation.schedule.clock import Clock
+from tests.support.hosts import QUICK_HOST
 
 LINK = 20e9
-# Its host is quick: steps as small as these would wait for another, and not for the link.
-CALLS = dict.fromkeys(("operator", "backward", "view", "module"), 5e-6)
 CARD = dataclasses.replace(
     ms.Hardware.named("h100"),
     host_to_device_bytes_per_second=LINK,
     device_to_host_bytes_per_second=LINK,
-    call_seconds=CALLS,
+    call_seconds=QUICK_HOST,
 )
 LAYERS = 6
 
