@@ -31,8 +31,8 @@ class HostSeconds(NamedTuple):
 
 
 # What a virtual machine with an H100 and 16 cores took (torch 2.11): the steps of Hugging Face's GPT-2 XL, ViT and T5
-# that its host held up, predicted with these at 0.67 to 1.04 of their time (before at 0.48 to 0.74, with 8 µs an
-# operator and nothing else). Their ratios are those of the host's time of five such models, forward and backward, on
+# that its host held up, predicted with these at 0.70 to 1.03 of their time (before at 0.48 to 0.74, with 8 µs an
+# operator and nothing else). Their ratios are those of the host's time of four such models, forward and backward, on
 # the stand-in libraries, which they meet within 7 %; a launch took 5 µs more there.
 _DEFAULT = {"operator": 19e-6, "backward": 19e-6, "view": 4.4e-6, "module": 40e-6}
 

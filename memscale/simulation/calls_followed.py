@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import Method
+from memscale.algebra import Method, Transformed
 from memscale.core import internals
 from memscale.simulation.books import Books
 from memscale.simulation.process_state import patched
@@ -35,7 +35,8 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
             books.modules.pop()
 
     def region_run(method: Method, *args: Any, **kwargs: Any) -> Any:
-        calls("region")
+        if isinstance(method.fn, Transformed):  # and no face of the whole model
+            calls("region")
         return forward(method, *args, **kwargs)
 
     def pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
