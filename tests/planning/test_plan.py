@@ -87,9 +87,19 @@ def test_the_real_peak_keeps_to_the_budget(name):
         assert measured.peak_bytes <= point.peak_bytes
 
 
-def test_a_plan_trains_to_the_same_numbers():
+BUDGET = 5_500_000
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A plan for a budget of the step of a model."""
+    model = _mlps()
+    return ms.plan(model, budget=BUDGET, **_step(model, torch.ones(512, 64)))
+
+
+def test_a_plan_trains_to_the_same_numbers(planned):
     model, batch = _mlps(), torch.randn(512, 64)
-    fit = ms.transform(model, ms.plan(model, budget=5_500_000, **_step(model, batch)))
+    fit = ms.transform(model, planned)
     assert is_transformed(fit)
     gradients = []
     for each in (model, fit):
@@ -197,7 +207,7 @@ def test_more_budget_is_never_slower(name):
 
 
 def test_nothing_fits():
-    model, batch = _mlps(), torch.ones(512, 64)
+    model, batch = _mlps(3), torch.ones(512, 64)
     with pytest.raises(ms.BudgetError, match="smallest peak within reach") as caught:
         ms.plan(model, budget=10_000, **_step(model, batch))
     assert caught.value.peak_bytes > 10_000
@@ -213,7 +223,7 @@ def test_nothing_fits():
 
 
 def test_mixed_precision_only_where_it_is_allowed():
-    model, batch = _mlps(), torch.ones(512, 64)
+    model, batch = _mlps(3), torch.ones(512, 64)
     allowed = ms.Config(mode="aggressive", use_mixed_precision=True)
     step = _step(model, batch)
     exact = ms.DecisionEngine(model, **step).frontier(2)[0]
@@ -262,11 +272,9 @@ def test_a_step_that_reads_values_is_refused_with_the_remedy():
         ms.plan(Reads(), torch.ones(2, 4), budget="1GiB", loss=_loss)
 
 
-def test_the_evidence_says_what_was_decided():
-    model, batch = _mlps(), torch.ones(512, 64)
-    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
-    evidence = plan.evidence
-    assert evidence.planned.taken_bytes <= 5_500_000 < evidence.plain.taken_bytes
+def test_the_evidence_says_what_was_decided(planned):
+    plan, evidence = planned, planned.evidence
+    assert evidence.planned.taken_bytes <= BUDGET < evidence.plain.taken_bytes
     assert evidence.planned.step_seconds > evidence.plain.step_seconds
     assert evidence.gap < 0.01
     assert [each.path for each in evidence.decisions] == [*map(str, range(6)), ""]
@@ -281,13 +289,11 @@ def test_the_evidence_says_what_was_decided():
     assert plan.diff(plan).startswith("takes")
 
 
-def test_json():
-    model, batch = _mlps(), torch.ones(512, 64)
-    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
-    again = ProvenPlan.from_json(plan.to_json())
-    assert again == plan == ms.Plan.from_json(plan.to_json())
-    assert again.evidence == plan.evidence
-    assert again.to_json() == plan.to_json()
+def test_json(planned):
+    again = ProvenPlan.from_json(planned.to_json())
+    assert again == planned == ms.Plan.from_json(planned.to_json())
+    assert again.evidence == planned.evidence
+    assert again.to_json() == planned.to_json()
     with pytest.raises(ms.PlanError, match="no evidence"):
         ProvenPlan.from_json(ms.Plan().to_json())
 
@@ -310,7 +316,7 @@ for os.environ["MEMSCALE_CACHE"] in ("", kept):
 
 def test_every_process_makes_the_same_plan_and_knows_those_of_others():
     model = _mlps()
-    plan = ms.plan(model, budget=5_500_000, **_step(model, torch.ones(512, 64)))
+    plan = ms.plan(model, budget=BUDGET, **_step(model, torch.ones(512, 64)))
     found = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         env={**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
@@ -322,13 +328,11 @@ def test_every_process_makes_the_same_plan_and_knows_those_of_others():
     assert found.split() == [own, "False", own, "True"]
 
 
-def test_the_script_of_a_plan_makes_the_same_module():
-    model, batch = _mlps(), torch.ones(512, 64)
-    plan = ms.plan(model, budget=5_500_000, **_step(model, batch))
-    scope = {"model": model}
-    exec(plan.to_python(), scope)
-    assert scope["plan"] == plan
-    assert json.loads(plan.to_json())["evidence"]["budget_bytes"] == 5_500_000
+def test_the_script_of_a_plan_makes_the_same_module(planned):
+    scope = {"model": _mlps()}
+    exec(planned.to_python(), scope)
+    assert scope["plan"] == planned
+    assert json.loads(planned.to_json())["evidence"]["budget_bytes"] == BUDGET
 
 
 def test_a_card_without_units_for_a_dtype_is_planned_for():
@@ -349,7 +353,7 @@ def test_what_the_models_own_code_raises_is_one_error_of_ours():
 def test_a_head_that_is_tiled_and_one_that_is_not_have_corrections_of_their_own():
     """What one head was seen to hold says nothing about the other: the search would go round between them."""
     torch.manual_seed(0)
-    body = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    body = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
     model = nn.Sequential(*body, nn.Linear(64, 2048))
     batch = torch.ones(512, 64)
     labels = torch.zeros(512, dtype=torch.long)
