@@ -24,19 +24,24 @@ assert set(ms.__all__) <= set(dir(ms)), set(ms.__all__) - set(dir(ms))
 ms.LossScale, ms.Profile, ms.wrap
 print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("memscale.")}))
 print(*sorted({name.split(".")[0] for name in sys.modules}))
+profile = ms.profile(torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda y, _: y.sum())
+assert ms.Profile.from_json(profile.to_json()).diff(profile).peak_bytes == 0
+reports = "memscale.reports" in sys.modules
+assert str(profile).startswith("peak ")
+print(reports, "memscale.reports" in sys.modules)
 """
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    """The folders that a fresh interpreter has loaded after the import, and after two names that need more."""
-    run = subprocess.run([sys.executable, "-c", FOUND], check=True, capture_output=True, text=True)
+    """What a fresh interpreter has loaded after the import, after two names that need more, and after a profile."""
+    run = subprocess.run([sys.executable, "-W", "error", "-c", FOUND], check=True, capture_output=True, text=True)
     return [line.split() for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("folder", LATER)
 def test_the_import_leaves_for_later_what_a_training_run_does_not_need(loaded, folder):
-    _, at_once, asked, _ = loaded
+    _, at_once, asked, *_ = loaded
     assert folder not in at_once
     assert folder in asked or folder in ("reports", "cli", "crashes")  # wrap prints no report
 
@@ -44,6 +49,11 @@ def test_the_import_leaves_for_later_what_a_training_run_does_not_need(loaded, f
 def test_nothing_loads_the_libraries_that_memscale_fits_into(loaded):
     others = {"accelerate", "lightning", "peft", "prometheus_client", "pytorch_lightning", "torchtitan", "transformers"}
     assert not others & set(loaded[3])
+
+
+def test_a_profile_loads_the_reports_when_it_is_printed(loaded):
+    """The simulation stands below them."""
+    assert loaded[4] == ["False", "True"]
 
 
 def test_type_checkers_are_told_the_same_homes():
