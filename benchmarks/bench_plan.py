@@ -3,6 +3,7 @@
     python benchmarks/bench_plan.py                  # realised peak over budget: eight architectures, ten budgets each
     python benchmarks/bench_plan.py --peers          # step times beside torch.utils.checkpoint on blocks, interleaved
     python benchmarks/bench_plan.py --only gpt2,unet --budgets 4
+    python benchmarks/bench_plan.py --peers --only vit --against "torch checkpoint, every block"
 
 A budget is met if neither the first step nor a later one takes more, by `torch.profiler`'s allocation events. The table
 says how much of each budget is used, and what a step takes beside the step as it is by the simulation's clock. After
@@ -37,6 +38,7 @@ from memscale.simulation.measured import training_roles
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
 PEERS = ("bert", "vit", "convnet", "gpt2-tile")
 _USED = 0.97
+_MARGIN = 1e-3  # of a budget, that plans leave free where they can
 _HALVINGS = 5  # in the search for our smallest plan that is as fast as a peer
 
 
@@ -77,7 +79,8 @@ def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
     curve = engine.frontier(2)
     least, most = curve[0].peak_bytes, taken_bytes(engine.plain)
     print(f"{name}: {most / 1e6:.1f} MB as it is, {least / 1e6:.1f} MB at least ({time.perf_counter() - began:.1f} s)")
-    limits = [int(least + (most - least) * (at + 0.5) / budgets) for at in range(budgets)]
+    least = int(least / (1 - _MARGIN)) + 1  # where doing nothing is the smallest, that is all the budgets
+    limits = [int(least + max(0, most - least) * (at + 0.5) / budgets) for at in range(budgets)]
     plans = [engine.plan(limit) for limit in limits]
     points = [*curve, *engine.frontier(budgets), *map(Point.of, plans)]
     rows = []
@@ -168,7 +171,7 @@ def smallest_as_fast(engine: ms.DecisionEngine, curve: ms.Frontier, pace: float)
     return found
 
 
-def beside_peers(name: str, rounds: int) -> dict[str, Any]:
+def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
     """Each peer, our fastest plan that takes no more than it does, and our smallest that is no slower."""
     case = CASES[name]
     model, batch = case.make("fp32")
@@ -179,6 +182,8 @@ def beside_peers(name: str, rounds: int) -> dict[str, Any]:
     plain = steps_of(case, case.make("fp32")[0], batch)[0]
     found: dict[str, Any] = {}
     for label, make in OTHERS.items():
+        if against not in label:
+            continue
         try:
             peer = make(case.make("fp32")[0])
             peak = realised_bytes(case, peer, batch)
@@ -223,6 +228,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of the zoo, with commas between")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--against", default="", help="only peers whose names contain this")
     parser.add_argument("--rounds", type=int, default=5, help="of steps that are timed beside each other")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
@@ -232,7 +238,10 @@ def main() -> None:
         os.environ["MEMSCALE_CACHE"] = cache  # what was planned on another day says nothing about today's planner
         for name in names:
             print(name, flush=True)
-            found[name] = beside_peers(name, options.rounds) if options.peers else kept_budgets(name, options.budgets)
+            if options.peers:
+                found[name] = beside_peers(name, options.rounds, options.against)
+            else:
+                found[name] = kept_budgets(name, options.budgets)
             if options.output:  # after each, for whoever has no time for all
                 data = {"environment": environment("cpu"), "load": os.getloadavg(), "results": found}
                 options.output.write_text(json.dumps(data, indent=2) + "\n")
