@@ -13,6 +13,7 @@ class HostSeconds(NamedTuple):
 
     Attributes:
         operator: of an operator that Python calls, up to the launch of its kernel.
+        plain: of one that Python calls and autograd takes no note of, as an optimizer's.
         backward: of one that autograd calls, with its share of the node around it.
         view: of an operator that launches nothing.
         module: of a module, with its share of what its forward does between operators.
@@ -22,6 +23,7 @@ class HostSeconds(NamedTuple):
     """
 
     operator: float
+    plain: float
     backward: float
     view: float
     module: float
@@ -36,14 +38,15 @@ class HostSeconds(NamedTuple):
 # the stand-in libraries, which they meet within 7 %; a launch took 5 µs more there.
 _DEFAULT = {"operator": 19e-6, "backward": 19e-6, "view": 4.4e-6, "module": 40e-6}
 
-# In the time of a module, of those models with `checkpoint()` on the stand-ins; a copy on that machine.
-_REGION, _SAVED, _COPY = 9.0, 0.6, 5.0
+# In the time of an operator and a module, of those models with `checkpoint()` on the stand-ins; a copy on that machine.
+_REGION, _SAVED, _COPY = 6.5, 0.4, 3.4
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:
     """What the host of `hardware` takes for calls; of a CPU that was not measured nothing is known, and counts."""
-    default = dict.fromkeys(CALLS, 0.0) if hardware.device_type == "cpu" else _DEFAULT
+    is_host = hardware.device_type == "cpu"
+    default = dict.fromkeys(CALLS, 0.0) if is_host else _DEFAULT
     operator, backward, view, module = (hardware.call_seconds.get(kind, default[kind]) for kind in CALLS)
-    return HostSeconds(
-        operator, backward, view, module, region=_REGION * module, saved=_SAVED * module, copy=_COPY * module
-    )
+    plain = view if is_host else operator  # of a CPU the operator by itself is in `launch_seconds`
+    region, saved, copy = (times * (operator + module) for times in (_REGION, _SAVED, _COPY))
+    return HostSeconds(operator, plain, backward, view, module, region, saved, copy)
