@@ -17,8 +17,9 @@ from memscale.planning.parts import Part
 from memscale.simulation import SimulatedStep
 from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
 
-# Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products.
-_CHUNKS = 4
+# Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
+# where nothing fits otherwise: as many pieces take as many times as long to simulate.
+_CHUNKS, _FINE_CHUNKS = 4, 16
 _HEAD_CHUNKS = (4, 16, 64)
 # Of a piece of a whole part: whether its rows are independent is shown with them.
 _FEWEST_ROWS = 2
@@ -80,12 +81,14 @@ class Menu:
         dtype: what `cast` computes in.
         rows: how many rows the batch has, along its first dimension.
         casts: whether the whole model is cast.
+        fine: whether rows are cut into small pieces, too.
     """
 
     techniques: frozenset[str]
     dtype: torch.dtype
     rows: int
     casts: bool = False
+    fine: bool = False
 
     @classmethod
     def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
@@ -126,6 +129,8 @@ class Menu:
             yield Candidate(((child, pieces),))
             if may("checkpoint"):
                 yield Candidate(((whole, again), (child, pieces)))
+                if self.fine:
+                    yield Candidate(((whole, again), (child, self._tile(_FINE_CHUNKS))))
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
@@ -133,6 +138,8 @@ class Menu:
             # By size: whatever rows the part has, its first piece shows whether they are independent.
             size = max(_FEWEST_ROWS, self.rows // _CHUNKS)
             yield Candidate(((whole, tile(size=size)),))
+            if self.fine:
+                yield Candidate(((whole, tile(size=max(_FEWEST_ROWS, self.rows // _FINE_CHUNKS))),))
             for policy in kept if may("checkpoint") else ():
                 yield Candidate(((whole, compose(tile(size=size, recompute=False), checkpoint(policy=policy))),))
         if may("offload"):

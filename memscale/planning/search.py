@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ class Search:
         trials: Trials | None = None,
     ) -> None:
         self.menu, self.always = menu, always
+        self._model = model
+        self._finer: Search | None = None
         self.trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
@@ -168,24 +171,38 @@ class Search:
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-        bounds = {}
-        useless: list[frozenset[str]] = []
+        bounds = []
         for number, among in enumerate(self._subsets()):
-            if not any(among <= each for each in useless):
-                rounds = _FEW_ROUNDS if number > 1 else _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
-                bound = self._descend(among, safe_bytes, tried, rounds)
-                if bound is None:
-                    useless.append(among)
-                else:
-                    bounds[among] = bound
+            rounds = _FEW_ROUNDS if number > 1 else _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
+            bounds += self._descend(among, safe_bytes, tried, rounds)
         if not any(each.taken_bytes <= budget_bytes for each in tried.values()):
             tried |= self._small()
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
             if best := self._best(tried, most):
                 # A step that is faster than its costs add up to shows what they are worth as a bound.
-                return Found(best, min([best.seconds, *bounds.values()]))
-        return None
+                return Found(best, min([best.seconds, *bounds]))
+        return None if self.finer is None else self.finer.fastest(budget_bytes)
+
+    @property
+    def finer(self) -> Search | None:
+        """The search with candidates that cut finer; None where there are none."""
+        if self._finer is None and not self.menu.fine:
+            menu = dataclasses.replace(self.menu, fine=True)
+            if any(
+                len(menu.for_part(part, self.plain)) > len(self.menu.for_part(part, self.plain))
+                for part in self.costs.parts
+            ):
+                self._finer = Search(
+                    self._model,
+                    self._simulate,
+                    menu,
+                    always=self.always,
+                    link=self._link,
+                    plain=self.plain,
+                    trials=self.trials,
+                )
+        return self._finer
 
     def _subsets(self) -> list[frozenset[str]]:
         """The sets of techniques to choose among, one after the other.
@@ -212,7 +229,7 @@ class Search:
 
     def _descend(
         self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], rounds: int
-    ) -> float | None:
+    ) -> list[float]:
         """Choose among these techniques and simulate until a step uses the budget, or none can be faster.
 
         Args:
@@ -222,16 +239,18 @@ class Search:
             rounds: at most so many choices.
 
         Returns:
-            The time that no choice is below, as far as is thought; None if what is in `tried` is faster than any here.
+            The time that no choice is below, as far as is thought; nothing if none was faster than what is in `tried`.
         """
         chooser = self._chooser(safe_bytes)
+        lacked = spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
         for each in list(tried.values())[1:]:
             if self._techniques(each.assignment) <= among:
                 each.correct(chooser)
+                lacked = each.taken_bytes - safe_bytes
+                misses += lacked > 0
         as_thought = _AS_THOUGHT_WITH_MOVES if among & MOVES else _AS_THOUGHT
-        bound = None
+        bound: list[float] = []
         seen: set[Assignment] = set()
-        lacked = spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
         for _ in range(min(self.patience, rounds)):
             choice = chooser.fastest(safe_bytes - spare, among)
             if choice is None and misses:
@@ -245,7 +264,7 @@ class Search:
             thought = chooser.seconds(choice.assignment)
             if best is not None and thought >= best.seconds * (1 - _FASTER):
                 break
-            bound = choice.bound
+            bound = [choice.bound]
             found = tried[choice.assignment] = self.prove(choice.assignment)
             found.correct(chooser)
             seen.add(choice.assignment)
@@ -273,7 +292,9 @@ class Search:
 
     def smallest(self) -> Proven:
         """The plan with the least peak."""
-        return min(self._small().values(), key=lambda each: (each.taken_bytes, each.seconds))
+        found = min(self._small().values(), key=lambda each: (each.taken_bytes, each.seconds))
+        finer = found if self.finer is None else self.finer.smallest()
+        return finer if finer.taken_bytes < found.taken_bytes else found
 
     def _small(self) -> dict[Assignment, Proven]:
         """Small plans, the smallest among them."""

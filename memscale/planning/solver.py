@@ -251,7 +251,8 @@ class Chooser:
         )
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        return Choice(self._polished(assignment, limit, allowed), bound * unit + self.costs.fixed_seconds)
+        polished = self._streaming_late(self._polished(assignment, limit, allowed), limit)
+        return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
         """Bounds that fix the parts for which `values` choose one candidate, but for each part whose number is
@@ -311,6 +312,20 @@ class Chooser:
             for each in pair:
                 chosen[part_of[each]] = each
         return tuple((chosen - np.array(self._offsets[:-1])).tolist())
+
+    def _streaming_late(self, assignment: Assignment, limit: float) -> Assignment:
+        """The assignment in which, of parts that are alike, the late ones stream, where that fits as well.
+
+        Their gradients are there first, and what is on the host is updated behind the backward of the others.
+        """
+        found = list(assignment)
+        for rows in self._families.values():
+            menu = self.costs.candidates[rows[0]]
+            chosen = sorted((found[row] for row in rows), key=lambda number: "stream" in menu[number].techniques)
+            for row, number in zip(rows, chosen, strict=True):
+                found[row] = number
+        held = self._held_now()[self._columns(tuple(found))].sum(axis=0)
+        return tuple(found) if (held <= limit).all() else assignment
 
 
 def _stations_that_matter(held: Floats) -> list[int]:
