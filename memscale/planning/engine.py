@@ -307,6 +307,9 @@ class DecisionEngine:
 
     def _fastest(self, limit: int) -> Found | None:
         found = [best for search in self.searches if (best := search.fastest(limit)) is not None]
+        if found and (uncut := self.searches[0].uncut) is not None:
+            other = uncut.fastest(limit, min(each.proven.seconds for each in found))
+            found += [] if other is None else [other]
         for way in self.ways:
             seconds = way.plain.profile().step_seconds or 0.0
             # No transform of the model makes a step faster than its way to step is without any.

@@ -135,6 +135,7 @@ class Search:
         self.menu, self.always = menu, always
         self._model = model
         self._finer: Search | None = None
+        self._uncut: Search | None = None
         self.trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
@@ -166,43 +167,61 @@ class Search:
         self._proofs: dict[Assignment, Proven] = {}
         self._smallest: dict[Assignment, Proven] = {}
 
-    def fastest(self, budget_bytes: int) -> Found | None:
-        """The fastest plan whose step takes at most `budget_bytes`, None if none was found."""
+    def fastest(self, budget_bytes: int, below_seconds: float = np.inf) -> Found | None:
+        """The fastest plan whose step takes at most `budget_bytes`, None if none was found; if there is another one
+        that takes `below_seconds`, none that is not faster is looked for.
+        """
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
         bounds = []
         for number, among in enumerate(self._subsets()):
             rounds = _FEW_ROUNDS if number > 1 else _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
-            bounds += self._descend(among, safe_bytes, tried, rounds)
-        if not any(each.taken_bytes <= budget_bytes for each in tried.values()):
+            bounds += self._descend(among, safe_bytes, tried, rounds, below_seconds)
+        if below_seconds == np.inf and not any(each.taken_bytes <= budget_bytes for each in tried.values()):
             tried |= self._small()
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
             if best := self._best(tried, most):
                 # A step that is faster than its costs add up to shows what they are worth as a bound.
                 return Found(best, min([best.seconds, *bounds]))
-        return None if self.finer is None else self.finer.fastest(budget_bytes)
+        return None if below_seconds < np.inf or self.finer is None else self.finer.fastest(budget_bytes)
+
+    @property
+    def uncut(self) -> Search | None:
+        """The search among what does not cut rows, if that takes the model apart in another way: where a loss head may
+        be cut, what is around it is no part.
+        """
+        if self._uncut is None and self.menu.tiles and self.patience >= _ROUNDS:
+            paths = [part.path for part in self.costs.parts]
+            if [part.path for part in parts_of(self._model, self.plain)] != paths:
+                menu = dataclasses.replace(self.menu, techniques=self.menu.techniques - {"tile"})
+                self._uncut = self._other(menu, None)
+        return self._uncut
 
     @property
     def finer(self) -> Search | None:
         """The search with candidates that cut finer; None where there are none."""
-        if self._finer is None and not self.menu.fine:
+        if self._finer is None and not self.menu.fine and self.patience >= _ROUNDS:
             menu = dataclasses.replace(self.menu, fine=True)
             if any(
                 len(menu.for_part(part, self.plain)) > len(self.menu.for_part(part, self.plain))
                 for part in self.costs.parts
             ):
-                self._finer = Search(
-                    self._model,
-                    self._simulate,
-                    menu,
-                    always=self.always,
-                    link=self._link,
-                    plain=self.plain,
-                    trials=self.trials,
-                )
+                self._finer = self._other(menu, self.trials)
         return self._finer
+
+    def _other(self, menu: Menu, trials: Trials | None) -> Search:
+        """The search of the same step for another menu."""
+        return Search(
+            self._model,
+            self._simulate,
+            menu,
+            always=self.always,
+            link=self._link,
+            plain=self.plain,
+            trials=trials,
+        )
 
     def _subsets(self) -> list[frozenset[str]]:
         """The sets of techniques to choose among, one after the other.
@@ -228,7 +247,7 @@ class Search:
         return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
 
     def _descend(
-        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], rounds: int
+        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], rounds: int, below: float
     ) -> list[float]:
         """Choose among these techniques and simulate until a step uses the budget, or none can be faster.
 
@@ -237,6 +256,7 @@ class Search:
             safe_bytes: what a step may take.
             tried: the choices for this budget; those of here are added.
             rounds: at most so many choices.
+            below: the time of a step that is known besides.
 
         Returns:
             The time that no choice is below, as far as is thought; nothing if none was faster than what is in `tried`.
@@ -262,7 +282,7 @@ class Search:
             if choice is None or choice.assignment in seen:
                 break
             thought = chooser.seconds(choice.assignment)
-            if best is not None and thought >= best.seconds * (1 - _FASTER):
+            if thought >= min(below, np.inf if best is None else best.seconds) * (1 - _FASTER):
                 break
             bound = [choice.bound]
             found = tried[choice.assignment] = self.prove(choice.assignment)
