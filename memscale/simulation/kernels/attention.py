@@ -387,7 +387,9 @@ def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | No
         key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
     weights = scaled @ (key.transpose(-2, -1) * factor)
     if mask is not None:
-        weights = weights.add_(mask)
+        # In place, unless a mode besides the simulation's own is active (`areAnyTensorSubclassLike`).
+        watched = torch._C._len_torch_dispatch_stack() > 1
+        weights = weights + mask if watched else weights.add_(mask)
     weights = torch.ops.aten._safe_softmax.default(weights, -1)
     dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
     _unused = weights.to(dtype)  # the second result, which is made first

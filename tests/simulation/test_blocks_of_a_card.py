@@ -1,0 +1,84 @@
+"""What the allocator of a card hands out beside what tensors need, as the CUDA build does on stand-ins (`make ghost`)."""
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation.allocator.caching import TRIM
+from memscale.simulation.analysis import _once_more
+from memscale.simulation.kernels.rnn_weights import flattened_bytes
+
+MIB = 1 << 20
+
+
+class Last(nn.Module):
+    """An LSTM whose last output is the result."""
+
+    def __init__(self, dtype, **options):
+        super().__init__()
+        self.lstm = nn.LSTM(256, 512, batch_first=True, dtype=dtype, device="meta", **options)
+
+    def forward(self, x):
+        return self.lstm(x)[0][:, -1].float().square().mean()
+
+
+def profiled(model, *shape, dtype=torch.float32):
+    batch = torch.empty(*shape, dtype=dtype, device="meta")
+    return ms.profile(model, batch, loss=lambda output, _: output, hardware="h100")
+
+
+def parameters(profile):
+    return [holding.nbytes for holding in profile.holdings if holding.category == "parameter"]
+
+
+def test_a_card_has_the_weights_of_an_lstm_in_one_block():
+    model = Last(torch.float32, num_layers=2)
+    nbytes = sum(weight.nbytes for weight in model.parameters())
+    assert flattened_bytes(model.lstm) == nbytes
+    assert max(parameters(profiled(model, 4, 8, 256))) == nbytes
+
+
+def test_unless_cudnn_does_not_take_them_so():
+    model = Last(torch.bfloat16)
+    found = parameters(profiled(model, 4, 8, 256, dtype=torch.bfloat16))
+    assert sorted(found) == sorted(weight.nbytes for weight in model.parameters())
+    assert flattened_bytes(Last(torch.float32, proj_size=128).lstm) == 0
+
+
+def test_room_for_biases_that_are_not_there():
+    model = Last(torch.float32, bias=False)
+    nbytes = sum(weight.nbytes for weight in model.parameters())
+    assert parameters(profiled(model, 4, 8, 256))[0] == nbytes + 2 * 4 * 512 * 4
+
+
+class Chosen(nn.Module):
+    def __init__(self, choose):
+        super().__init__()
+        self.rows = nn.Parameter(torch.empty(4096, 512, device="meta"))
+        self.choose = choose
+
+    def forward(self, numbers):
+        return self.choose(self.rows, numbers).mean()
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [lambda rows, numbers: rows[numbers], lambda rows, numbers: rows.index_select(0, numbers)],
+    ids=["rows[...]", "index_select"],
+)
+def test_the_gradient_of_a_selection_is_summed_up_in_place(choose):
+    numbers = torch.arange(16, device="meta")
+    found = ms.profile(Chosen(choose), numbers, loss=lambda output, _: output, hardware="h100")
+    assert 2 * 8 * MIB <= found.peak_bytes < 2 * 8 * MIB + MIB  # the rows and their gradient, and no second one
+
+
+def test_the_step_is_repeated_with_names_of_its_own():
+    step = [(7, 512), (3, -256), (8, 1024), (7, -512), (9, 256), TRIM, (8, -1024), (1, 0)]
+    # 9 takes the place of 3, which the step before left.
+    again = [(17, 512), (9, -256), (18, 1024), (17, -512), (19, 256), TRIM, (18, -1024), (1, 0)]
+    assert _once_more(step, 10) == again
+
+
+def test_a_step_that_leaves_something_else_is_not_repeated():
+    assert _once_more([(7, 512), (3, -256)], 10) == []
