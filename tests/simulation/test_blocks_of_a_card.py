@@ -1,4 +1,4 @@
-"""What the allocator of a card hands out beside what tensors need, as the CUDA build does on stand-ins (`make ghost`)."""
+"""What the allocator of a card hands out beside what tensors need, as the CUDA build does on the stand-ins."""
 
 import pytest
 import torch
