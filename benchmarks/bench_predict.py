@@ -281,7 +281,7 @@ class Truths:
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[Case, str, str]]:
     """The combinations asked for; says which ones PyTorch refuses."""
-    # Last those after which cuDNN keeps the states of its dropout until the process ends: 6.5 MB in a segment of 20 MiB.
+    # Last those after which cuDNN keeps the states of its dropout until the process ends, 6.5 MB in one of 20 MiB.
     for case in sorted(ZOO.values(), key=lambda case: bool(_CUDNN.search(case.name))):
         if not re.search(options.only, case.name):
             continue
