@@ -1,5 +1,6 @@
 """A schedule as a trace, and as text."""
 
+import dataclasses
 import json
 import re
 from collections import defaultdict
@@ -11,6 +12,7 @@ from torch import nn
 import memscale as ms
 from memscale.reports.plot import profile_figure
 from memscale.reports.queues import queue_rows
+from tests.support.hosts import QUICK_HOST
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,8 @@ def profile():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.empty(8192, 2048, device="meta", dtype=torch.bfloat16)
     plan = {"*": ms.offload()}
-    return ms.profile(model, batch, optimizer=optimizer, loss=lambda y, _: y.float().sum(), plan=plan, hardware="h100")
+    card = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=QUICK_HOST)
+    return ms.profile(model, batch, optimizer=optimizer, loss=lambda y, _: y.float().sum(), plan=plan, hardware=card)
 
 
 def rows(data):
