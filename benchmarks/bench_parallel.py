@@ -2,10 +2,14 @@
 
 The truth is PyTorch's CPU allocator in the third step of a real run that it watches from before the model is made, in a
 process group of the fake backend, where collectives write nothing and nothing else is left out. DDP takes no results of
-fake collectives, so a communication hook of its gives it its own buckets back. (Under gloo threads of its free tensors
-that no recording sees freed.) The prediction is `memscale.profile` of a fresh model.
+fake collectives, so a communication hook of its gives it its own buckets back. The prediction is `memscale.profile` of
+a fresh model.
 
     PYTHONPATH=. python benchmarks/bench_parallel.py [--only REGEX] [--worlds 2 8 64] [--json FILE]
+    PYTHONPATH=. python benchmarks/bench_parallel.py --gloo 2     # so many real processes, each with its own allocator
+    PYTHONPATH=. python benchmarks/bench_parallel.py --device cuda --worlds 8    # also on the stand-ins of tests/ghost
+
+On CUDA models are larger, and the truth is the card's allocator in the third step, with what it reserves.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import json
 import os
 import re
 import statistics
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +41,8 @@ import memscale as ms
 from memscale.planning import repeated_blocks
 from tests.support.whole_run import true_peaks, with_own_buckets
 
-WIDTH, TOKENS, VOCABULARY = 128, (4, 96), 2003
+ON_CARD = "cuda" in sys.argv
+WIDTH, TOKENS, VOCABULARY = (768, (8, 512), 16003) if ON_CARD else (128, (4, 96), 2003)
 HEADS = {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": WIDTH, "vocab_size": VOCABULARY}
 
 
@@ -124,7 +131,8 @@ def plans(name: str, model: nn.Module) -> dict[str, dict[str, ms.Transform]]:
 
 def under(parallel: str, policy: str) -> Callable[[nn.Module, list[nn.Module]], nn.Module]:
     if parallel == "ddp":
-        return lambda model, _: with_own_buckets(nn.parallel.DistributedDataParallel(model))
+        own = with_own_buckets if dist.get_backend() == "fake" else lambda replica: replica
+        return lambda model, _: own(nn.parallel.DistributedDataParallel(model))
 
     def shard(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
         for block in blocks:
@@ -141,6 +149,8 @@ def made(name: str, variant: str, distribute: Callable[..., nn.Module]) -> tuple
     blocks = plan_paths(model)
     if plan:
         model = ms.transform(model, plan)
+    if ON_CARD:
+        model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
     model = distribute(model, [model.get_submodule(path) for path in blocks])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -158,8 +168,21 @@ def plan_paths(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_modules() if any(pattern.fullmatch(path) for pattern in patterns)]
 
 
+def card_peaks(make_step: Callable[[], Callable[[], None]]) -> tuple[int, int]:
+    """The most that the card's allocator had out in the third step, beside what was out before, and had reserved."""
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    step = make_step()
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+
+
 def row(name: str, policy: str, variant: str, parallel: str, world: int) -> dict[str, Any]:
-    """One prediction beside its truth."""
+    """One prediction beside its truth, in the process group that there is."""
     found: dict[str, Any] = {
         "model": name,
         "policy": policy,
@@ -167,10 +190,13 @@ def row(name: str, policy: str, variant: str, parallel: str, world: int) -> dict
         "parallel": parallel,
         "world": world,
     }
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    distribute = under(parallel, policy)
     try:
-        truth = true_peaks(lambda: made(name, variant, distribute)[3])[-1]
+        distribute = under(parallel, policy)
+
+        def make_step() -> Callable[[], None]:
+            return made(name, variant, distribute)[3]
+
+        truth, reserved = card_peaks(make_step) if ON_CARD else (true_peaks(make_step)[-1], None)
         gc.collect()
         model, batch, optimizer, _ = made(name, variant, distribute)
         began = time.perf_counter()
@@ -178,12 +204,53 @@ def row(name: str, policy: str, variant: str, parallel: str, world: int) -> dict
         found |= {"seconds": round(time.perf_counter() - began, 2), "method": profile.method}
         found |= {"truth_bytes": truth, "predicted_bytes": profile.peak_bytes}
         found["error_percent"] = round(100 * (profile.peak_bytes / truth - 1), 4)
+        if reserved is not None and profile.reserved_peak_bytes is not None:
+            found["reserved_error_percent"] = round(100 * (profile.reserved_peak_bytes / reserved - 1), 2)
     except Exception as error:
         found["failure"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    gc.collect()
+    return found
+
+
+def alone(case: tuple[str, str, str, str, int]) -> dict[str, Any]:
+    """A row by one process among others that are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case[-1])
+    try:
+        return row(*case)
     finally:
         dist.destroy_process_group()
-        gc.collect()
-    return found
+
+
+def among_others(rank: int, world: int, folder: str, only: str) -> None:
+    """The rows by real processes; the first writes them."""
+    prepare()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    rows = []
+    for case in cases([world]):
+        if re.search(only, " ".join(map(str, case))):
+            rows.append(row(*case))
+            dist.barrier()
+            if rank == 0:
+                print(" ".join(map(str, rows[-1].values())), flush=True)
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    os._exit(0)  # threads of gloo may abort the interpreter's own exit
+
+
+def prepare() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    if ON_CARD and "GHOST_CARD" in os.environ:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ghost"))
+        import values
+
+        from memscale.runtime.backends.cuda import CudaEvent
+
+        values.not_packed()
+        # As in _ghost.py: copies take no time there, and a runtime that measured that would keep less.
+        CudaEvent.span = lambda self: None  # type: ignore[method-assign]
 
 
 def cases(worlds: list[int]) -> Iterator[tuple[str, str, str, str, int]]:
@@ -200,14 +267,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression for 'model policy variant parallel world'")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--gloo", type=int, default=None, metavar="N", help="so many real processes")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
+    prepare()
     rows = []
-    for case in cases(asked.worlds):
+    if asked.gloo is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(among_others, (asked.gloo, folder, asked.only), nprocs=asked.gloo)
+            rows = json.loads(Path(folder, "rows.json").read_text())
+    for case in () if asked.gloo is not None else cases(asked.worlds):
         if re.search(asked.only, " ".join(map(str, case))):
-            rows.append(row(*case))
+            rows.append(alone(case))
             print(" ".join(map(str, rows[-1].values())), flush=True)
     errors: dict[bool, list[float]] = {True: [], False: []}
     for each in rows:
@@ -220,7 +291,7 @@ def main() -> None:
     }
     print(json.dumps(summary, indent=1), f"{sum('failure' in each for each in rows)} failed")
     if asked.json is not None:
-        written = {"environment": environment("cpu", "transformers"), "summary": summary, "rows": rows}
+        written = {"environment": environment(asked.device, "transformers"), "summary": summary, "rows": rows}
         asked.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
