@@ -17,7 +17,7 @@ from torch import nn
 from memscale.algebra import placing_in
 from memscale.core import ConfigError, RuntimeUnavailable, TransformError, matches
 from memscale.optimizers import without_states
-from memscale.simulation.parallel.sharded import mesh_of
+from memscale.simulation.parallel.sharded import check_followed, mesh_of
 from memscale.simulation.parallel.tensor import check_tensor, split
 
 Parallel = Literal["ddp", "fsdp2"]
@@ -74,6 +74,8 @@ class Ranks:
             )
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{caller}(parallel={parallel!r}) needs a module; distribute it inside the function")
+        for module in model.modules():
+            check_followed(module)  # its copy would be a plain model, of the parts that one process has
         if is_distributed(model):
             raise ConfigError(
                 f"{caller}(parallel={parallel!r}) takes a plain model, and this is distributed already; leave parallel "

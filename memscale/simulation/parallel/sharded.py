@@ -42,7 +42,7 @@ class Sharded:
 
     def __init__(self, modules: Sequence[nn.Module], *, on_card: bool) -> None:
         for module in modules:
-            _check(module)
+            check_followed(module)
         self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
         self._states: list[Any] = _fsdp_states(modules)
         kinds = {state.mesh.device_type for group in self._groups if (state := group.mesh_info) is not None}
@@ -130,7 +130,8 @@ class Sharded:
             _renew(replica)
 
 
-def _check(module: nn.Module) -> None:
+def check_followed(module: nn.Module) -> None:
+    """Raise ConfigError for what others distributed in a way that one process cannot simulate."""
     name = type(module).__name__
     if _is_of(module, _FSDP1):
         raise ConfigError(

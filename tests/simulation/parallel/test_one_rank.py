@@ -439,8 +439,9 @@ def test_what_cannot_be_followed_is_named(group):
     group(2)
     model = Model()
     model.blocks[0].up.weight.ds_id = 3  # as ZeRO-3 has it
-    with pytest.raises(ms.ConfigError, match=r"DeepSpeed's \(ZeRO\), .* parallel='fsdp2'"):
-        ms.profile(model, TOKENS, loss=loss)
+    for ranks in ({}, {"parallel": "fsdp2", "world": 2}):
+        with pytest.raises(ms.ConfigError, match=r"DeepSpeed's \(ZeRO\), .* parallel='fsdp2'"):
+            ms.profile(model, TOKENS, loss=loss, **ranks)
     model = sharded()
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
