@@ -37,7 +37,15 @@ from memscale.simulation.kernels.shapes import (
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.operators import Operator
-from memscale.simulation.parallel.collectives import NAMESPACE, Works, collective, is_of_fsdp, is_wait, is_wrap
+from memscale.simulation.parallel.collectives import (
+    NAMESPACE,
+    Works,
+    collective,
+    is_of_fsdp,
+    is_wait,
+    is_wrap,
+    scratch_bytes,
+)
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 
@@ -330,6 +338,9 @@ class HollowMode(TorchDispatchMode):
             call.compute()
         else:
             self.values.forget(call.written)
+        if self._accelerator is None and (scratch := scratch_bytes(op, args, call)):
+            ledger = self.ledger
+            ledger.death(ledger.birth(StorageRecord(scratch, len(ledger.ops) - 1, "workspace", path="gloo")))
         return self.works.returned(op, args, call)
 
     def _assume(self, operator: Operator, records: list[StorageRecord]) -> None:

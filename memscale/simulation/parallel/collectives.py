@@ -21,6 +21,7 @@ NAMESPACE = "c10d"
 _WAITS = {"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"}
 _WRAPS = {"_c10d_functional::_wrap_tensor_autograd"}
 _WRITES_NOTHING = {"c10d::barrier", "c10d::monitored_barrier_", "c10d::send"}
+_PUT_TOGETHER = ("all-gather", "reduce-scatter")
 _SUM = 0  # ReduceOp.SUM, as operators are given it
 _ENGINE = "_engine_run_backward"  # the function of torch that calls the engine of autograd
 
@@ -76,6 +77,16 @@ def collective(op: Any, args: Any) -> Collective:
     written = [] if name in _WRITES_NOTHING else results_of(args[0])
     given = results_of(args[1]) if len(args) > 1 else []
     return Collective(written, given or written, _factor(args))
+
+
+def scratch_bytes(op: Any, args: Any, call: Collective) -> int:
+    """What a collective holds beside its tensors, for a moment: gloo puts the whole of what is gathered or scattered
+    together in memory of its own, and NCCL does not."""
+    group = _objects(args).get("ProcessGroup")
+    if kind_of(op.name()) not in _PUT_TOGETHER or group is None or not dist.is_gloo_available():
+        return 0
+    group = dist.ProcessGroup.unbox(group)
+    return _whole(call.given, call.written) if dist.get_backend(group) == dist.Backend.GLOO else 0
 
 
 def _factor(args: Any) -> int:
