@@ -26,9 +26,10 @@ SHAPES = {
     "405B": {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128},
 }
 PLAN = {"model.layers.*": ms.checkpoint()}
-# What one process gathers and keeps beside layers is less where these are sharded on their own.
+# What a process holds beside its shards is less where these are sharded on their own, and gradients die at once.
+LEAN = [*PLAN.items(), ("", ms.step_in_backward())]
 APART = ("model.layers.*", "model.embed_tokens", "lm_head")
-# Model, processes, tokens of each, whether layers are recomputed; whether embedding and head are apart, AdamW fused.
+# Model, processes, tokens of each, whether layers are recomputed; whether it is lean, with a fused AdamW.
 CASES = [
     ("70B", 8, 4096, True, True),
     ("70B", 8, 4096, True),
@@ -49,14 +50,14 @@ def llama(name: str) -> Any:
         return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def row(name: str, world: int, tokens: int, plan: bool, apart: bool = False) -> dict[str, Any]:
+def row(name: str, world: int, tokens: int, plan: bool, lean: bool = False) -> dict[str, Any]:
     model = llama(name)
     ids = torch.zeros(1, tokens, dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=apart)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=lean)
     wall, cpu = time.perf_counter(), time.process_time()
     step = ms.profile(
-        model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, plan=PLAN if plan else None, hardware="h100",
-        parallel="fsdp2", world=world, shard=APART if apart else None,
+        model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, plan=LEAN if lean else PLAN if plan else None, hardware="h100",
+        parallel="fsdp2", world=world, shard=APART if lean else None,
     )  # fmt: skip
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert step.step_seconds is not None
@@ -66,7 +67,7 @@ def row(name: str, world: int, tokens: int, plan: bool, apart: bool = False) -> 
         "world": world,
         "tokens": tokens,
         "recomputed": plan,
-        "apart": apart,
+        "lean": lean,
         "reserved_gib": round(step.reserved_peak_bytes / 2**30, 1),
         "peak_gib": round(step.peak_bytes / 2**30, 1),
         "fits": step.reserved_peak_bytes <= step.hardware.usable_bytes,
