@@ -56,8 +56,8 @@ def row(name: str, world: int, tokens: int, plan: bool, lean: bool = False) -> d
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=lean)
     wall, cpu = time.perf_counter(), time.process_time()
     step = ms.profile(
-        model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, plan=LEAN if lean else PLAN if plan else None, hardware="h100",
-        parallel="fsdp2", world=world, shard=APART if lean else None,
+        model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, hardware="h100",
+        plan=LEAN if lean else PLAN if plan else None, parallel="fsdp2", world=world, shard=APART if lean else None,
     )  # fmt: skip
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert step.step_seconds is not None
