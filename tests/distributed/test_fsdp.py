@@ -20,8 +20,13 @@ def build() -> nn.Module:
     return nn.Sequential(block(), block(), nn.Linear(8, 4))
 
 
-def train(model: nn.Module, rank: int, how: ms.Transform = ms.identity) -> torch.Tensor:
-    optimizer = how(torch.optim.SGD(model.parameters(), lr=0.1))
+def train(model: nn.Module, rank: int, how: ms.Transform = ms.identity, *, by_rule: bool = False) -> torch.Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if by_rule:
+        same, optimizer = ms.transform(model, {"": how}, optimizer=optimizer)
+        assert same is model
+    else:
+        optimizer = how(optimizer)
     losses = []
     for step in range(3):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -148,7 +153,8 @@ def worker(rank: int, folder: str) -> None:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     for name, how in OPTIMIZERS.items():
-        found[name] = (train(shard(build()), rank, how) - train(shard(build()), rank)).abs().max().item()
+        ours = train(shard(build()), rank, how, by_rule=True)
+        found[name] = (ours - train(shard(build()), rank)).abs().max().item()
     for name, (distribute, how, _) in REFUSED.items():
         try:
             train(distribute(build()), rank, how)
