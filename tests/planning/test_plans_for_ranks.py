@@ -132,6 +132,17 @@ def test_ways_to_step_that_shards_do_not_go_are_not_taken():
             ms.profile(model, batch(8), plan={"": how}, **step, **ranks)
 
 
+def test_a_budget_below_what_an_update_holds_is_not_searched_for(monkeypatch):
+    model, step = made()
+    step["config"] = ms.Config(mode="conservative")
+    engine = ms.DecisionEngine(model, batch(8), **step, parallel="fsdp2", world=8)
+    floor = engine._floor_bytes()
+    assert 0 < floor <= engine.smallest().evidence.planned.peak_bytes
+    monkeypatch.setattr(engine, "_fastest", lambda limit: pytest.fail("it looked for a plan"))
+    with pytest.raises(ms.BudgetError, match="no plan fits"):
+        engine.plan(floor - 1)
+
+
 @pytest.mark.deep
 def test_a_tuned_size_is_one_processs():
     model, step = made()
