@@ -13,11 +13,13 @@ from memscale.core import MemscaleError, matches
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.remedies import optimizer_options, other_loops
-from memscale.planning.stepping import hows
+from memscale.planning.stepping import held_by_phase, hows
 from memscale.simulation import Profile, Ranks
 
 # What lowers a peak by less than this share is not told.
 _LEAST_GAIN = 1e-3
+# An update that holds this share of the peak is what the peak is about, or will be when the rest is less.
+_UPDATES = 0.8
 # Of the parameters outside of the blocks, in a module that is worth a shard of its own: less is a norm's.
 _SHARE = 1 / 100
 
@@ -64,8 +66,10 @@ def beside(
     """
     least, tried = taken_bytes(profile), set[str]()
     while least > limit:
-        updating = profile.moment.phase == "optimizer"
-        others = _loops(step, optimizer) if updating else (*_shards(step, model), *_in_backward(step, optimizer))
+        held = held_by_phase(profile)
+        others = [*_shards(step, model), *_in_backward(step, optimizer)]
+        if held.get("optimizer", 0) >= _UPDATES * max(held.values()):
+            others = [*_loops(step, optimizer), *others]
         other = next((each for each in others if each.said[-1] not in tried), None)
         if other is None:
             break
@@ -82,10 +86,10 @@ def beside(
 
 def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
     """Of an optimizer whose step makes much for a moment."""
-    for options in other_loops(optimizer):
+    for options in () if step.options else other_loops(optimizer):
         if options.get("fused"):
             yield replace(step, options=options, said=(*step.said, f"{type(optimizer).__name__}(fused=True)"))
-    for how in hows(optimizer, {"step_in_groups"}, moves=False):
+    for how in () if step.options or step.plan.of_optimizers() else hows(optimizer, {"step_in_groups"}, moves=False):
         plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
         yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_groups',)"))
 

@@ -369,7 +369,7 @@ class DecisionEngine:
         if self.streams:
             return 0
         steps = [self.plain_step, *(way.plain for way in self.ways)]
-        return min(held_by_phase(step).get("optimizer", 0) for step in steps)
+        return min(held_by_phase(step.profile()).get("optimizer", 0) for step in steps)
 
     def _smallest(self) -> Proven:
         # What keeps the least for the whole step, whatever the model does.

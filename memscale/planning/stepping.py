@@ -20,7 +20,7 @@ from memscale.optimizers import (
 )
 from memscale.planning.candidates import Rules
 from memscale.planning.prediction import taken_bytes
-from memscale.simulation import SimulatedStep
+from memscale.simulation import Profile, SimulatedStep
 
 NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
 
@@ -100,13 +100,13 @@ def ways(
 ) -> list[Way]:
     """The ways that lower the peak of the step as it is or what stays for the whole of it, the fastest first."""
     found = []
-    before = held_by_phase(plain)
+    before = held_by_phase(plain.profile())
     for how in hows:
         try:
             way = Way(how, simulate((("", how),), True))
         except MemscaleError:  # it cannot work on what FSDP2 has of a parameter, or step before DDP has averaged
             continue
-        after = held_by_phase(way.plain)
+        after = held_by_phase(way.plain.profile())
         if any(after.get(phase, 0) < (1 - _LEAST_GAIN) * nbytes for phase, nbytes in before.items()):
             found.append(way)
     return sorted(found, key=lambda way: (way.plain.profile().step_seconds or 0.0, len(repr(way.how))))
@@ -118,9 +118,9 @@ def least_held(way: Way) -> tuple[int, ...]:
     return int(profile.timeline.total_bytes[-1]), profile.by_category.get("gradient", 0), taken_bytes(profile)
 
 
-def held_by_phase(step: SimulatedStep) -> dict[str, int]:
+def held_by_phase(profile: Profile) -> dict[str, int]:
     """The most that each phase of a step holds."""
-    timeline = step.profile().timeline
+    timeline = profile.timeline
     begins = [np.searchsorted(timeline.position, begin, side="right") for _, begin in timeline.phases]
     ends = [*begins[1:], len(timeline.position)]
     return {
