@@ -1,7 +1,8 @@
 """Plans of FSDP2 in real processes: does each process keep to the budget, and are the numbers those without a plan?
 
-Every process shards the model, plans it for a share of what the step takes as it is, makes the model anew, applies the
-plan, shards, and trains three steps, whose peak the allocator's events tell. The processes compare their plans.
+Every process shards the model; the first, which has the most where shards differ, plans it for a share of what its step
+takes as it is, and sends the plan to the others. Each makes the model anew, applies the plan, shards, and trains three
+steps, whose peak the allocator's events tell. The processes compare their plans.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/bench_plans_parallel.py [--only REGEX] [--json FILE]
 """
@@ -58,13 +59,18 @@ def trained(name: str, policy: str, plan: ms.Plan | None) -> tuple[int, list[flo
 
 def row(name: str, policy: str, share: float) -> dict[str, Any]:
     model, batch, optimizer = made(name, policy, None)
-    plain = ms.profile(model, batch, optimizer=optimizer)
-    budget = int(share * plain.peak_bytes)
+    sent: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        budget = int(share * ms.profile(model, batch, optimizer=optimizer).peak_bytes)
+        try:
+            sent = [budget, ms.plan(model, batch, optimizer=optimizer, budget=budget)]
+        except ms.BudgetError as error:
+            sent = [budget, error.peak_bytes]
+    dist.broadcast_object_list(sent, src=0)
+    budget, plan = sent
     found: dict[str, Any] = {"model": name, "policy": policy, "share": share, "budget_bytes": budget}
-    try:
-        plan = ms.plan(model, batch, optimizer=optimizer, budget=budget, config=ms.Config(mode="aggressive"))
-    except ms.BudgetError as error:
-        return found | {"smallest_bytes": error.peak_bytes}
+    if isinstance(plan, int):
+        return found | {"smallest_bytes": plan}
     del model, optimizer
     peak, losses = trained(name, policy, plan)
     plain_peak, plain_losses = trained(name, policy, None)
