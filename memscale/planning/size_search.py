@@ -232,6 +232,7 @@ class SizeSearch:
             self._too_large(size, nbytes)
             return None
         engine = self._engine(size)
+        self._as_it_is(size, engine)  # first: whoever interrupts has that
         before = engine.simulations
         plan = engine.smallest()
         self.simulations += engine.simulations - before
@@ -240,7 +241,6 @@ class SizeSearch:
             self._too_large(size, taken)
             return None
         self._fits(size, plan)
-        self._as_it_is(size, engine)
         return plan
 
     def _planned(self, size: int) -> ProvenPlan:
