@@ -133,6 +133,7 @@ def test_ways_to_step_that_shards_do_not_go_are_not_taken():
             ms.profile(model, batch(8), plan={"": how}, **step, **ranks)
 
 
+@pytest.mark.deep
 def test_a_budget_below_what_an_update_holds_is_not_searched_for(monkeypatch):
     model, step = made()
     step["config"] = ms.Config(mode="conservative")

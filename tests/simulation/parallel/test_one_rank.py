@@ -303,7 +303,7 @@ def test_a_sharded_model_is_not_transformed_but_wrapped(group):
         ms.transform(model, CHECKPOINT["plan"])
 
 
-@pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("parallel", ["fsdp2", pytest.param("ddp", marks=pytest.mark.deep)])
 def test_a_distributed_model_is_planned_as_it_is(group, parallel):
     group(8)
     prefix = "module." if parallel == "ddp" else ""
