@@ -20,6 +20,7 @@ MAY_ASK = {
     "cli/demo.py": "trains for real",
     "cli/training.py": "trains for real",
     "hardware/calibrate.py": "measures the device at hand",
+    "hardware/call_seconds.py": "measures the host beside it",
     "hardware/device.py": "finds the device at hand",
     "inspection/verification.py": "runs both models for real, and compares the generators there are",
     "algebra/region.py": "sends a parameter home when the model is made, outside of any step",
