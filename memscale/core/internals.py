@@ -81,7 +81,7 @@ INTERNALS = tuple(
         (f"{_D}BaseTorchDispatchMode", "a mode that does nothing", _R),
         (f"{_D}_push_mode", "modes as they were in the forward", _R),
         (f"{_D}_pop_mode", "modes as they were in the forward", _R),
-        (f"{_C}_len_torch_dispatch_stack", "which modes are on", f"legacy {_R}"),
+        (f"{_C}_len_torch_dispatch_stack", "which modes are on", f"legacy {_R} {_S}"),
         (f"{_C}_get_dispatch_stack_at", "which modes are on", _R),
         (f"{_C}_len_torch_function_stack", "which modes are on", _R),
         (f"{_C}_get_function_stack_at", "which modes are on", _R),

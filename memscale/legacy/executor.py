@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memscale.algebra import Former, attach, install, uninstall
 from memscale.config import Config
-from memscale.core import TransformError, format_bytes, simulating
+from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
@@ -23,6 +22,7 @@ from memscale.legacy.optimizing import Optimizing
 from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
+from memscale.legacy.steps import leave, listen
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
@@ -98,7 +98,6 @@ class Executor:
         self._between_steps = True
         self._reality: Reality | None = None
         self.peak_error: float | None = None  # by how much of the real peak the predicted one was off
-        self._steps: Any = None  # the hook that counts them
         self._metrics: Metrics | None = None
         self._server: Server | None = None
         self._lock = threading.RLock()
@@ -190,8 +189,7 @@ class Executor:
             return
         self.uninstall()
         self._optimizing.release()
-        if self._steps is not None:
-            self._steps()
+        leave(self)
         if self._server is not None:
             self._server.close()
         self._metrics = self._server = None
@@ -223,7 +221,7 @@ class Executor:
         if self._watch is not None:
             self._before[0].ours = attach(model, self._watch.over)
         self._before += regions
-        self._count_steps()
+        listen(self)
 
     def install_optimizer(self) -> None:
         """Put the plan's rules for an optimizer on the one that trains the model, if it is known."""
@@ -276,17 +274,8 @@ class Executor:
     def _begin_step(self) -> None:
         self._between_steps = False
 
-    def _count_steps(self) -> None:
-        if self._steps is None:
-            this = weakref.ref(self)
-
-            def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                if (executor := this()) is not None and not simulating():
-                    executor._end_step(optimizer)
-
-            self._steps = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
-
-    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has made a step: if it is this model's, another plan may follow now."""
         model = self._model()
         if model is None:
             return
@@ -388,7 +377,7 @@ class Executor:
 
     def __getstate__(self) -> dict[str, Any]:
         # Of another model, or of this process, or long.
-        gone = dict.fromkeys(("_lock", "_optimizer", "_optimizing", "_steps", "_metrics", "_server", "profile"))
+        gone = dict.fromkeys(("_lock", "_optimizer", "_optimizing", "_metrics", "_server", "profile"))
         return {**self.__dict__, **gone, "_plans": [], "_seen": {}, "_model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -124,8 +124,11 @@ class DecisionEngine:
         self.plain = self.plain_step.profile()
         self._known: KnownPlans[DecisionEngine] = KnownPlans()
 
-    def plan(self, budget: Budget) -> ProvenPlan:
-        """The fastest plan whose step takes at most `budget`, as in `memscale.plan`."""
+    def plan(self, budget: Budget, *, tells: bool = True) -> ProvenPlan:
+        """The fastest plan whose step takes at most `budget`, as in `memscale.plan`.
+
+        Without `tells` the error that none fits has the smallest peak alone: what would help takes simulations.
+        """
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
         if leaves_margin(taken_bytes(self.plain), limit):
@@ -139,12 +142,13 @@ class DecisionEngine:
                 if found is None and engine._smallest().taken_bytes <= limit:
                     found = engine._fastest(limit)  # the smallest is among those that it knows of now
                 if found is None:
-                    return Answer(fault=engine._does_not_fit(limit))
+                    return Answer(fault=engine._does_not_fit(limit, tells))
                 return Answer((engine._proven_plan(found, limit, decision),))
             finally:
                 engine._allow(engine.config)
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
+        request += "" if tells else ", no more"
         return self._known.answer(self, request, find).plan()
 
     def nearest(self, budget: Budget) -> ProvenPlan:
@@ -430,15 +434,22 @@ class DecisionEngine:
             parallel=self.made_for,
         )
 
-    def _does_not_fit(self, limit: int) -> BudgetError:
+    def _does_not_fit(self, limit: int, tells: bool) -> BudgetError:
         smallest = self._smallest()
         least = smallest.taken_bytes
         lines = [
             f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.hardware.name}: the smallest peak within "
             f"reach is {format_bytes(least)} ({least} bytes)"
         ]
+        error = BudgetError("; ".join([*lines, *(self._what_helps(smallest, limit) if tells else ())]))
+        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
+        return error
+
+    def _what_helps(self, smallest: Proven, limit: int) -> list[str]:
+        """What would lower the smallest peak, in sentences."""
+        least = smallest.taken_bytes
         wider = sorted(self._wider(smallest), key=lambda each: each[1])
-        lines += [
+        lines = [
             f"Config({field}=True) would lower it to {format_bytes(nbytes)}"
             for field, nbytes in wider
             if nbytes < least
@@ -456,11 +467,7 @@ class DecisionEngine:
             lines.append(
                 f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
             )
-        if len(lines) == 1:
-            lines.append("take a smaller batch and accumulate gradients, or an optimizer with less state")
-        error = BudgetError("; ".join(lines))
-        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
-        return error
+        return lines or ["take a smaller batch and accumulate gradients, or an optimizer with less state"]
 
     def _beside(self, plan: Plan, ranks: Ranks | None) -> Profile:
         self._say("another step")

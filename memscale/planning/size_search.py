@@ -256,7 +256,7 @@ class SizeSearch:
         engine = self._engine(size)
         before = engine.simulations
         try:
-            plan = engine.plan(self.limit)
+            plan = engine.plan(self.limit, tells=size == self.at_least)
         except BudgetError as error:
             if size in self._others:
                 return self._adopted(size)

@@ -68,7 +68,7 @@ class TrialSteps:
             family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
             for family, rows in self.families.items()
         }
-        rejected = self._keep_proven(waiting)
+        rejected = self._keep_proven(waiting, done)
         for _ in range(most):
             if not any(waiting.values()):
                 break
@@ -78,11 +78,16 @@ class TrialSteps:
         }
         return {**rejected, **left}
 
-    def _keep_proven(self, waiting: Mapping[object, list[Candidate]]) -> dict[str, str]:
+    def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[str, str]:
         """Leave out the candidates that cut rows which are not proven independent; returns them with the reasons."""
         unproven: dict[tuple[object, Cutting], str] = {}
+        proven = {(family, cut) for family, candidate in done for cut in _cuts(candidate)}
         cuts = {
-            family: list(dict.fromkeys(cut for each in candidates for cut in _cuts(each)))
+            family: [
+                cut
+                for cut in dict.fromkeys(cut for each in candidates for cut in _cuts(each))
+                if (family, cut) not in proven
+            ]
             for family, candidates in waiting.items()
             if family is not None  # a loss head is cut by a rule of its own, for the projection that it is
         }

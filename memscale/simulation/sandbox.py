@@ -26,7 +26,7 @@ from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.kernels.rnn_weights import flattened_bytes
+from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.ledger import Course
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
@@ -201,13 +201,14 @@ class Simulation:
         """
         storages, seen = self.mode.storages, set[int]()
         streams = any(True for module in self.scope.modules for _ in placing_in(module))
+        flattens = self._kernels.is_cuda and not streams
         for module in sorted(self.scope.modules, key=self._place):
             for part, tensors in _children_first(module, seen):
                 for tensor in with_storages(tensors):
                     if not tensor.is_meta:
                         storages.record(tensor)
-                if self._kernels.is_cuda and not streams and (nbytes := flattened_bytes(part)):
-                    storages.put_together(part._flat_weights, nbytes)  # type: ignore[arg-type]
+                if flattens and isinstance(part, nn.RNNBase) and (nbytes := flattened_bytes(part)):
+                    storages.put_together(weights_of(part), nbytes)
         for tensor in self._tensors:
             if not tensor.is_meta:
                 storages.record(tensor)

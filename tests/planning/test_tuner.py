@@ -298,10 +298,10 @@ def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
     """The planner does not find the smallest plan of every size."""
     find = ms.DecisionEngine.plan
 
-    def blind(engine, budget):
+    def blind(engine, budget, **given):
         if len(engine.batch) == 6 * ROWS:
             raise ms.BudgetError("nothing")
-        return find(engine, budget)
+        return find(engine, budget, **given)
 
     monkeypatch.setattr(ms.DecisionEngine, "plan", blind)
     best = tuning(900_000, objective="batch", at_most=6)

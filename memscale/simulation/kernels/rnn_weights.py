@@ -63,12 +63,17 @@ def flattened_bytes(module: nn.Module) -> int:
     """
     if not isinstance(module, nn.RNNBase) or module.proj_size or not torch.backends.cudnn.enabled:
         return 0
-    weights = [weight for weight in module._flat_weights if weight is not None]
+    weights = weights_of(module)
     if not are_flattened(weights) or len({weight.untyped_storage()._cdata for weight in weights}) < len(weights):
         return 0
     matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
     biases = module.num_layers * (1 + module.bidirectional) * 2 * GATES[MODES[module.mode.lower()]] * module.hidden_size
     return int((matrices + biases) * weights[0].itemsize)
+
+
+def weights_of(module: nn.RNNBase) -> list[torch.Tensor]:
+    """The weights of a recurrence, in the order in which cuDNN takes them."""
+    return [weight for weights in module.all_weights for weight in weights]
 
 
 def stand_in(weights: Sequence[torch.Tensor]) -> torch.Tensor:
