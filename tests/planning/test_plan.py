@@ -67,7 +67,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep) if name == "blocks" else name for name in MODELS]
+)
 def test_the_real_peak_keeps_to_the_budget(name):
     make, batch = MODELS[name][0](), MODELS[name][1]()
     engine = ms.DecisionEngine(make, **_step(make, batch))

@@ -250,6 +250,7 @@ def test_an_artifact_that_lies_costs_two_percent_at_most(artifact, monkeypatch, 
     assert plan.evidence.planned.step_seconds <= 1.02 * ruled.evidence.planned.step_seconds
 
 
+@pytest.mark.deep
 def test_what_cannot_fit_is_refused_after_everything_was_tried(artifact):
     artifact(forest(0b100))
     asked = engine(AUTO)

@@ -19,12 +19,12 @@ pytestmark = [
     pytest.mark.usefixtures("quick_collections"),
     pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
 ]
-CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 2
+CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 1
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_models_on_random_devices(chunk):
-    """100 cases, 20 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
+    """50 cases, 20 000 under the deep profile: bitwise the results of PyTorch, no hazard, no leak."""
     streamed = 0
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         hazards, in_bytes = run_case(seed)
