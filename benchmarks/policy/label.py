@@ -70,7 +70,7 @@ def cases(family: str, seed: int, card: str, budgets: tuple[float, ...]) -> list
     for names in SETS:
         engine = copy.copy(whole)
         engine._allowed, engine._searches, engine._stepping = config_of(names), None, {}
-        engine.simulations = 0
+        engine.steps.count = 0
         begun = time.perf_counter()
         assert engine.searches  # the candidates, tried once for all budgets
         trying, tried = time.perf_counter() - begun, engine.simulations

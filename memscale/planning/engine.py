@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,18 +12,14 @@ from torch import nn
 from memscale.algebra import Plan, is_transformed
 from memscale.config import Config
 from memscale.core import (
-    BudgetError,
     ConfigError,
     Loss,
     MemscaleError,
-    TransformError,
     budget_bytes,
     format_bytes,
-    matches,
 )
 from memscale.hardware import Hardware
-from memscale.planning.beside import Setting, beside
-from memscale.planning.candidates import Menu, Rules
+from memscale.planning.candidates import Menu
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of, trace_of
 from memscale.planning.evidence import Decision, Evidence, Figures
@@ -32,19 +28,17 @@ from memscale.planning.globs import with_globs
 from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
+from memscale.planning.refusal import Refusal
 from memscale.planning.search import Found, Proven, Search, leaves_margin
-from memscale.planning.short_stack import shortened
 from memscale.planning.solver import LinkRates
 from memscale.planning.speeds import link_rates, timed
+from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked_names, held_by_phase, hows, least_held, ways
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep, arguments_of
+from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks
 from memscale.transforms import cast
 
 Budget = int | float | str
-#: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
-Progress = Callable[[str, int, int | None], None]
-
 POINTS = 12  # of a frontier
 
 # A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
@@ -95,8 +89,6 @@ class DecisionEngine:
         self.made_for = self.ranks if self.ranks is not None else Ranks.of_distributed(model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
-        self.simulations = 0
-        self._progress = progress
         self._allowed = self.config  # to the searches; less than the config where a policy chose
         self._searches: list[Search] | None = None
         self._ways: list[Way] | None = None
@@ -106,8 +98,12 @@ class DecisionEngine:
         self.hardware = timed(asked, model)
         self._link = link_rates(self.hardware, self.config)
         self._nominal = self.hardware != asked
+        distributed = self.ranks is None and self.made_for is not None
+        self.steps = StepSimulator(
+            model, batch, optimizer, loss, accumulate, self.hardware, self.ranks, distributed, progress
+        )
         try:
-            self.plain_step = self._simulate((), True)
+            self.plain_step = self.steps.simulate((), True)
         except NeedsValues as error:
             raise ConfigError(
                 f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "
@@ -142,7 +138,7 @@ class DecisionEngine:
                 if found is None and engine._smallest().taken_bytes <= limit:
                     found = engine._fastest(limit)  # the smallest is among those that it knows of now
                 if found is None:
-                    return Answer(fault=engine._does_not_fit(limit, tells))
+                    return Answer(fault=engine._refusal().error(engine._smallest(), limit, tells=tells))
                 return Answer((engine._proven_plan(found, limit, decision),))
             finally:
                 engine._allow(engine.config)
@@ -203,60 +199,23 @@ class DecisionEngine:
             "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)} {self.made_for}",
         }
 
-    def profile_of(self, plan: Plan) -> Profile:
-        """The profile of its step under a plan."""
-        profiler = self._profiler(plan, self.model, self.optimizer)
-        return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
+    @property
+    def simulations(self) -> int:
+        """How many steps were simulated."""
+        return self.steps.count
 
     def proofs(self) -> Proofs:
         """The proofs of plans for its step, as it is now."""
 
         def simulate(plan: Plan) -> Profile:
-            self._say("a plan of before")
-            return self.profile_of(plan)
+            self.steps.say("a plan of before")
+            return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
         allowed = self._techniques(self._link, config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
-    # -- simulations and searches --------------------------------------------------------------------------------------
-
-    def _simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> SimulatedStep:
-        self._say("the step as it is" if not rules else "candidates" if not updates else "a plan")
-        self.simulations += 1
-        if left_out:
-            assert not updates, "the optimizer has the parameters of the whole model"
-            if self.ranks is None and self.made_for is not None:
-                raise TransformError("a model that is distributed already is tried as a whole: no copy of it would be")
-            profiler = self._profiler(Plan(rules), shortened(self.model, left_out), None)
-        else:
-            profiler = self._profiler(Plan(rules), self.model, self.optimizer)
-        return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
-
-    def _say(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(what, self.simulations, None)
-
-    def _profiler(
-        self,
-        plan: Plan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        ranks: Ranks | None = None,
-    ) -> MemoryProfiler:
-        ranks = self.ranks if ranks is None else ranks
-        if ranks is not None and ranks.shard is not None and model is not self.model:
-            there = [path for path, _ in model.named_modules()]
-            kept = tuple(each for each in ranks.shard if any(matches(each, path) for path in there))
-            ranks = dataclasses.replace(ranks, shard=kept)
-        return MemoryProfiler(
-            model,
-            optimizer,
-            loss=self.loss,
-            plan=plan if plan else None,
-            hardware=self.hardware,
-            **arguments_of(ranks),
-        )
+    # -- searches -----------------------------------------------------------------------------------------------------
 
     @property
     def searches(self) -> list[Search]:
@@ -264,11 +223,11 @@ class DecisionEngine:
         if self._searches is None:
             link = self._link
             menu = self._menu(link, self._allowed)
-            self._searches = [Search(self.model, self._simulate, menu, link=link, plain=self.plain_step)]
+            self._searches = [Search(self.model, self.steps.simulate, menu, link=link, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
                 always = (("", cast(compute=menu.dtype)),)
-                self._searches.append(Search(self.model, self._simulate, casting, always=always, link=link))
+                self._searches.append(Search(self.model, self.steps.simulate, casting, always=always, link=link))
         return self._searches
 
     @property
@@ -276,7 +235,7 @@ class DecisionEngine:
         """The ways to step that help and are allowed, the fastest first."""
         if self._ways is None:
             found = hows(self.optimizer, self.stepping, moves=self._link is not None)
-            self._ways = ways(found, self.plain_step, self._simulate)
+            self._ways = ways(found, self.plain_step, self.steps.simulate)
         return self._ways
 
     def _searches_of(self, way: Way) -> list[Search]:
@@ -285,7 +244,7 @@ class DecisionEngine:
             self._stepping[way] = [
                 Search(
                     self.model,
-                    self._simulate,
+                    self.steps.simulate,
                     each.menu,
                     always=(*each.always, *way.rules),
                     link=self._link,
@@ -384,6 +343,12 @@ class DecisionEngine:
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 
+    def _refusal(self) -> Refusal:
+        def menu(config: Config) -> Menu:
+            return self._menu(self._link, config)
+
+        return Refusal(self.steps, self.config, self.searches[0], menu, self._link)
+
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
 
@@ -433,74 +398,6 @@ class DecisionEngine:
             simulations=self.simulations if decisions else 1,
             parallel=self.made_for,
         )
-
-    def _does_not_fit(self, limit: int, tells: bool) -> BudgetError:
-        smallest = self._smallest()
-        least = smallest.taken_bytes
-        lines = [
-            f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.hardware.name}: the smallest peak within "
-            f"reach is {format_bytes(least)} ({least} bytes)"
-        ]
-        error = BudgetError("; ".join([*lines, *(self._what_helps(smallest, limit) if tells else ())]))
-        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.model)
-        return error
-
-    def _what_helps(self, smallest: Proven, limit: int) -> list[str]:
-        """What would lower the smallest peak, in sentences."""
-        least = smallest.taken_bytes
-        wider = sorted(self._wider(smallest), key=lambda each: each[1])
-        lines = [
-            f"Config({field}=True) would lower it to {format_bytes(nbytes)}"
-            for field, nbytes in wider
-            if nbytes < least
-        ]
-        said, nbytes = beside(
-            Setting(smallest.plan, self.ranks),
-            smallest.profile,
-            limit,
-            self._beside,
-            model=self.model,
-            optimizer=self.optimizer,
-        )
-        if said:
-            fits = ", which fits" if nbytes <= limit else ""
-            lines.append(
-                f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
-            )
-        return lines or ["take a smaller batch and accumulate gradients, or an optimizer with less state"]
-
-    def _beside(self, plan: Plan, ranks: Ranks | None) -> Profile:
-        self._say("another step")
-        self.simulations += 1
-        profiler = self._profiler(plan, self.model, self.optimizer, ranks)
-        return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
-
-    def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
-        """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""
-        search, link = self.searches[0], self._link
-        for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
-            if getattr(self.config, field) or (field == "enable_offloading" and link is None):
-                continue
-            config = dataclasses.replace(self.config, **{field: True})  # type: ignore[arg-type]
-            more = Search(
-                self.model,
-                self._simulate,
-                self._menu(link, config),
-                link=link,
-                plain=self.plain_step,
-                trials=search.trials,
-            )
-            yield field, more.smallest().taken_bytes
-        if not self.config.use_mixed_precision:
-            # The smallest choice in a model that is cast: its own smallest may be smaller still.
-            costs, menu = smallest.search.costs, self._menu(link, self.config)
-            chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
-            rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
-            try:
-                step = self._simulate((*rules, ("", cast(compute=menu.dtype))), True)
-            except Exception:  # the model's own code refuses the dtype
-                return
-            yield "use_mixed_precision", taken_bytes(step.profile())
 
 
 def check_model(model: Any, caller: str) -> None:

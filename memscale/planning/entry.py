@@ -12,8 +12,9 @@ from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
 from memscale.planning.curve import Frontier
-from memscale.planning.engine import POINTS, Budget, DecisionEngine, Progress
+from memscale.planning.engine import POINTS, Budget, DecisionEngine
 from memscale.planning.proven import ProvenPlan
+from memscale.planning.step_simulator import Progress
 from memscale.simulation import Parallel
 from memscale.telemetry import counted
 
@@ -94,7 +95,7 @@ def plan(
     if path is not None:
         from memscale import history  # which stands above, and is loaded when something is recorded
 
-        with_it = engine.profile_of(found)
+        with_it = engine.steps.profile(found)
         options = {"accumulate": accumulate, "parallel": parallel, "world": world}
         history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, **options)
     return found

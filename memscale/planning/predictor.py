@@ -14,12 +14,13 @@ from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes, tensors
 from memscale.hardware import Hardware
-from memscale.planning.engine import Budget, DecisionEngine, Progress
+from memscale.planning.engine import Budget, DecisionEngine
 from memscale.planning.grid import SizeGrid, fitting_grid
 from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
 from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
 from memscale.planning.sizes import Sizes, check_range
+from memscale.planning.step_simulator import Progress
 from memscale.simulation import MemoryProfiler, Parallel, Ranks, arguments_of
 from memscale.telemetry import counted
 

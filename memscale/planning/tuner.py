@@ -19,9 +19,10 @@ from memscale.core import (
 )
 from memscale.hardware import Hardware
 from memscale.planning.confirmation import confirmed
-from memscale.planning.engine import Budget, Progress, check_model
+from memscale.planning.engine import Budget, check_model
 from memscale.planning.size_search import Count, ModelStep, SizeSearch
 from memscale.planning.sizes import BatchFn, Sizes, check_range
+from memscale.planning.step_simulator import Progress
 from memscale.planning.tuning import Confirmation, Tuning
 from memscale.simulation import MemoryProfiler, Parallel, Ranks
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.planning import engine, trials
+from memscale.planning import step_simulator, trials
 from memscale.planning.short_stack import shortened
 
 _BLOCKS = 20
@@ -60,7 +60,7 @@ def _head_costs(model):
 @pytest.mark.parametrize(("kind", "stacks"), [(_Stack, 4), (_AddsOutside, 2), (_ByNumber, 2)])
 def test_the_head_costs_what_it_costs_in_the_whole_stack(monkeypatch, kind, stacks):
     made = []
-    monkeypatch.setattr(engine, "shortened", lambda *given: made.append(given) or shortened(*given))
+    monkeypatch.setattr(step_simulator, "shortened", lambda *given: made.append(given) or shortened(*given))
     with torch.device("meta"):
         model = kind()
     found = _head_costs(model)

@@ -55,6 +55,16 @@ class Call:
 Rule = Callable[[Call], Rows | None]
 
 
+def _of_one(rule: Callable[[Call, torch.Tensor, Rows], Rows | None]) -> Rule:
+    """A rule for operators of which only the first argument may have rows."""
+
+    def of_one(call: Call) -> Rows | None:
+        found = call.only("self")
+        return None if found is None else rule(call, *found)
+
+    return of_one
+
+
 def _elementwise(call: Call) -> Rows | None:
     ndim = max(tensor.dim() for tensor in call.tensors())
     places = {rows.at(rows.dim - each.dim()) for each in call.tensors() if (rows := call.rows(each))}
@@ -74,11 +84,8 @@ def _as_before(call: Call) -> Rows | None:
     return found and found[1]
 
 
-def _viewed(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _viewed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     before, outer = math.prod(tensor.shape[: rows.dim]) * rows.over, 1
     for dim, size in enumerate(call.result.shape):
         if outer * size > before:  # the rows begin here
@@ -90,11 +97,8 @@ def _viewed(call: Call) -> Rows | None:
     return None
 
 
-def _permuted(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _permuted(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     order = list(range(tensor.dim()))
     if "dims" in call.given:
         order = [dim % tensor.dim() for dim in call.given["dims"]]
@@ -104,11 +108,8 @@ def _permuted(call: Call) -> Rows | None:
     return rows.at(order.index(rows.dim))
 
 
-def _unsqueezed(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _unsqueezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     return rows.at(rows.dim + (call.given["dim"] % (tensor.dim() + 1) <= rows.dim))
 
 
@@ -117,21 +118,15 @@ def _expanded(call: Call) -> Rows | None:
     return found and found[1].at(found[1].dim + len(call.given["size"]) - found[0].dim())
 
 
-def _without(call: Call) -> Rows | None:
+@_of_one
+def _without(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     """One dimension goes: `select` and `unbind`."""
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
     dim = call.given.get("dim", 0) % tensor.dim()
     return None if dim == rows.dim else rows.at(rows.dim - (dim < rows.dim))
 
 
-def _squeezed(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _squeezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     named = call.dims(tensor)
     gone = [dim for dim in named or range(tensor.dim()) if tensor.shape[dim] == 1]
     return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
@@ -140,22 +135,16 @@ def _squeezed(call: Call) -> Rows | None:
 def _along(name: str = "dim", default: int | None = None) -> Rule:
     """Each place along other dimensions than those that the argument names is computed alone."""
 
-    def rule(call: Call) -> Rows | None:
-        found = call.only("self")
-        if found is None:
-            return None
-        tensor, rows = found
+    @_of_one
+    def rule(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
         dims = call.dims(tensor, name) or ([default % tensor.dim()] if default is not None else None)
         return rows if dims and rows.dim not in dims else None
 
     return rule
 
 
-def _reduced(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _reduced(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     dims = call.dims(tensor)
     if not dims or rows.dim in dims:
         return None
@@ -233,11 +222,8 @@ def _lower(call: Call) -> Rows | None:
     return found[1] if found and found[1].dim < found[0].dim() - 2 else None
 
 
-def _padded(call: Call) -> Rows | None:
-    found = call.only("self")
-    if found is None:
-        return None
-    tensor, rows = found
+@_of_one
+def _padded(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     return rows if rows.dim < tensor.dim() - len(call.given["pad"]) // 2 else None
 
 

@@ -1,0 +1,87 @@
+"""What is said where no plan fits: the smallest peak in reach, and what would lower it, by simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from memscale.config import Config
+from memscale.core import BudgetError, format_bytes
+from memscale.planning.beside import Setting, beside
+from memscale.planning.candidates import Menu
+from memscale.planning.globs import with_globs
+from memscale.planning.prediction import taken_bytes
+from memscale.planning.search import Proven, Search
+from memscale.planning.solver import LinkRates
+from memscale.planning.step_simulator import StepSimulator
+from memscale.transforms import cast
+
+
+class Refusal:
+    """Makes the error of a budget that no plan fits.
+
+    Args:
+        steps: simulates them.
+        config: what was allowed.
+        search: among the exact transforms.
+        menu_of: what may be chosen under another config.
+        link: between the device and the tier below; None if nothing moves.
+    """
+
+    def __init__(
+        self,
+        steps: StepSimulator,
+        config: Config,
+        search: Search,
+        menu_of: Callable[[Config], Menu],
+        link: LinkRates | None,
+    ) -> None:
+        self.steps, self.config, self.search, self.menu_of, self.link = steps, config, search, menu_of, link
+
+    def error(self, smallest: Proven, limit: int, *, tells: bool) -> BudgetError:
+        """The error, with what would help if it `tells` that, for which steps are simulated."""
+        least = smallest.taken_bytes
+        said = (
+            f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak "
+            f"within reach is {format_bytes(least)} ({least} bytes)"
+        )
+        error = BudgetError("; ".join([said, *(self._what_helps(smallest, limit) if tells else ())]))
+        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.steps.model)
+        return error
+
+    def _what_helps(self, smallest: Proven, limit: int) -> list[str]:
+        wider = sorted(self._wider(smallest), key=lambda each: each[1])
+        lines = [
+            f"Config({field}=True) would lower it to {format_bytes(nbytes)}"
+            for field, nbytes in wider
+            if nbytes < smallest.taken_bytes
+        ]
+        step, own = self.steps, Setting(smallest.plan, self.steps.ranks)
+        said, nbytes = beside(own, smallest.profile, limit, step.other, model=step.model, optimizer=step.optimizer)
+        if said:
+            fits = ", which fits" if nbytes <= limit else ""
+            lines.append(
+                f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
+            )
+        return lines or ["take a smaller batch and accumulate gradients, or an optimizer with less state"]
+
+    def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
+        """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""
+        search, simulate = self.search, self.steps.simulate
+        for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
+            if getattr(self.config, field) or (field == "enable_offloading" and self.link is None):
+                continue
+            menu = self.menu_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
+            trials = search.trials
+            more = Search(self.steps.model, simulate, menu, link=self.link, plain=search.plain, trials=trials)
+            yield field, more.smallest().taken_bytes
+        if not self.config.use_mixed_precision:
+            # The smallest choice in a model that is cast: its own smallest may be smaller still.
+            costs, menu = smallest.search.costs, self.menu_of(self.config)
+            chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
+            rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
+            try:
+                step = simulate((*rules, ("", cast(compute=menu.dtype))), True)
+            except Exception:  # the model's own code refuses the dtype
+                return
+            yield "use_mixed_precision", taken_bytes(step.profile())
