@@ -16,12 +16,13 @@ from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
+from memscale.legacy.known_plans import MOST, KnownPlans
 from memscale.legacy.log import LOG, say
-from memscale.legacy.offloading import runtime_of_plan
+from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
 from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
-from memscale.legacy.shapes import Shapes, are_alike, as_batch, buckets, covers, shapes_of, with_shapes
+from memscale.legacy.shapes import Shapes, as_batch, shapes_of, with_shapes
 from memscale.legacy.steps import leave, listen
 from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
 from memscale.observability import Metrics, Server, memory_keys, serve
@@ -29,7 +30,6 @@ from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
-_MOST_PLANS = 8  # of one model, for batches of different shapes
 
 
 class Executor:
@@ -91,10 +91,7 @@ class Executor:
         self._looked = False  # whether a step has shown which of them run
         self._before: list[Former] = []
         self._watch = None if verdict.for_all else Watch(self.before_call)
-        self._plans: list[tuple[Shapes, Verdict, Runtime | None]] = []
-        self._refused: list[Shapes] = []  # for which no step could be simulated
-        self._shapes: Shapes | None = None  # that the present plan was made for
-        self._later: Shapes | None = None  # that came in the middle of a step
+        self._plans = KnownPlans()
         self._between_steps = True
         self._reality: Reality | None = None
         self.peak_error: float | None = None  # by how much of the real peak the predicted one was off
@@ -195,9 +192,9 @@ class Executor:
         self._metrics = self._server = None
         caches_on(self.model, self._caching)
         del self.model.__dict__[ATTRIBUTE]
-        moved = "" if self.runtime is None else f"; {_moved(self.runtime)}"
+        moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
         self.runtime = self._asked = None
-        self._plans.clear()
+        self._plans.known.clear()
         say(self.config, f"detached {self._kind}{moved}")
 
     def attach(self) -> None:
@@ -251,9 +248,8 @@ class Executor:
     def before_call(self, args: Any, kwargs: Any) -> None:
         """Called with the arguments of each call of the model with gradients: plan, where no plan is for these."""
         shapes = shapes_of((args, kwargs))
-        if self._later is None and self._shapes is not None and covers(self._shapes, shapes):
-            if self._between_steps:
-                self._begin_step()
+        if self._plans.need_nothing(shapes):
+            self._between_steps = False
             return
         model = self._model()
         if model is None or not model.training or not is_a_step_of_its_own(model):
@@ -262,17 +258,10 @@ class Executor:
             if model.__dict__.get(ATTRIBUTE) is not self:
                 return
             if not self._between_steps:
-                # The graph of this step was made under the present plan, and is recomputed under it.
-                if self._later is None or covers(shapes, self._later):
-                    self._later = shapes
+                self._plans.wait(shapes)
                 return
-            wanted = self._later if self._later is not None and are_alike(self._later, shapes) else shapes
-            self._later = None
-            self._change(model, args, kwargs, wanted if covers(wanted, shapes) else shapes)
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._between_steps = False
+            self._change(model, args, kwargs, self._plans.wanted(shapes))
+            self._between_steps = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step: if it is this model's, another plan may follow now."""
@@ -296,21 +285,20 @@ class Executor:
 
     def _change(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Another plan for `shapes`: one that there is, or a new one."""
-        if self._shapes is not None and covers(self._shapes, shapes):
+        if self._plans.hold(shapes):
             return
-        known = next((each for each in self._plans if covers(each[0], shapes)), None)
-        if known is None and len(self._plans) >= _MOST_PLANS:
-            say(self.config, f"{_MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
-            self._plans.append((shapes, *self._plans[-1][1:]))
-            self._shapes = shapes
+        known = self._plans.find(shapes)
+        if known is None and self._plans.are_enough:
+            say(self.config, f"{MOST} plans for batches of different shapes are enough: the last one stays")
+            last = self._plans.known[-1]
+            self._plans.add(shapes, last.verdict, last.runtime)
             return
         self.uninstall()
         try:
             if known is None:
-                verdict, shapes = self._planned(model, args, kwargs, shapes)
-                self._take(verdict, shapes)
+                self._take(*self._planned(model, args, kwargs, shapes))
             else:
-                self._shapes, verdict, self.runtime = known
+                self._plans.present, verdict, self.runtime = known
                 self._show(verdict)
         finally:
             self.install()
@@ -325,9 +313,7 @@ class Executor:
         former = Former(model)
         model.__dict__["forward"] = Gate(model, model.__dict__.get("forward"), self._lock)
         try:
-            alike = next((each for each, *_ in self._plans if are_alike(each, shapes)), None)
-            wider = [shapes] if alike is None or batch is None else buckets(shapes, alike, self._refused)
-            for wanted in wider:
+            for wanted in [shapes] if batch is None else self._plans.widened(shapes):
                 say(self.config, f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
                 verdict = decide(model, given, optimizer, self.config, self.hardware, moving=self._asked is not None)
@@ -335,7 +321,7 @@ class Executor:
                     if self._recording is not None:
                         verdict = self._recording.planned(verdict, model, given, optimizer, self.hardware)
                     return verdict, wanted
-                self._refused.append(wanted)
+                self._plans.refused.append(wanted)
             return verdict, shapes
         finally:
             former.put_back()
@@ -347,8 +333,7 @@ class Executor:
         self.runtime = None if not moves else self._asked or runtime_of_plan(model, self.config)
         self._show(verdict)
         if shapes is not None:
-            self._shapes = shapes
-            self._plans.append((shapes, verdict, self.runtime))
+            self._plans.add(shapes, verdict, self.runtime)
 
     def _show(self, verdict: Verdict) -> None:
         self.plan, self.profile = verdict.plan, verdict.profile
@@ -378,7 +363,13 @@ class Executor:
     def __getstate__(self) -> dict[str, Any]:
         # Of another model, or of this process, or long.
         gone = dict.fromkeys(("_lock", "_optimizer", "_optimizing", "_metrics", "_server", "profile"))
-        return {**self.__dict__, **gone, "_plans": [], "_seen": {}, "_model": self.model}
+        return {
+            **self.__dict__,
+            **gone,
+            "_plans": KnownPlans(present=self._plans.present),
+            "_seen": {},
+            "_model": self.model,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -393,7 +384,7 @@ class Executor:
 
     def idle_text(self) -> str | None:
         """What of the plan has not run since it was made, though the model trains; None if all has."""
-        if self._watch is not None and self._shapes is None:
+        if self._watch is not None and self._plans.present is None:
             return (
                 f"wrap() saw no call of this {self._kind}'s forward in a training step, so that nothing was planned; "
                 "wrap the module whose forward the loop calls, or pass sample_input=..."
@@ -425,14 +416,5 @@ class Executor:
             lines.append(idle)
         lines += self._optimizing.text()
         if self.runtime is not None:
-            lines.append(_moved(self.runtime))
+            lines.append(moved_text(self.runtime))
         return "\n".join(lines)
-
-
-def _moved(runtime: Runtime) -> str:
-    # Nothing moves on a simulated device, whatever its engine counts.
-    engines = [stats for device, stats in runtime.stats().items() if not device.startswith("fake ")]
-    out_bytes = sum(sum(stats.out_bytes.values()) for stats in engines)
-    in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)
-    exposed_seconds = sum(stats.exposed_seconds for stats in engines)
-    return f"offloaded so far: {out_bytes} bytes out, {in_bytes} bytes in, {exposed_seconds:.3f} s exposed"

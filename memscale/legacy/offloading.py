@@ -89,3 +89,13 @@ def _environment_asks() -> bool:
     if value in ("", "0", "false", "no", "off"):
         return False
     raise ConfigError(f"{_VARIABLE}={value!r} must be 1 or 0 (true/false, yes/no, on/off); set one of these")
+
+
+def moved_text(runtime: Runtime) -> str:
+    """What a runtime has moved so far, in a line."""
+    # Nothing moves on a simulated device, whatever its engine counts.
+    engines = [stats for device, stats in runtime.stats().items() if not device.startswith("fake ")]
+    out_bytes = sum(sum(stats.out_bytes.values()) for stats in engines)
+    in_bytes = sum(sum(stats.in_bytes.values()) for stats in engines)
+    exposed_seconds = sum(stats.exposed_seconds for stats in engines)
+    return f"offloaded so far: {out_bytes} bytes out, {in_bytes} bytes in, {exposed_seconds:.3f} s exposed"
