@@ -143,7 +143,7 @@ def _serve() -> None:
     import torch
     import transformers
     import values
-    from bench_predict import described, real_step
+    from _truth import described, real_step
 
     from memscale.runtime.backends.cuda import CudaEvent
 

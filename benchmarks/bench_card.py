@@ -31,8 +31,8 @@ import torch
 import transformers
 from _environment import environment
 from _llama import LLAMA_VOCABULARY, llama
+from _truth import release
 from bench_plan import checkpointed
-from bench_predict import release
 from torch import nn
 from torch.autograd import DeviceType
 

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import transformers
 from _environment import environment
+from _truth import described, training_step
 from _zoo import ZOO, Case
-from bench_predict import described, training_step
 
 import memscale as ms
 from memscale.runtime import Runtime

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import itertools
 import json
 import logging
@@ -24,24 +23,21 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the profiler logs to the terminal otherwise
 
-import optree
 import torch
 import transformers
 from _environment import environment
 from _ghost import ALLOCATORS, CARDS, Combination, Ghost, as_stand_ins, at_once, case_of, covering, places
+from _truth import Truth, described, plans, real_step, release
 from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
 import memscale as ms
-from memscale.core.batches import call
-from memscale.simulation.measured.allocator_trace import training_roles
 
-WARM_STEPS = 2  # after them optimizer states and lazily made buffers exist
 # What cuDNN runs as a whole.
 _CUDNN = re.compile("lstm|gru|rnn")
 COLUMNS = f"{'case':23}{'dtype':6}{'variant':16}{'truth MB':>10}{'predicted':>11}{'error %':>9}{'seconds':>9}"
@@ -69,17 +65,6 @@ SHAPES: dict[str, tuple[dict[str, int], float]] = {
         15.0,
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Truth:
-    """What the allocator did in the third step; `note` is why the peak is an upper bound, or ""."""
-
-    peak_bytes: int
-    start_bytes: int
-    step_seconds: float
-    reserved_peak_bytes: int | None = None
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,61 +108,6 @@ class Row:
         if self.method != "static":
             line += f"   {self.method}"
         return line + "".join(f"   {text}" for text in (self.on, self.truth.note) if text)
-
-
-def plans(case: Case, model: torch.nn.Module, dtype: str) -> dict[str, ms.Plan | None]:
-    return {**case.plans(model, dtype), **case.moving_plans(model)}
-
-
-def training_step(
-    case: Case, model: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer
-) -> Callable[[], None]:
-    def loss() -> torch.Tensor:
-        output = call(model, batch)
-        return output.loss if case.loss is None else case.loss(output, batch)
-
-    def step() -> None:
-        for _ in range(case.accumulate):
-            loss().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
-    """Train three steps and measure the last."""
-    torch.manual_seed(0)
-    held_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
-    # A model whose parameters are streamed never was on the device as a whole: docs/offload.md says how to build it.
-    streams = variant == "params"
-    model, batch = case.make(dtype, "cpu" if streams else device)
-    plan = plans(case, model, dtype)[variant]
-    runs = model if plan is None else ms.transform(model, plan)
-    if streams:
-        runs = runs.to(device)
-        batch = optree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    optimizer = case.optimizer(model)
-    step = training_step(case, runs, batch, optimizer)
-    for _ in range(WARM_STEPS):
-        step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        start_bytes, began = torch.cuda.memory_allocated(), time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        return Truth(
-            torch.cuda.max_memory_allocated() - held_bytes,
-            start_bytes - held_bytes,
-            time.perf_counter() - began,
-            torch.cuda.max_memory_reserved(),
-        )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trace = ms.measure(step, roles=training_roles(model, optimizer, batch))
-    unseen = [str(warning.message) for warning in caught if "upper bound" in str(warning.message)]
-    return Truth(trace.peak_bytes, trace.start_bytes, trace.seconds, note="".join(unseen))
 
 
 def predict(case: Case, dtype: str, variant: str, device: str, truth: Truth, **options: Any) -> Row:
@@ -244,18 +174,6 @@ def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
                     row, truth=Truth(**found), on="/".join(filter(None, (one.optimizer, *one.place)))
                 )
         ghost.close()
-
-
-def described(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
-
-
-def release(device: str) -> None:
-    """Leave nothing of one case to the next."""
-    gc.collect()
-    if device == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
 
 class Truths:
