@@ -36,7 +36,7 @@ from memscale.simulation.kernels.shapes import (
 )
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
-from memscale.simulation.operators import Operator
+from memscale.simulation.operators import Call, Operator
 from memscale.simulation.parallel.collectives import (
     NAMESPACE,
     Works,
@@ -148,10 +148,11 @@ class HollowMode(TorchDispatchMode):
         if op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
             self._check_indices(*tensors[:2])
         known = operator.is_constant or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
+        call = Call(operator, args, kwargs, tensors, records, known)
         if operator.reads:
-            return self._read(operator, args, kwargs, tensors, records, known)
+            return self._read(call)
         if operator.goes_by_lengths:
-            return self._from_values(operator, args, kwargs, tensors, records)
+            return self._from_values(call)
         try:
             try:
                 effect = operator.effects.get(key)
@@ -160,25 +161,25 @@ class HollowMode(TorchDispatchMode):
             if effect is None:
                 effect = self._effects.find(operator, args, kwargs, tensors, key, self.books.path())
         except (DynamicOutputShapeException, DataDependentOutputException):
-            return self._from_values(operator, args, kwargs, tensors, records)
+            return self._from_values(call)
         if effect.draws:
             torch.rand(())  # for a region to see that the generator moved, whose state it then keeps
         if effect.layout.is_view:
             return self.books.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
-            return self._in_place(operator, args, kwargs, tensors, records, known, effect)
+            return self._in_place(call, effect)
         if known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
             with contextlib.suppress(NotImplementedError):  # a kernel of the device's that a CPU does not have
-                return self._compute(operator, args, kwargs, records, effect)
+                return self._compute(call, effect)
         if operator.chooses and records and tensors[0].numel() <= _LARGEST_GUESS:
-            return self._choose(operator, args, kwargs, tensors, effect)
+            return self._choose(call, effect)
         result = effect.results(self.hollow, tensors)
         if effect.has_numbers:
             result = with_numbers(operator, result)
         self.books.enter(operator, result, effect)
         if operator.sends:
             self.works.sent(op, args, kwargs, result)
-        if not self.values.follow(operator, args, kwargs, tensors, records, result) and effect.has_numbers:
+        if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.sums:
             self._sums.maybe_in_place(tensors, result)
@@ -221,16 +222,8 @@ class HollowMode(TorchDispatchMode):
                 f"{weight.shape[0]} rows{where}; check the tokens or positions"
             )
 
-    def _in_place(
-        self,
-        operator: Operator,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        records: list[StorageRecord],
-        known: bool,
-        effect: CallEffect,
-    ) -> Any:
+    def _in_place(self, call: Call, effect: CallEffect) -> Any:
+        operator, args, kwargs, _, records, known = call
         op = operator.op
         if op in _RESIZES:
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
@@ -238,7 +231,7 @@ class HollowMode(TorchDispatchMode):
         if known and not any(record.category == "parameter" for record in records):
             op(*args, **kwargs)
         else:
-            self.values.overwrite(operator, args, kwargs, tensors, records, written)
+            self.values.overwrite(call, written)
         crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
         crosses = crosses and records[0].away != records[1].away
         way: Direction | None = ("out" if records[0].away else "in") if crosses else None
@@ -257,21 +250,19 @@ class HollowMode(TorchDispatchMode):
             self.storages.moved(tensor, storage)
         return tensor
 
-    def _compute(
-        self, operator: Operator, args: Any, kwargs: Any, records: list[StorageRecord], effect: CallEffect
-    ) -> Any:
-        result = operator.op(*args, **kwargs)
+    def _compute(self, call: Call, effect: CallEffect) -> Any:
+        operator = call.operator
+        result = operator.op(*call.args, **call.kwargs)
         if operator.leaves:  # what was in the memory before is different each time
             with _disable_current_modes():
                 result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
         self.books.enter(operator, result, effect)
-        self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(records))
+        self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(call.records))
         return result
 
-    def _choose(
-        self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], effect: CallEffect
-    ) -> Any:
+    def _choose(self, call: Call, effect: CallEffect) -> Any:
         """A choice: among activations of random ones, since the real ones are not computed."""
+        operator, args, kwargs, tensors, *_ = call
         source, guess = tensors[0], CHOICE
         if source.is_floating_point():
             values = torch.randn_like(source)
@@ -285,25 +276,17 @@ class HollowMode(TorchDispatchMode):
         self.values.trust([tensor for tensor in results_of(result) if not tensor.is_floating_point()], guess)
         return result
 
-    def _read(
-        self,
-        operator: Operator,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        records: list[StorageRecord],
-        known: bool,
-    ) -> Any:
+    def _read(self, call: Call) -> Any:
+        operator, args, kwargs, tensors, records, known = call
         values = {id(tensor): tensor if known else self.values.of(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
             raise NeedsValues(f"{operator.op} reads a value that only a real run computes", self.books.path())
         self._assume(operator, records)
         return operator.op(*exchanged(args, values), **exchanged(kwargs, values))
 
-    def _from_values(
-        self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], records: list[StorageRecord]
-    ) -> Any:
+    def _from_values(self, call: Call) -> Any:
         """The result of an operator whose shape depends on values: of known ones, or it cannot be simulated."""
+        operator, args, kwargs, tensors, records, _ = call
         op = operator.op
         deciding = [
             record

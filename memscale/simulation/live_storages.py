@@ -168,10 +168,6 @@ class LiveStorages:
             record.category = category
             record.path = path or record.path
 
-    def is_resident(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage under `tensor` was there before the step."""
-        return self.record(tensor).op < 0
-
     def is_away(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` lies on another memory tier."""
         number = self.live.get(tensor.untyped_storage()._cdata)

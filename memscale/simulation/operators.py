@@ -1,15 +1,16 @@
-"""What the simulation knows of an operator, whatever it is called with; each is looked at once."""
+"""What the simulation knows of an operator, whatever it is called with, and one call of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
+from memscale.simulation.ledger import StorageRecord
 
 aten = torch.ops.aten
 
@@ -101,3 +102,17 @@ class Operator:
             order=kernels.order(op),
             on_host=kernels.on_host(op),
         )
+
+
+class Call(NamedTuple):
+    """One call of an operator: its arguments, the tensors among them, and the records of what these lie in.
+
+    ``known`` is whether what it returns follows from values that are known now, and are few.
+    """
+
+    operator: Operator
+    args: Any
+    kwargs: Any
+    tensors: list[torch.Tensor]
+    records: list[StorageRecord]
+    known: bool

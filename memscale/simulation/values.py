@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -19,7 +18,7 @@ from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, StorageRecord
 from memscale.simulation.live_storages import LiveStorages, is_small
-from memscale.simulation.operators import Operator
+from memscale.simulation.operators import Call, Operator
 from memscale.simulation.postponed import TooLarge, overwritten, postponed, value_of
 
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
@@ -74,17 +73,10 @@ class Values:
                 record = self._storages.record(tensor)
                 record.known, record.guess = True, guess
 
-    def follow(
-        self,
-        operator: Operator,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        records: list[StorageRecord],
-        result: Any,
-    ) -> bool:
+    def follow(self, call: Call, result: Any) -> bool:
         """Note how to compute `result`, if its values follow from known ones."""
-        if not _follows(operator, tensors, records, result):
+        operator, args, kwargs, tensors, records, _ = call
+        if not _follows(call, result):
             return False
         record = self._storages.record(result)
         contents = None if operator.is_constant else [each.later for each in records]
@@ -92,18 +84,11 @@ class Values:
         record.guess = "" if operator.is_constant else guess_of(records)
         return True
 
-    def overwrite(
-        self,
-        operator: Operator,
-        args: Any,
-        kwargs: Any,
-        tensors: list[torch.Tensor],
-        records: list[StorageRecord],
-        written: list[torch.Tensor],
-    ) -> None:
+    def overwrite(self, call: Call, written: list[torch.Tensor]) -> None:
         """Note that `written` were written to by values that are not computed now."""
+        operator, args, kwargs, tensors, records, _ = call
         later = None
-        if len(written) == 1 and written[0] is args[0] and _follows(operator, tensors, records, args[0]):
+        if len(written) == 1 and written[0] is args[0] and _follows(call, args[0]):
             later = overwritten(operator.op, args, kwargs, tensors, [record.later for record in records])
         for tensor in written:
             record = self._storages.record(tensor)
@@ -151,11 +136,12 @@ class Values:
         return bool(self._sites[site] > _MOST_READS)
 
 
-def _follows(operator: Operator, tensors: Sequence[torch.Tensor], records: list[StorageRecord], result: Any) -> bool:
+def _follows(call: Call, result: Any) -> bool:
     """Whether the values of `result` follow from known ones, so that computing them can be postponed."""
+    operator = call.operator
     if operator.is_constant or not isinstance(result, torch.Tensor) or operator.draws or operator.leaves:
         return operator.is_constant and isinstance(result, torch.Tensor)
-    for tensor, record in zip(tensors, records, strict=True):
+    for tensor, record in zip(call.tensors, call.records, strict=True):
         # Large floats of before the step are a batch's, of which one on meta says nothing.
         if record.later is None and not (
             record.known and (record.op >= 0 or is_small(tensor) or not tensor.is_floating_point())
