@@ -150,7 +150,9 @@ def test_a_forward_that_somebody_patched_has_its_own_signature():
     assert bits([fit(numbers(), times=3)]) == bits([plain(numbers(), times=3)])
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "tile", "a composition"])
+@pytest.mark.parametrize(
+    "how", ["a composition", *(pytest.param(how, marks=pytest.mark.deep) for how in ("checkpoint", "tile"))]
+)
 def test_it_compiles_in_one_graph(how):
     _, fit = transformed(how, ("blocks.*",))
     expected = fit(numbers())
@@ -173,7 +175,7 @@ def accelerate():
 def test_accelerate_compiles_the_blocks(accelerate, paths):
     from accelerate.utils import compile_regions
 
-    _, fit = transformed("checkpoint", paths)
+    plain, fit = transformed("checkpoint", paths)
     expected = gradients(fit)
     graphs = []
 
@@ -181,13 +183,16 @@ def test_accelerate_compiles_the_blocks(accelerate, paths):
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
-    try:
-        compiled = compile_regions(fit, backend=backend)
-        assert gradients(compiled) == expected
-        assert len(graphs) > 0
-    finally:
+    counts = []
+    for model in (plain, fit):
+        graphs.clear()
         torch._dynamo.reset()
+        try:
+            assert gradients(compile_regions(model, backend=backend)) == expected
+            counts.append(len(graphs))
+        finally:
+            torch._dynamo.reset()
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("paths", PLANS.values(), ids=PLANS)

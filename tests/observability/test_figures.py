@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import socket
+import socketserver
 import urllib.request
 from typing import Any
 
@@ -19,6 +20,12 @@ import memscale as ms
 from memscale.observability import Metrics
 
 prometheus = pytest.importorskip("prometheus_client", reason="figures are served with prometheus-client")
+
+
+@pytest.fixture(autouse=True)
+def _servers_that_stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One looks twice a second whether it shall stop, which all tests here would wait for."""
+    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
 
 
 def wrapped(port: int | str | None = 0, **given: Any) -> nn.Module:

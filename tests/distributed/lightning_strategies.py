@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import memscale as ms
-
-pytest.importorskip("lightning", reason="the strategies are Lightning's")
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed"),
-]
 
 # The strategy, whether layers are made late on `meta`, and the module that no batch uses.
 CASES = {
@@ -109,24 +98,6 @@ def losses(case: str, wrapped: bool, folder: str) -> list[float]:
     return found
 
 
-def worker(rank: int, folder: str, case: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    plain, wrapped = losses(case, False, folder), losses(case, True, folder)
-    torch.save((plain, wrapped), Path(folder, f"{rank}.pt"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_without(case, tmp_path, monkeypatch):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    mp.spawn(worker, (str(tmp_path), case), nprocs=2, join=True)
-    for rank in range(2):
-        plain, wrapped = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert plain == wrapped
-        assert len(plain) == 4
+def run(rank: int, folder: str) -> dict[str, object]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return {case: [losses(case, wrapped, folder) for wrapped in (False, True)] for case in CASES}

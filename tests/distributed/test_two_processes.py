@@ -1,0 +1,120 @@
+"""Training over two processes, with and without memscale: FSDP2 and DDP, as accelerate has them, as Lightning has them.
+
+The processes are forked from one that has imported what the programs need, which takes longer than the programs do.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import memscale as ms
+from tests.distributed import accelerate_fsdp2, fsdp, lightning_strategies
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+
+LIBRARIES = [
+    "torch.distributed.fsdp",
+    "torch.profiler",
+    "memscale.legacy",
+    "transformers.models.gpt2.modeling_gpt2",
+    "accelerate.utils.fsdp_utils",
+    "lightning.pytorch",
+]
+
+
+def rank_of(rank: int, folder: str, program: str) -> None:
+    """Run a program as one of two processes, and leave what it found."""
+    gc.freeze()  # what was imported is no garbage, and each collection would look at it
+    warnings.simplefilter("ignore")  # of others' own imports
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    # Processes meet through a file: a free port may be taken by another process before it is bound.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(importlib.import_module(program).run(rank, folder), f"{folder}/results{rank}.pt")
+    dist.barrier()
+    # Not the interpreter's own exit: about one time in ten it ends a thread of gloo or autograd that waits for the
+    # interpreter's lock inside a noexcept function, and C++ aborts ("terminate called without an active exception").
+    os._exit(0)
+
+
+def by_two(program: Any, folder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each of two processes found that run a program."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(LIBRARIES)
+    mp.start_processes(rank_of, (str(folder), program.__name__), nprocs=2, start_method="forkserver")
+    one, other = (torch.load(folder / f"results{rank}.pt", weights_only=False) for rank in range(2))
+    return one, other
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return by_two(fsdp, tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.mark.parametrize("name", [*fsdp.SHAPES, *fsdp.OPTIMIZERS])
+def test_distributed_training_gives_the_same_losses(by_fsdp: Any, name: str) -> None:
+    found, _ = by_fsdp
+    # tile's weight gradients are summed in another order, so its losses may differ in the last bits
+    assert found[name] == 0 if "tile" not in name else found[name] < 1e-6, found[name]
+
+
+@pytest.mark.parametrize("name", fsdp.REFUSED)
+def test_optimizers_that_would_see_something_else_are_refused(by_fsdp: Any, name: str) -> None:
+    found, _ = by_fsdp
+    assert fsdp.REFUSED[name][2] in found[name]
+
+
+@pytest.mark.parametrize("name", fsdp.PLANS)
+def test_processes_with_different_plans_are_told_on_each(by_fsdp: Any, name: str) -> None:
+    for found in by_fsdp:
+        told = found[name]
+        if name == "each its own":
+            assert told == "", "nothing says that they train one model"
+        else:
+            assert "different plans" in told
+            assert "rank 0: " in told
+            assert "rank 1: " in told
+            assert repr(ms.Plan(fsdp.PLANS[name][1])) in told
+            assert repr(ms.Plan(fsdp.PLANS[name][2])) in told
+
+
+def test_what_is_saved_of_a_sharded_model_does_not_depend_on_its_plan(by_fsdp: Any) -> None:
+    assert by_fsdp[0]["saved"] is True
+
+
+def test_the_plan_of_a_sharded_model_keeps_to_its_budget_in_real_processes(by_fsdp: Any) -> None:
+    for each in by_fsdp:
+        found = each["kept to"]
+        assert found["planned"] <= found["budget"] < found["plain"]
+        assert found["said"] == pytest.approx(found["planned"], rel=1e-3)
+        assert found["same"]
+
+
+def test_a_plan_for_a_replica_is_applied_to_it(by_fsdp: Any) -> None:
+    assert by_fsdp[0]["transformed replica"]
+
+
+def test_a_model_that_accelerate_shards_has_the_same_losses_and_keeps_no_whole_weight(tmp_path: Any) -> None:
+    pytest.importorskip("transformers", reason="GPT-2 comes from transformers")
+    pytest.importorskip("accelerate", reason="fsdp2_prepare_model is of accelerate")
+    right = (True, 0, ("transformer.h.0", "transformer.h.1"), False)
+    for found in by_two(accelerate_fsdp2, tmp_path):
+        assert found == dict.fromkeys(accelerate_fsdp2.CASES, right)
+
+
+def test_a_fit_under_strategies_of_lightning_has_the_same_losses(tmp_path: Any) -> None:
+    pytest.importorskip("lightning", reason="the strategies are Lightning's")
+    for found in by_two(lightning_strategies, tmp_path):
+        assert found.keys() == lightning_strategies.CASES.keys()
+        for plain, wrapped in found.values():
+            assert plain == wrapped
+            assert len(plain) == 4
