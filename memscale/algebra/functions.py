@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +87,7 @@ def _copy_dict(source: dict[str, Any], target: dict[str, Any], memo: dict[int, n
 
 def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
     """`value` with every reference to a module of the tree replaced by its copy."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in (bool, int, float, str, type(None), torch.Tensor):
         return value
     if isinstance(value, nn.Module):
@@ -100,12 +100,17 @@ def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
             *(remapped(arg, memo) for arg in value.args),
             **{key: remapped(arg, memo) for key, arg in value.keywords.items()},
         )
-    if kind in (dict, OrderedDict):
-        return kind((key, remapped(item, memo)) for key, item in value.items()) if value else kind()
-    if kind in (list, set, deque):
+    if kind in (dict, OrderedDict, defaultdict, Counter):
+        other = value.copy()  # with its factory of defaults
+        dict.update(other, {key: remapped(item, memo) for key, item in value.items()})  # a Counter's own adds
+        return other
+    if kind in (list, set):
         return kind(remapped(item, memo) for item in value)
-    if kind is tuple:
-        return tuple(remapped(item, memo) for item in value)
+    if kind is deque:
+        return deque((remapped(item, memo) for item in value), value.maxlen)
+    if issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_make")):
+        items = [remapped(item, memo) for item in value]
+        return tuple(items) if kind is tuple else kind._make(items)
     if issubclass(kind, Assembled):
         return value.reassembled(functools.partial(remapped, memo=memo))
     return value

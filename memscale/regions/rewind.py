@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from memscale.core import CorrectnessError, pytrees
 from memscale.regions.modes import modes
 from memscale.regions.pieces import Name
-from memscale.regions.scope import HOOKS, Attributes, Content, Place, differing, holds, is_hooked, read, write
+from memscale.regions.scope import HOOKS, TABLES, Attributes, Content, Place, differing, holds, is_hooked, read, write
 from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
 from memscale.regions.uncompiled import OperatorWatch
@@ -190,13 +190,15 @@ class Rewind:
             self._owners = _owners(self._snapshot.scope.modules)
         places = self._snapshot.scope.places
         place = places[position]
+        if (registered := self._snapshot.scope.registered.get(position)) is not None and self._owners:
+            return registered
         if type(place) is Attributes:
             return self._owners.get(id(place.mapping)), ""
         if isinstance(place, dict) and self._owners:
             # The tables of a module come after its attributes, before those of another one.
             for earlier in range(position - 1, -1, -1):
                 if type(attributes := places[earlier]) is Attributes:
-                    for table in ("_parameters", "_buffers"):
+                    for table in TABLES:
                         if real(attributes.mapping.get(table)) is real(place):
                             return self._owners.get(id(attributes.mapping)), table
         return None, ""

@@ -18,7 +18,7 @@ import functools
 import itertools
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,9 +33,10 @@ from memscale.regions.views import ABSENT, lasting
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
 LARGEST_CONTAINER = 1024
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
-_STATEFUL = {*_CONTAINERS, types.FunctionType, types.MethodType, functools.partial, torch.Generator}
+_STATEFUL = (*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator)
+TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
 _FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -65,6 +66,11 @@ class Attributes:
 
 Place = Any  # dict | list | set | deque | types.CellType | Names | Attributes
 Content = dict[Any, Any] | list[Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_stateful(kind: Any) -> bool:
+    return issubclass(kind, _STATEFUL)
 
 
 def read(place: Place) -> Content:
@@ -101,8 +107,10 @@ def write(place: Place, content: Content) -> None:
                 place.mapping.pop(name, None)
         place.mapping.update(content)
     else:
-        place.clear()
-        (place.extend if isinstance(place, (list, deque)) else place.update)(content)
+        # The methods of Python's own class: a subclass may do more (a Counter adds up), or forbid these.
+        own: Any = next(base for base in _CONTAINERS if isinstance(place, base))
+        own.clear(place)
+        (own.extend if own in (list, deque) else own.update)(place, content)
 
 
 def holds(place: Place, content: Content) -> bool:
@@ -169,9 +177,10 @@ class Scope:
         generators: the `torch.Generator` s of the user's own.
         shared: whether there are places that are not a module's own, such as closures, globals, lists.
         hooks: of modules that have some, all their dictionaries of hooks, by the id of the module's own dictionary.
+        registered: by position, the module and the name of a table that was empty at this moment.
     """
 
-    __slots__ = ("_seen", "contents", "generators", "hooks", "modules", "places", "shared", "tensors")
+    __slots__ = ("_seen", "contents", "generators", "hooks", "modules", "places", "registered", "shared", "tensors")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.modules: list[nn.Module] = []
@@ -181,6 +190,7 @@ class Scope:
         self.generators: list[torch.Generator] = []
         self.shared = False
         self.hooks: dict[int, dict[str, dict[Any, Any]]] = {}
+        self.registered: dict[int, tuple[nn.Module, str]] = {}
         self._seen: set[int] = set()
         self._visit(fn, None)
 
@@ -209,6 +219,17 @@ class Scope:
     def include(self, thing: Any) -> None:
         """Add what `thing`, a module or function among the arguments, depends on."""
         self._visit(thing, NOWHERE)
+
+    def find_registered(self) -> None:
+        """After a run: add the tables that it made the first entry of, as a module does that makes itself on use."""
+        known = set(map(id, self.places))
+        for module in self.modules:
+            for name in TABLES:
+                table = lasting(module.__dict__[name])
+                if table and id(table) not in known:
+                    self.registered[len(self.places)] = (module, name)
+                    self.places.append(table)
+                    self.contents.append({})
 
     def flags(self) -> tuple[bool, ...]:
         """Which of the modules are in training mode."""
@@ -246,9 +267,9 @@ class Scope:
         elif kind is functools.partial:
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._visit(part, home)
-        elif kind in _CONTAINERS:
+        elif issubclass(kind, _CONTAINERS):
             self._visit_container(thing, home)
-        elif kind is tuple:
+        elif issubclass(kind, tuple):
             for part in thing:
                 self._visit(part, home)
         elif home is None and isinstance(call := kind.__dict__.get("__call__"), types.FunctionType):
@@ -268,7 +289,7 @@ class Scope:
             places.append(Attributes(own, len(own) - len(content)))
             self.contents.append(content)
             for key, value in content.items():
-                kind = type(value)
+                kind: Any = type(value)
                 if kind in _PLAIN:
                     continue
                 if isinstance(value, torch.Tensor):
@@ -276,7 +297,7 @@ class Scope:
                 elif kind is tuple:
                     if not _PLAIN.issuperset(map(type, value)):
                         self._visit(value, NOWHERE)
-                elif kind in _STATEFUL and key not in _FIXED:
+                elif _is_stateful(kind) and key not in _FIXED:
                     self._visit(value, NOWHERE)
             for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
                 self._visit_names(mapping, names, NOWHERE)
@@ -288,8 +309,10 @@ class Scope:
                     tensors += [(position, key, value) for key, value in content.items() if value is not None]
             if is_hooked(own):
                 self._visit_forward_hooks(own)
-            if own["_modules"]:
-                stack.extend([child for child in own["_modules"].values() if child is not None])
+            if children := own["_modules"]:
+                places.append(lasting(children))
+                self.contents.append(content := dict(children))
+                stack.extend([child for child in content.values() if child is not None])
 
     def _visit_forward_hooks(self, own: dict[str, Any]) -> None:
         self.hooks[id(own)] = {table: own[table].copy() for table in HOOKS if table in own}
@@ -333,6 +356,8 @@ class Scope:
         content = self._add(container)
         for value in content.values() if isinstance(content, dict) else content:
             self._visit(value, home)
+        if (attributes := getattr(container, "__dict__", None)) is not None:  # of an instance of a subclass
+            self._visit_container(attributes, home)
 
 
 @functools.lru_cache(maxsize=4096)

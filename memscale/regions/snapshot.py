@@ -228,6 +228,7 @@ class Snapshot:
         self._let_go_of_stand_ins()
         if not self.is_first:
             return None
+        self.scope.find_registered()
         self.assigned = self._assigned_attributes()
         changed = frozenset(name for piece in kept for name in piece.names)
         return Habits(changed, given, self.environment.uses_host_random, self.assigned)
@@ -320,6 +321,8 @@ class Snapshot:
                     for module in self.scope.modules
                 ):
                     return False
+                continue
+            if tensor.layout is not torch.strided:  # PyTorch compares no sparse ones; what changes them counts versions
                 continue
             with unrecorded(), torch.no_grad():
                 if not (torch.equal(old, tensor) or bool(((old == tensor) | (old.isnan() & tensor.isnan())).all())):

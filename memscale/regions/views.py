@@ -177,10 +177,20 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return how, tuple(original if arg is mine else arg for arg in args), *rest
 
 
+def _set(self: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, (nn.Parameter, nn.Buffer, nn.Module)):
+        # It goes into a table of the module, which has nothing else of that name then.
+        past = _past.get((_get_ident(), id(self)), _NO_PAST)
+        if name in past:
+            past[name] = ABSENT
+    _original(self).__setattr__(self, name, value)
+
+
 @functools.lru_cache(maxsize=256)
 def _class_of_views(original: Any, names: frozenset[str]) -> Any:
     body: dict[str, Any] = {name: _Attribute(name, _static(original, name)) for name in names}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__reduce_ex__": _reduce}
+    body |= {"__setattr__": _set}
     return type(original)(original.__name__, (original,), body | {"_memscale_views": (original, names)})
 
 

@@ -1,11 +1,15 @@
 """Places where a region's dependencies are stored: read, compared and put back."""
 
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
 from memscale.regions.scope import Scope, holds, put_back
+from tests.support.checks import bits
 
 
 def exchange(module):
@@ -55,3 +59,118 @@ def test_an_attribute_that_took_the_place_of_none_is_not_there_in_the_recompute(
         return x.grad
 
     assert torch.equal(step(ms.checkpoint()), step(ms.identity))
+
+
+class Named(dict):
+    pass
+
+
+Pair = namedtuple("Pair", "steps name")
+
+
+@pytest.mark.parametrize(
+    ("container", "count"),
+    [
+        (Counter(), lambda c: c.update(n=1) or c["n"]),
+        (OrderedDict(n=0), lambda c: c.update(n=c["n"] + 1) or c["n"]),
+        (defaultdict(list), lambda c: c["n"].append(1) or len(c["n"])),
+        (Named(n=0), lambda c: c.update(n=c["n"] + 1) or c["n"]),
+        (Named(), lambda c: setattr(c, "n", getattr(c, "n", 0) + 1) or c.n),
+        (deque(maxlen=2), lambda c: c.append(sum(c) + 1) or sum(c)),
+        (Pair([0], "pair"), lambda c: c.steps.append(1) or len(c.steps)),
+    ],
+    ids=["Counter", "OrderedDict", "defaultdict", "subclass", "attribute of one", "bounded deque", "named tuple"],
+)
+def test_what_counts_in_any_container_counts_once(container, count):
+    class Counting(nn.Linear):
+        def forward(self, x):
+            return torch.sin(super().forward(x) * count(self.counted))
+
+    def steps(how):
+        torch.manual_seed(0)
+        model, found = Counting(2, 2), []
+        model.counted = copy.deepcopy(container)
+        fit = ms.transform(model, {"": how})
+        for _ in range(3):
+            x = torch.ones(1, 2, requires_grad=True)
+            fit(x).sum().backward()
+            found += [x.grad]
+        return bits(found), fit.counted, getattr(fit.counted, "n", None), getattr(fit.counted, "maxlen", None)
+
+    assert steps(ms.checkpoint()) == steps(ms.identity)
+
+
+def test_children_exchanged_before_backward_are_not_those_of_the_recompute():
+    def step(how):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        parameters = list(model.parameters())
+        y = how(model)(torch.ones(1, 2)).sum()
+        model[1], model[2] = nn.ReLU(), nn.Linear(2, 2)
+        model.append(nn.Tanh())
+        y.backward()
+        return bits([parameter.grad for parameter in parameters]), [type(child) for child in model]
+
+    assert step(ms.checkpoint()) == step(ms.identity)
+
+
+class MakesParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = nn.Parameter(torch.rand(2))
+        return torch.sin(nn.functional.dropout(x, 0.5) * self.scale)
+
+
+class MakesBuffer(nn.Module):
+    def forward(self, x):
+        if hasattr(self, "table"):
+            self.table += 1
+        else:
+            self.register_buffer("table", torch.rand(2))
+        return torch.sin(nn.functional.dropout(x, 0.5) * self.table.clone())
+
+
+class MakesModule(nn.Module):
+    def forward(self, x):
+        if not hasattr(self, "linear"):
+            self.linear = nn.Linear(2, 2)
+        return torch.sin(nn.functional.dropout(self.linear(x), 0.5))
+
+
+@pytest.mark.parametrize("kind", [MakesParameter, MakesBuffer, MakesModule])
+def test_what_a_module_registers_on_its_first_use_is_registered_once(kind):
+    """The recompute makes it again, for its random numbers; the module keeps the one that the forward made."""
+
+    def steps(how):
+        torch.manual_seed(0)
+        model = kind()
+        region, found = how(model), []
+        for _ in range(2):
+            x = torch.ones(4, 2, requires_grad=True)
+            y = region(x).sum()
+            made = [*model.parameters(), *model.buffers()]
+            y.backward()
+            assert all(a is b for a, b in zip(made, [*model.parameters(), *model.buffers()], strict=True))
+            found += [x.grad, *[p.grad for p in model.parameters()], *map(torch.clone, made)]
+        return bits(found)
+
+    assert steps(ms.checkpoint()) == steps(ms.identity)
+
+
+def test_a_sparse_buffer_is_no_obstacle():
+    class Graph(nn.Linear):
+        def forward(self, x):
+            return torch.sparse.mm(self.edges, super().forward(x)).tanh()
+
+    def step(how):
+        torch.manual_seed(0)
+        model = Graph(2, 2)
+        model.register_buffer("edges", torch.eye(3).to_sparse())
+        how(model)(torch.ones(3, 2)).sum().backward()
+        return bits([p.grad for p in model.parameters()])
+
+    assert step(ms.checkpoint()) == step(ms.identity)
