@@ -47,9 +47,39 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def fn(state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(module, state, args, kwargs)
+        held = _taken_twice(module, state)
+        try:
+            return torch.func.functional_call(module, state, args, kwargs)
+        finally:
+            for mapping, name, tensor in held:
+                mapping[name] = tensor
 
     return fn, state
+
+
+def _taken_twice(module: nn.Module, state: dict[str, torch.Tensor]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The places that `functional_call` fills for each path of a module that has several, with what they hold.
+
+    It takes `state` in for each path and gives back in the same order, so that the first value it took for its own,
+    that of `state`, is the last that it puts there (PyTorch 2.10 to 2.14): the model would keep it for good.
+    """
+    seen: set[nn.Module] = set()
+    shared: list[nn.Module] = []
+    for _, each in module.named_modules(remove_duplicate=False):
+        if each in seen and each not in shared:
+            shared.append(each)
+        seen.add(each)
+    if not shared:
+        return []
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    taken = {id(tensor) for name, tensor in tensors if name in state}
+    return [
+        (mapping, name, tensor)
+        for each in shared
+        for mapping in (each._parameters, each._buffers)
+        for name, tensor in mapping.items()
+        if tensor is not None and id(tensor) in taken
+    ]
 
 
 def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:

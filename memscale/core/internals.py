@@ -109,7 +109,7 @@ INTERNALS = tuple(
         (
             "torch.nn.Module._buffers",
             "a module's buffers",
-            f"planning {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
+            f"algebra planning {_R} {_S} {_T}cast {_T}checkpoint {_T}tile",
         ),
         ("torch.nn.modules.batchnorm._NormBase", "running statistics", f"{_R} {_T}cast {_T}checkpoint"),
         ("torch.nn.modules.batchnorm._BatchNorm", "what couples rows", f"{_T}tile"),
@@ -133,6 +133,13 @@ INTERNALS = tuple(
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
         ("torch._dynamo.comptime.comptime", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
         ("torch._dynamo.exc.Unsupported", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
+        (
+            "torch._dynamo.variables.dicts.DunderDictVariable",
+            "that it traces what attributes a module has",
+            f"{_T}cast",
+            "regions of `cast` are left to Python",
+            "2.12",
+        ),
         # torch.func.
         (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint {_T}offload"),
         (f"{_F}get_interpreter_stack", "which do", f"{_R} {_T}offload"),
@@ -252,7 +259,7 @@ def needs(part: str) -> None:
     lacking = [
         f"{each.name} ({each.purpose})"
         for each in INTERNALS
-        if not each.without and folders & set(each.folders.split()) and not _has(each.name)
+        if not each.without and folders & set(each.folders.split()) and not has(each.name)
     ]
     if lacking:
         raise RuntimeUnavailable(
@@ -310,7 +317,12 @@ def _found(name: str) -> Any:
     return found
 
 
-def _has(name: str) -> bool:
+def has(name: str) -> bool:
+    """Whether this PyTorch has what is called `name`.
+
+    >>> has("torch._ops.OpOverload"), has("torch._ops.Nothing")
+    (True, False)
+    """
     holder, _, last = name.rpartition(".")
     try:
         found = _found(holder)

@@ -25,28 +25,28 @@ SMALL = {
 }
 
 
-def gpt2():
-    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=20)
+def gpt2(**attention):
+    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=20, **attention)
     return transformers.GPT2LMHeadModel(config), "transformer.h.*", TEXT
 
 
-def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), "model.layers.*", TEXT
+def llama(**attention):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **attention)), "model.layers.*", TEXT
 
 
-def mixtral():  # its cache drops what has slid out of the window
-    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, sliding_window=4)
+def mixtral(**attention):  # its cache drops what has slid out of the window
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, sliding_window=4, **attention)
     return transformers.MixtralForCausalLM(config), "model.layers.*", TEXT
 
 
-def t5():
+def t5(**attention):
     config = transformers.T5Config(
-        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
+        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0, **attention
     )
     return transformers.T5ForConditionalGeneration(config), "*.block.*", TEXT
 
 
-def whisper():
+def whisper(**attention):
     config = transformers.WhisperConfig(
         vocab_size=20,
         d_model=8,
@@ -63,6 +63,7 @@ def whisper():
         bos_token_id=1,
         eos_token_id=2,
         decoder_start_token_id=1,
+        **attention,
     )
     model = transformers.WhisperForConditionalGeneration(config)
     return model, "model.*.layers.*", {"input_features": torch.linspace(-1, 1, 96).reshape(2, 4, 12), "labels": IDS}
@@ -73,9 +74,12 @@ MODELS = [gpt2, llama, mixtral, t5, whisper]
 
 def made(make, attention):
     torch.manual_seed(0)
-    model, pattern, batch = make()
-    model.set_attn_implementation(attention)
-    return model, pattern, batch
+    try:
+        return make(attn_implementation=attention)
+    except ValueError as refused:
+        if "support" not in str(refused):
+            raise
+        pytest.skip(f"transformers {transformers.__version__} has no {attention} attention for {make.__name__}")
 
 
 def step(model, batch):
@@ -88,7 +92,15 @@ def step(model, batch):
 
 
 def lengths(cache):
+    if isinstance(cache, tuple):  # of transformers 4.50, where a model has no cache of its own making
+        return cache[0][0].shape[-2], cache[1][0].shape[-2]
     return cache.get_seq_length(0), cache.get_seq_length(1)
+
+
+def keys_and_values(cache):
+    if hasattr(cache, "layers"):
+        return [(layer.keys, layer.values) for layer in cache.layers]
+    return zip(cache.key_cache, cache.value_cache, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +131,8 @@ def test_torch_func(make, attention):
     def gradients(model):
         fn, state = ms.functional(model)
         torch.manual_seed(1)
-        return torch.func.grad(lambda state: fn(state, **batch).loss)(state)
+        floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}  # GPT-2 has had masks
+        return torch.func.grad(lambda floats: fn({**state, **floats}, **batch).loss)(floats)
 
     wanted, found = gradients(model), gradients(ms.transform(model, {pattern: checkpoint()}))
     if exact:
@@ -133,15 +146,15 @@ def test_keys_and_values_carry_gradients():
 
     def gradients(model):
         cache = model(**batch).past_key_values
-        loss = sum((layer.keys.square() * layer.values).sum() for layer in cache.layers)
+        loss = sum((keys.square() * values).sum() for keys, values in keys_and_values(cache))
         return torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
 
     def functional_gradients(model):
         fn, state = ms.functional(model)
 
         def loss(state):
-            layers = fn(state, **batch).past_key_values.layers
-            return sum((layer.keys.square() * layer.values).sum() for layer in layers)
+            cache = fn(state, **batch).past_key_values
+            return sum((keys.square() * values).sum() for keys, values in keys_and_values(cache))
 
         return torch.func.grad(loss)(state)
 
@@ -169,6 +182,8 @@ def test_a_forward_without_backward_leaves_nothing_behind():
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_tile_names_the_remedy(make):
     model, pattern, batch = made(make, "eager")
+    if isinstance(model(**batch).past_key_values, tuple):
+        pytest.skip(f"transformers {transformers.__version__} gives the blocks of this model no cache that they change")
     with pytest.raises(ms.TransformError, match=r"changes one of its arguments, a Dynamic\w+, .*use_cache=False"):
         ms.transform(model, {pattern: ms.tile(chunks=2)})(**batch)
     ms.transform(model, {pattern: ms.tile(chunks=2)})(**batch, use_cache=False).loss.backward()
