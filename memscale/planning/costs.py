@@ -78,7 +78,7 @@ class Costs:
     candidates: tuple[tuple[Candidate, ...], ...]
     effects: tuple[tuple[Effect, ...], ...]
     fixed_seconds: float
-    rejected: Mapping[str, str]
+    rejected: Mapping[Candidate, str]
 
     @property
     def as_it_is(self) -> Assignment:

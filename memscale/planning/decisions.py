@@ -6,13 +6,14 @@ from memscale.algebra import Plan
 from memscale.core import format_bytes, format_seconds
 from memscale.planning.evidence import Decision
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.search import Found, Proven
+from memscale.planning.search import Found
 from memscale.planning.solver import LinkRates
 from memscale.simulation import Phase, Profile
 
 
-def decisions_of(found: Proven) -> tuple[Decision, ...]:
+def decisions_of(best: Found) -> tuple[Decision, ...]:
     """A decision for each part, in the order of the step, and one for what is outside of them."""
+    found = best.proven
     costs = found.search.costs
     turn = next(
         (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
@@ -23,7 +24,8 @@ def decisions_of(found: Proven) -> tuple[Decision, ...]:
         number = found.assignment[row]
         now, before = effects[number], effects[0]
         # The fastest of the others, as if it alone were changed.
-        others = sorted((each for each in range(len(menu)) if each != number), key=lambda each: effects[each].seconds)
+        others = [at for at, each in enumerate(menu) if at != number and each.techniques <= best.among]
+        others.sort(key=lambda each: effects[each].seconds)
         faster = [each for each in others if effects[each].seconds < now.seconds]
         runner_up = faster[-1] if faster else others[0] if others else None
         other = effects[0 if runner_up is None else runner_up]
@@ -44,6 +46,12 @@ def decisions_of(found: Proven) -> tuple[Decision, ...]:
             )
         )
     return tuple(decisions)
+
+
+def rejected_of(best: Found) -> dict[str, str]:
+    """The candidates that could not be, of those that were allowed, with the reasons."""
+    rejected = best.proven.search.costs.rejected.items()
+    return {str(each): reason for each, reason in rejected if each.techniques <= best.among}
 
 
 def _rule(techniques: frozenset[str]) -> str:
@@ -69,12 +77,13 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     found = best.proven
     costs = found.search.costs
     taken, as_it_is_bytes = found.taken_bytes, taken_bytes(plain)
-    techniques = {each for menu in costs.candidates for candidate in menu for each in candidate.techniques}
+    candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
+    techniques = {name for each in candidates for name in each.techniques}
     trace = [
         f"memory pressure: the step as it is takes {format_bytes(as_it_is_bytes)}, {as_it_is_bytes / limit:.3g} of the "
         f"budget of {format_bytes(limit)}",
         f"eligible: {', '.join(sorted(techniques))}",
-        f"candidates: {sum(map(len, costs.candidates))} for {len(costs.parts)} parts and what is outside of them",
+        f"candidates: {len(candidates)} for {len(costs.parts)} parts and what is outside of them",
     ]
     if link is not None:
         as_it_is = [menu[0] for menu in costs.effects]

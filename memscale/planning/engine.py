@@ -21,7 +21,7 @@ from memscale.core import (
 from memscale.hardware import Hardware
 from memscale.planning.candidates import Menu
 from memscale.planning.curve import Frontier, Point
-from memscale.planning.decisions import decisions_of, trace_of
+from memscale.planning.decisions import decisions_of, rejected_of, trace_of
 from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.fingerprint import fingerprint, planner
 from memscale.planning.globs import with_globs
@@ -30,7 +30,6 @@ from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.refusal import Refusal
 from memscale.planning.search import Found, Proven, Search, leaves_margin
-from memscale.planning.solver import LinkRates
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked_names, held_by_phase, hows, least_held, ways
@@ -89,7 +88,6 @@ class DecisionEngine:
         self.made_for = self.ranks if self.ranks is not None else Ranks.of_distributed(model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
-        self._allowed = self.config  # to the searches; less than the config where a policy chose
         self._searches: list[Search] | None = None
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
@@ -134,14 +132,11 @@ class DecisionEngine:
             found, decision = None, None
             if engine._floor_bytes() <= limit:
                 found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
-            try:
-                if found is None and engine._smallest().taken_bytes <= limit:
-                    found = engine._fastest(limit)  # the smallest is among those that it knows of now
-                if found is None:
-                    return Answer(fault=engine._refusal().error(engine._smallest(), limit, tells=tells))
-                return Answer((engine._proven_plan(found, limit, decision),))
-            finally:
-                engine._allow(engine.config)
+            if found is None and engine._smallest().taken_bytes <= limit:
+                found = engine._fastest(limit)  # the smallest is among those that it knows of now
+            if found is None:
+                return Answer(fault=engine._refusal().error(engine._smallest(), limit, tells=tells))
+            return Answer((engine._proven_plan(found, limit, decision),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
         request += "" if tells else ", no more"
@@ -154,10 +149,7 @@ class DecisionEngine:
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
-            found = engine._fastest(limit)
-            if found is None:
-                smallest = engine._smallest()
-                found = Found(smallest, smallest.seconds)
+            found = engine._fastest(limit) or engine._smallest_found()
             return Answer((engine._proven_plan(found, limit),))
 
         return self._known.answer(self, f"nearest {limit}", find).plan()
@@ -166,8 +158,8 @@ class DecisionEngine:
         """The plan whose step takes the least."""
 
         def find(engine: DecisionEngine) -> Answer:
-            smallest = engine._smallest()
-            return Answer((engine._proven_plan(Found(smallest, smallest.seconds), smallest.taken_bytes),))
+            found = engine._smallest_found()
+            return Answer((engine._proven_plan(found, found.proven.taken_bytes),))
 
         return self._known.answer(self, "smallest", find).plan()
 
@@ -212,17 +204,21 @@ class DecisionEngine:
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
-        allowed = self._techniques(self._link, config) | (self.config.eligible() & {"cast"}) | self.stepping
+        allowed = self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- searches -----------------------------------------------------------------------------------------------------
 
     @property
     def searches(self) -> list[Search]:
-        """Among the exact transforms; and, where the config allows it, among them in a model that is cast."""
+        """Among the exact transforms; and, where the config allows it, among them in a model that is cast.
+
+        All that are exact are on the menu, also those that the config does not allow: see `Search`.
+        """
         if self._searches is None:
             link = self._link
-            menu = self._menu(link, self._allowed)
+            moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
+            menu = Menu.of({"checkpoint", "tile"} | moves, self._dtype(), self.batch)
             self._searches = [Search(self.model, self.steps.simulate, menu, link=link, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
@@ -255,12 +251,10 @@ class DecisionEngine:
             ]
         return self._stepping[way]
 
-    def _menu(self, link: LinkRates | None, config: Config) -> Menu:
-        return Menu.of(self._techniques(link, config), self._dtype(), self.batch)
-
-    def _techniques(self, link: LinkRates | None, config: Config) -> frozenset[str]:
+    def _techniques(self, config: Config) -> frozenset[str]:
+        """What a config lets a plan do to the model exactly."""
         found = set(config.eligible()) - {"cast", "quantize_states"}
-        if link is None:
+        if self._link is None:
             found.discard("offload")
         elif "offload" in found and self.streams:
             found.add("stream")
@@ -270,20 +264,21 @@ class DecisionEngine:
         rates = self.hardware.flops_per_second
         return torch.bfloat16 if "bfloat16" in rates or "float16" not in rates else torch.float16
 
-    def _fastest(self, limit: int) -> Found | None:
-        found = [best for search in self.searches if (best := search.fastest(limit)) is not None]
-        if found and (uncut := self.searches[0].uncut) is not None:
-            other = uncut.fastest(limit, min(each.proven.seconds for each in found))
-            found += [] if other is None else [other]
+    def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
+        """The fastest plan for `limit` bytes, of what a config allows; by default the engine's own."""
+        among = self._techniques(config or self.config)
+        found = [best for search in self.searches if (best := search.fastest(limit, among)) is not None]
         for way in self.ways:
             seconds = way.plain.profile().step_seconds or 0.0
             # No transform of the model makes a step faster than its way to step is without any.
             if "cast" in self.config.eligible() or all(seconds < each.proven.seconds for each in found):
-                found += [best for search in self._searches_of(way) if (best := search.fastest(limit)) is not None]
+                found += [
+                    best for search in self._searches_of(way) if (best := search.fastest(limit, among)) is not None
+                ]
         if not found:
             return None
         best = min(found, key=lambda each: each.proven.seconds)
-        return Found(best.proven, min(each.bound_seconds for each in found))
+        return dataclasses.replace(best, bound_seconds=min(each.bound_seconds for each in found))
 
     # -- with a policy in front ----------------------------------------------------------------------------------------
 
@@ -300,24 +295,12 @@ class DecisionEngine:
         best: Found | None = None
         for widened, config in widenings(asked, context, self.config):
             decision = dataclasses.replace(asked, widened=widened, config=config)
-            self._allow(config)
-            found = self._fastest(limit)
-            # A search among more finds a slower plan now and then: what is chosen is not always what is then proved.
+            found = self._fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
             if found is not None and (widened == "rules" or found.proven.seconds <= _NEAR * self._floor_seconds()):
                 break
         return best, decision
-
-    def _allow(self, config: Config) -> None:
-        """Let searches use what this config does, from here on.
-
-        What was tried before is tried again: a search that begins with the trials of another may choose otherwise, and
-        the plan among everything is to be the one that there is without a policy.
-        """
-        if config.eligible() != self._allowed.eligible():
-            self._searches, self._stepping = None, {}
-        self._allowed = config
 
     def _floor_seconds(self) -> float:
         """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
@@ -338,16 +321,18 @@ class DecisionEngine:
         # What keeps the least for the whole step, whatever the model does.
         least = min(self.ways, key=least_held, default=None)
         searches = [*self.searches, *(() if least is None else self._searches_of(least))]
-        found: Proven = min((search.smallest() for search in searches), key=lambda each: each.taken_bytes)
+        among = self._techniques(self.config)
+        found: Proven = min((search.smallest(among) for search in searches), key=lambda each: each.taken_bytes)
         return found
+
+    def _smallest_found(self) -> Found:
+        smallest = self._smallest()
+        return Found(smallest, smallest.seconds, smallest.search.with_own(self._techniques(self.config)))
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refusal:
-        def menu(config: Config) -> Menu:
-            return self._menu(self._link, config)
-
-        return Refusal(self.steps, self.config, self.searches[0], menu, self._link)
+        return Refusal(self.steps, self.config, self.searches[0], self._techniques)
 
     def _budget_bytes(self, budget: Budget) -> int:
         return budget_bytes(budget, self.hardware.usable_bytes)
@@ -361,7 +346,7 @@ class DecisionEngine:
     def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
-        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(found), found.search.costs.rejected)
+        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
 
     def _evidence(

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from memscale.config import Config
 from memscale.core import BudgetError, format_bytes
 from memscale.planning.beside import Setting, beside
-from memscale.planning.candidates import Menu
 from memscale.planning.globs import with_globs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.search import Proven, Search
-from memscale.planning.solver import LinkRates
 from memscale.planning.step_simulator import StepSimulator
 from memscale.transforms import cast
 
@@ -24,8 +22,7 @@ class Refusal:
         steps: simulates them.
         config: what was allowed.
         search: among the exact transforms.
-        menu_of: what may be chosen under another config.
-        link: between the device and the tier below; None if nothing moves.
+        techniques_of: what a plan may do to the model exactly under another config.
     """
 
     def __init__(
@@ -33,10 +30,9 @@ class Refusal:
         steps: StepSimulator,
         config: Config,
         search: Search,
-        menu_of: Callable[[Config], Menu],
-        link: LinkRates | None,
+        techniques_of: Callable[[Config], frozenset[str]],
     ) -> None:
-        self.steps, self.config, self.search, self.menu_of, self.link = steps, config, search, menu_of, link
+        self.steps, self.config, self.search, self.techniques_of = steps, config, search, techniques_of
 
     def error(self, smallest: Proven, limit: int, *, tells: bool) -> BudgetError:
         """The error, with what would help if it `tells` that, for which steps are simulated."""
@@ -66,22 +62,19 @@ class Refusal:
         return lines or ["take a smaller batch and accumulate gradients, or an optimizer with less state"]
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
-        """Fields of the config that may lower the smallest peak, and what to: only what they add is simulated."""
-        search, simulate = self.search, self.steps.simulate
+        """Fields of the config that may lower the smallest peak, and what to."""
+        own = self.techniques_of(self.config)
         for field in ("enable_checkpointing", "enable_offloading", "enable_tiling"):
-            if getattr(self.config, field) or (field == "enable_offloading" and self.link is None):
-                continue
-            menu = self.menu_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
-            trials = search.trials
-            more = Search(self.steps.model, simulate, menu, link=self.link, plain=search.plain, trials=trials)
-            yield field, more.smallest().taken_bytes
+            more = self.techniques_of(dataclasses.replace(self.config, **{field: True}))  # type: ignore[arg-type]
+            if more != own:
+                yield field, self.search.smallest(more).taken_bytes
         if not self.config.use_mixed_precision:
             # The smallest choice in a model that is cast: its own smallest may be smaller still.
-            costs, menu = smallest.search.costs, self.menu_of(self.config)
+            costs, menu = smallest.search.costs, self.search.menu
             chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
             rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
             try:
-                step = simulate((*rules, ("", cast(compute=menu.dtype))), True)
+                step = self.steps.simulate((*rules, ("", cast(compute=menu.dtype))), True)
             except Exception:  # the model's own code refuses the dtype
                 return
             yield "use_mixed_precision", taken_bytes(step.profile())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
-from memscale.planning.costs import Assignment, Bytes, measured_costs
-from memscale.planning.parts import parts_of
+from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
+from memscale.planning.parts import Part, parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.solver import Chooser, Floats, LinkRates
 from memscale.planning.trial_rows import MOVES
@@ -24,7 +25,7 @@ from memscale.simulation import Profile, SimulatedStep
 _USED = 0.97
 # Nor is one that is as fast as was thought; of copies less is known.
 _AS_THOUGHT, _AS_THOUGHT_WITH_MOVES = 1.005, 1.02
-_ROUNDS, _ROUNDS_WITH_MOVES, _FEW_ROUNDS = 6, 8, 3
+_ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of a budget, what the allocator is thought to keep beside what is allocated, at most.
 _KEPT = 0.1
 # What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
@@ -94,16 +95,21 @@ class Found:
 
     Attributes:
         proven: the plan.
-        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by all the steps
-            that were simulated.
+        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by the steps that
+            were simulated.
+        among: the techniques that it could be made of.
     """
 
     proven: Proven
     bound_seconds: float
+    among: frozenset[str]
 
 
 class Search:
     """The candidates on a menu, on top of rules that every step has.
+
+    What candidates cost is found with all that are on the menu, whichever of them may be chosen: a choice among few
+    techniques is then looked for, with the same costs, wherever more are allowed.
 
     Args:
         model: to plan.
@@ -116,7 +122,6 @@ class Search:
 
     Attributes:
         menu, always: as given.
-        trials: what was tried.
         patience: at most so many simulations for trials, and so many for the choices of each search.
         notes: what is not known for want of it.
     """
@@ -134,29 +139,11 @@ class Search:
     ) -> None:
         self.menu, self.always = menu, always
         self._model = model
-        self._finer: Search | None = None
-        self._uncut: Search | None = None
-        self.trials = {} if trials is None else dict(trials)
+        self._trials = {} if trials is None else dict(trials)
         self.plain = plain if plain is not None else simulate(always, True, _WHOLE)
         self._simulate = simulate
         operators = self.plain.last_operators
         self.patience = max(_FEWEST, _MOST_OPERATORS // max(1, operators))
-        parts = parts_of(model, self.plain, tiles=menu.tiles)
-        menus: list[tuple[Candidate, ...]] = []
-        by_family: dict[object, tuple[Candidate, ...]] = {}
-        for part in parts:
-            if part.alike not in by_family:
-                by_family[part.alike] = menu.for_part(part, self.plain)
-            menus.append(by_family[part.alike])
-        menus.append(menu.for_outside(model, parts))
-        self.costs = measured_costs(
-            self.plain,
-            parts,
-            menus,
-            lambda rules, away: simulate(self._with(rules), False, away),
-            self.trials,
-            most=self.patience,
-        )
         self.notes: tuple[str, ...] = ()
         if self.patience < _ROUNDS:
             self.notes = (
@@ -165,51 +152,97 @@ class Search:
             )
         self._link = link
         self._proofs: dict[Assignment, Proven] = {}
-        self._smallest: dict[Assignment, Proven] = {}
+        self._small: dict[frozenset[str], dict[Assignment, Proven]] = {}
 
-    def fastest(self, budget_bytes: int, below_seconds: float = np.inf) -> Found | None:
-        """The fastest plan whose step takes at most `budget_bytes`, None if none was found; if there is another one
-        that takes `below_seconds`, none that is not faster is looked for.
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What is decided about."""
+        return parts_of(self._model, self.plain, tiles=self.menu.tiles)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Of all candidates, from simulated steps."""
+        menus: list[tuple[Candidate, ...]] = []
+        by_family: dict[object, tuple[Candidate, ...]] = {}
+        for part in self.parts:
+            if part.alike not in by_family:
+                by_family[part.alike] = self.menu.for_part(part, self.plain)
+            menus.append(by_family[part.alike])
+        menus.append(self.menu.for_outside(self._model, self.parts))
+        return measured_costs(
+            self.plain,
+            self.parts,
+            menus,
+            lambda rules, away: self._simulate(self._with(rules), False, away),
+            self._trials,
+            most=self.patience,
+        )
+
+    @property
+    def trials(self) -> Trials:
+        """What was tried."""
+        assert self.costs, "costs are found by trials"
+        return self._trials
+
+    def with_own(self, among: frozenset[str]) -> frozenset[str]:
+        """These techniques, with what its candidates have anyway."""
+        return among | {"cast"} if self.menu.casts else among
+
+    def fastest(self, budget_bytes: int, among: frozenset[str], below_seconds: float = np.inf) -> Found | None:
+        """The fastest plan of these techniques whose step takes at most `budget_bytes`, None if none was found; if
+        there is another one that takes `below_seconds`, none that is not faster is looked for.
         """
+        if self.uncut is not None and "tile" not in among:
+            return self.uncut.fastest(budget_bytes, among, below_seconds)
+        among = self.with_own(among)
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
         bounds = []
-        for number, among in enumerate(self._subsets()):
-            rounds = _FEW_ROUNDS if number > 1 else _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
-            bounds += self._descend(among, safe_bytes, tried, rounds, below_seconds)
+        for subset in self._subsets(among):
+            bounds += self._descend(subset, safe_bytes, tried, below_seconds)
         if below_seconds == np.inf and not any(each.taken_bytes <= budget_bytes for each in tried.values()):
-            tried |= self._small()
+            tried |= self._small_ones(among)
+        found: list[Found] = []
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
-            if best := self._best(tried, most):
+            if not found and (best := self._best(tried, most)):
                 # A step that is faster than its costs add up to shows what they are worth as a bound.
-                return Found(best, min([best.seconds, *bounds]))
-        return None if below_seconds < np.inf or self.finer is None else self.finer.fastest(budget_bytes)
+                found.append(Found(best, min([best.seconds, *bounds]), among))
+        if not found and below_seconds == np.inf and "tile" in among and self.finer is not None:
+            found += filter(None, [self.finer.fastest(budget_bytes, among)])
+        if self._asks_uncut and self.uncut is not None:
+            below = min([below_seconds, *(each.proven.seconds for each in found)])
+            found += filter(None, [self.uncut.fastest(budget_bytes, among - {"tile"}, below)])
+        if not found:
+            return None
+        best = min(found, key=lambda each: each.proven.seconds).proven
+        return Found(best, min(each.bound_seconds for each in found), among)
 
-    @property
+    @functools.cached_property
     def uncut(self) -> Search | None:
         """The search among what does not cut rows, if that takes the model apart in another way: where a loss head may
         be cut, what is around it is no part.
         """
-        if self._uncut is None and self.menu.tiles and self.patience >= _ROUNDS:
-            paths = [part.path for part in self.costs.parts]
-            if [part.path for part in parts_of(self._model, self.plain)] != paths:
-                menu = dataclasses.replace(self.menu, techniques=self.menu.techniques - {"tile"})
-                self._uncut = self._other(menu, None)
-        return self._uncut
+        if not self.menu.tiles or [part.path for part in self.parts] == [
+            part.path for part in parts_of(self._model, self.plain)
+        ]:
+            return None
+        return self._other(dataclasses.replace(self.menu, techniques=self.menu.techniques - {"tile"}), None)
 
     @property
+    def _asks_uncut(self) -> bool:
+        return self.patience >= _ROUNDS and self.uncut is not None
+
+    @functools.cached_property
     def finer(self) -> Search | None:
         """The search with candidates that cut finer; None where there are none."""
-        if self._finer is None and not self.menu.fine and self.patience >= _ROUNDS:
-            menu = dataclasses.replace(self.menu, fine=True)
-            if any(
-                len(menu.for_part(part, self.plain)) > len(self.menu.for_part(part, self.plain))
-                for part in self.costs.parts
-            ):
-                self._finer = self._other(menu, self.trials)
-        return self._finer
+        menu = dataclasses.replace(self.menu, fine=True)
+        if self.patience < _ROUNDS or all(
+            len(menu.for_part(part, self.plain)) == len(self.menu.for_part(part, self.plain)) for part in self.parts
+        ):
+            return None
+        return self._other(menu, self.trials)
 
     def _other(self, menu: Menu, trials: Trials | None) -> Search:
         """The search of the same step for another menu."""
@@ -223,20 +256,24 @@ class Search:
             trials=trials,
         )
 
-    def _subsets(self) -> list[frozenset[str]]:
+    def _subsets(self, among: frozenset[str]) -> list[frozenset[str]]:
         """The sets of techniques to choose among, one after the other.
 
         What many techniques do together is not always what was thought of them, and the choices among more may prove
         to be slower than those among fewer. With these beside them more techniques do not make a plan slower.
         """
-        there = frozenset(each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques)
+        there = among & frozenset(
+            each for menu in self.costs.candidates for candidate in menu for each in candidate.techniques
+        )
         # Activations move before parameters do: both have one name in a config.
-        names = sorted(there - {"stream"})
+        names = sorted(there - {"stream", "cast"})
         sets = {
-            frozenset(chosen) | (there & {"stream"} if "offload" in chosen else frozenset())
+            frozenset(chosen) | (there & {"stream", "cast"} if "offload" in chosen else there & {"cast"})
             for size in range(1, len(names) + 1)
             for chosen in itertools.combinations(names, size)
         }
+        if self.menu.fine or (self._asks_uncut and "tile" in there):  # another search is asked about the others
+            sets = {each for each in sets if "tile" in each}
         # First without what moves, of which more is known before it is tried.
         widest = there - MOVES
         found = sorted(sets, key=lambda each: (each != widest, -len(each), sorted(each))) or [there]
@@ -247,15 +284,17 @@ class Search:
         return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
 
     def _descend(
-        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], rounds: int, below: float
+        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
     ) -> list[float]:
         """Choose among these techniques and simulate until a step uses the budget, or none can be faster.
+
+        What steps of other techniques took has no say in what is chosen, only in whether it is worth a simulation: so
+        that it is chosen wherever these are allowed.
 
         Args:
             among: the techniques.
             safe_bytes: what a step may take.
             tried: the choices for this budget; those of here are added.
-            rounds: at most so many choices.
             below: the time of a step that is known besides.
 
         Returns:
@@ -263,14 +302,12 @@ class Search:
         """
         chooser = self._chooser(safe_bytes)
         lacked = spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
-        for each in list(tried.values())[1:]:
-            if self._techniques(each.assignment) <= among:
-                each.correct(chooser)
-                lacked = each.taken_bytes - safe_bytes
-                misses += lacked > 0
+        rounds = _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
         as_thought = _AS_THOUGHT_WITH_MOVES if among & MOVES else _AS_THOUGHT
         bound: list[float] = []
-        seen: set[Assignment] = set()
+        mine: dict[Assignment, Proven] = {}
+        fitting = self._best(tried, safe_bytes)
+        below = below if fitting is None else min(below, fitting.seconds)
         for _ in range(min(self.patience, rounds)):
             choice = chooser.fastest(safe_bytes - spare, among)
             if choice is None and misses:
@@ -278,16 +315,17 @@ class Search:
                 chooser, spare, misses = self._chooser(safe_bytes), 0, 0
                 for room in (lacked, lacked // 2, lacked // 4):
                     choice = choice or chooser.fastest(safe_bytes - room, among)
-            best = self._best(tried, safe_bytes)
-            if choice is None or choice.assignment in seen:
+            if choice is None or choice.assignment in mine:
                 break
             thought = chooser.seconds(choice.assignment)
-            if thought >= min(below, np.inf if best is None else best.seconds) * (1 - _FASTER):
+            if thought >= below * (1 - _FASTER):
                 break
             bound = [choice.bound]
-            found = tried[choice.assignment] = self.prove(choice.assignment)
+            found = tried[choice.assignment] = mine[choice.assignment] = self.prove(choice.assignment)
             found.correct(chooser)
-            seen.add(choice.assignment)
+            # From here on only what these techniques have shown themselves.
+            own = self._best(mine, safe_bytes)
+            below = np.inf if own is None else own.seconds
             lacked = found.taken_bytes - safe_bytes
             if lacked > 0:
                 # What it takes is known now; of what is chosen next more was not foreseen.
@@ -299,10 +337,6 @@ class Search:
             spare = 0
         return bound
 
-    def _techniques(self, assignment: Assignment) -> frozenset[str]:
-        chosen = (menu[number] for menu, number in zip(self.costs.candidates, assignment, strict=True))
-        return frozenset(name for candidate in chosen for name in candidate.techniques)
-
     def _chooser(self, most_bytes: int) -> Chooser:
         """One that knows of the step as it is."""
         chooser = Chooser(self.costs, self._link)
@@ -310,20 +344,26 @@ class Search:
         self.prove(self.costs.as_it_is).correct(chooser, int(_KEPT * most_bytes))
         return chooser
 
-    def smallest(self) -> Proven:
-        """The plan with the least peak."""
-        found = min(self._small().values(), key=lambda each: (each.taken_bytes, each.seconds))
-        finer = found if self.finer is None else self.finer.smallest()
-        return finer if finer.taken_bytes < found.taken_bytes else found
+    def smallest(self, among: frozenset[str]) -> Proven:
+        """The plan of these techniques with the least peak."""
+        if self.uncut is not None and "tile" not in among:
+            return self.uncut.smallest(among)
+        among = self.with_own(among)
+        found = list(self._small_ones(among).values())
+        if "tile" in among and self.finer is not None:
+            found.append(self.finer.smallest(among))
+        if self._asks_uncut and self.uncut is not None:
+            found.append(self.uncut.smallest(among - {"tile"}))
+        return min(found, key=lambda each: (each.taken_bytes, each.seconds))
 
-    def _small(self) -> dict[Assignment, Proven]:
+    def _small_ones(self, among: frozenset[str]) -> dict[Assignment, Proven]:
         """Small plans, the smallest among them."""
-        if not self._smallest:
+        if among not in self._small:
             found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-            for among in self._subsets()[:2]:
-                self._shrink(among, found)
-            self._smallest = found
-        return self._smallest
+            for subset in self._subsets(among)[:2]:
+                self._shrink(subset, found)
+            self._small[among] = found
+        return self._small[among]
 
     def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven]) -> None:
         """Choose what takes least among these techniques and simulate until a step is what was thought of it."""

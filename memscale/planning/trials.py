@@ -62,7 +62,7 @@ class TrialSteps:
         self.families[None] = [len(parts)]
         self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
 
-    def run(self, done: Trials, most: int) -> dict[str, str]:
+    def run(self, done: Trials, most: int) -> dict[Candidate, str]:
         """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
         waiting = {
             family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
@@ -73,12 +73,10 @@ class TrialSteps:
             if not any(waiting.values()):
                 break
             self._try(next_rows(self.families, waiting), done, rejected)
-        left = {
-            str(each): "not tried: a step of so many operators takes long" for row in waiting.values() for each in row
-        }
+        left = {each: "not tried: a step of so many operators takes long" for row in waiting.values() for each in row}
         return {**rejected, **left}
 
-    def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[str, str]:
+    def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[Candidate, str]:
         """Leave out the candidates that cut rows which are not proven independent; returns them with the reasons."""
         unproven: dict[tuple[object, Cutting], str] = {}
         proven = {(family, cut) for family, candidate in done for cut in _cuts(candidate)}
@@ -100,12 +98,12 @@ class TrialSteps:
                     chosen[row] = (family, cut)
                 del wanted[: len(rows)]
             self._prove(chosen, away, unproven)
-        rejected = {}
+        rejected: dict[Candidate, str] = {}
         for family, candidates in waiting.items():
             for each in list(candidates):
                 reasons = [unproven[family, cut] for cut in _cuts(each) if (family, cut) in unproven]
                 if reasons:
-                    rejected[str(each)] = reasons[0]
+                    rejected[each] = reasons[0]
                     candidates.remove(each)
         return rejected
 
@@ -134,7 +132,7 @@ class TrialSteps:
         self,
         chosen: Mapping[int, tuple[object, Candidate]],
         done: Trials,
-        rejected: dict[str, str],
+        rejected: dict[Candidate, str],
     ) -> None:
         rules = [
             rule
@@ -146,7 +144,7 @@ class TrialSteps:
         except Exception as error:  # a transform refuses its region, or the model's own code does
             if len(chosen) == 1:
                 ((_, candidate),) = chosen.values()
-                rejected[str(candidate)] = _reason(error)
+                rejected[candidate] = _reason(error)
                 return
             for half in _halves(chosen):
                 self._try(half, done, rejected)
