@@ -67,8 +67,8 @@ def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> O
             is gone raises it too: clipping by the norm of all gradients needs them at once (`max_norm` does not), and
             so does a loss scale (`LossScale`, ``GradScaler``).
         CorrectnessError: in `step`, if the options of a group, such as ``lr``, were changed after the backward that
-            has used them; with `max_norm`, if the second pass has other gradients than the first (on an accelerator it
-            is known in `step` only, when parameters have stepped).
+            has used them, or a gradient was replaced or taken away since; with `max_norm`, if the second pass has other
+            gradients than the first (on an accelerator it is known in `step` only, when parameters have stepped).
 
     An exception inside of a backward leaves some parameters stepped and others not: call `step` and `zero_grad` to go
     on all the same.
@@ -102,6 +102,7 @@ class _InBackward(StepPart):
         super().__init__(optimizer, inner)
         self.how = how
         self.stepped: set[int] = set()  # the parameters that have stepped since the last `step`
+        self._refused = False  # whether a backward was refused since then
         self._parameters: list[torch.Tensor] = []
         self._hooks: dict[int, _Hook] = {}
         self._clip = None if how.max_norm is None else TwoPasses(how.max_norm)
@@ -133,6 +134,8 @@ class _InBackward(StepPart):
                     f"{self.how!r}: step() again, where the gradient of {parameter.grad.title} has had its step; "
                     "call zero_grad() and backward first"
                 )
+        if not self._refused:
+            self._check_gradients()
         if self._clip is not None:
             self._clip.check()
             self._check_passes()
@@ -145,6 +148,7 @@ class _InBackward(StepPart):
     def after_step(self) -> None:
         """See `StepPart.after_step`."""
         self.stepped.clear()
+        self._refused = False
         if self._clip is not None:
             self._clip.clear()
         for hook in self._hooks.values():
@@ -159,6 +163,7 @@ class _InBackward(StepPart):
         if hook.passes < self.how.accumulate:
             return
         if (wrong := self._misfit(hook, parameter, gradient)) is not None:
+            self._refused = True
             raise TransformError(f"{self.how!r}: {wrong}")
         if self._clip is not None:
             if hook.passes == 1:
@@ -195,6 +200,22 @@ class _InBackward(StepPart):
             raise TransformError(
                 f"{self.how!r}: these parameters are sharded, and the norm would be that of one process's part; leave "
                 "max_norm out, or clip without step_in_backward()"
+            )
+
+    def _check_gradients(self) -> None:
+        """Raise `CorrectnessError` where the plain step would have another gradient than backward has stepped with.
+
+        All of them gone is what `zero_grad` leaves, by which a loop goes on after an error.
+        """
+        stepped = [parameter for parameter in self._parameters if id(parameter) in self.stepped]
+        wrong = [parameter for parameter in stepped if not isinstance(parameter.grad, SpentGradient)]
+        replaced = [parameter for parameter in wrong if parameter.grad is not None]
+        if replaced or 0 < len(wrong) < len(stepped):
+            title = self.optimizer._places()[id((replaced or wrong)[0])][1]
+            raise CorrectnessError(
+                f"{self.how!r}: the gradient of {title} was {'replaced' if replaced else 'taken away'} after backward, "
+                "in which the parameter has stepped; change gradients in a hook (Tensor.register_hook) or before "
+                "that, or give this parameter an optimizer of its own"
             )
 
     def _check_passes(self) -> None:

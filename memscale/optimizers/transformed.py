@@ -156,9 +156,11 @@ class TransformedOptimizer(PartedOptimizer):
             self._attend()
 
     def _load_types(self, state_dict: dict[str, Any]) -> None:
-        """Give states the types that they were saved in: PyTorch has made all of them the parameter's."""
+        """Give states of bfloat16 parameters the types that they were saved in: PyTorch has made all of them that."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(saved, parameters_of(self.param_groups), strict=True):
+            if parameter.dtype != torch.bfloat16:  # it steps as ever, so its states are loaded as ever
+                continue
             for key, value in (state_dict["state"].get(number) or {}).items():
                 loaded = self.state[parameter][key]
                 if isinstance(value, torch.Tensor) and value.dtype != loaded.dtype:

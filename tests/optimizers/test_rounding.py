@@ -240,3 +240,22 @@ def test_what_is_refused():
     for seed in (-1, True, 0.5):
         with pytest.raises(ms.ConfigError, match=r"round_stochastically\(seed=.*must be an? ?(int )?"):
             ms.round_stochastically(seed=seed)
+
+
+@pytest.mark.parametrize("how", [ms.round_stochastically(), ms.compensate_rounding()], ids=str)
+def test_states_of_other_types_are_loaded_as_plain_ones(how):
+    def run(how):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = how(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        for dtype in (torch.float32, torch.float64):
+            saved = optimizer.state_dict()
+            model.to(dtype)
+            optimizer.load_state_dict(saved)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4, dtype=dtype)).sin().sum().backward()
+                optimizer.step()
+        return bits([*model.parameters(), *[optimizer.state[p]["momentum_buffer"] for p in model.parameters()]])
+
+    assert run(how) == run(ms.identity)

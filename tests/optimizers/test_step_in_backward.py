@@ -168,6 +168,23 @@ def test_options_that_change_too_late_are_noticed():
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [(torch.ones_like, "replaced"), (lambda parameter: None, "taken away")],
+    ids=["replaced", "taken"],
+)
+def test_gradients_that_change_too_late_are_noticed(change, how):
+    """Plain training steps with the gradient that was put there only, or not at all."""
+    _, (model, optimizer) = twins(ADAMW, HOW)
+    backward(model)
+    parameter = next(model.parameters())
+    parameter.grad = change(parameter)
+    before = numbers(model, optimizer)
+    with pytest.raises(ms.CorrectnessError, match=rf"gradient of parameter 0 of group 0 .* was {how} after backward"):
+        optimizer.step()
+    assert numbers(model, optimizer) == before
+
+
 def test_gradients_that_it_cannot_step_with():
     table = nn.Embedding(8, 2, sparse=True)
     optimizer = HOW(torch.optim.SGD(table.parameters(), lr=0.1))
