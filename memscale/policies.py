@@ -72,9 +72,9 @@ class Site:
 
 
 _OF_ATTENTION = 2
-# Contractions by their ATen names, with the number of batch dimensions. Operators are named rather than imported:
+#: Contractions by their ATen names, with the number of batch dimensions. Operators are named rather than imported:
 # fused attention kernels exist in some builds of torch only. Attention is two contractions over batch and heads.
-_BATCH_DIMS = {
+BATCH_DIMS = {
     "aten::mm": 0,
     "aten::addmm": 0,
     "aten::mv": 0,
@@ -96,11 +96,11 @@ _BATCH_DIMS = {
 
 def batch_dims(op: internals.OpOverload) -> int | None:
     """The batch dimensions of the contraction `op`, `None` when `op` contracts nothing."""
-    return _BATCH_DIMS.get(op._schema.name)
+    return BATCH_DIMS.get(op._schema.name)
 
 
 #: The names of the operators that `attention_saveable` keeps the results of.
-FUSED_ATTENTION = frozenset(name for name, dims in _BATCH_DIMS.items() if dims == _OF_ATTENTION)
+FUSED_ATTENTION = frozenset(name for name, dims in BATCH_DIMS.items() if dims == _OF_ATTENTION)
 
 
 class Policy(Value):
@@ -240,6 +240,9 @@ class SaveFromBothPolicies(Policy):
         first, second = (policy.verdict(site) for policy in self.policies)
         return second if isinstance(first, Recompute) else first
 
+
+#: Policies that keep contractions, by their batch dimensions and nothing else.
+BY_BATCH_DIMS = frozenset({DotsSaveable, DotsWithNoBatchDimsSaveable, AttentionSaveable})
 
 nothing_saveable = NothingSaveable()
 everything_saveable = EverythingSaveable()

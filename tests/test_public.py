@@ -115,8 +115,8 @@ memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidenc
     repeated_blocks shorthands simulator taken_bytes
 memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
     widenings
-memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place Remembered
-    Rewind Scope Snapshot Streams accelerators arguments as_it_was code_names counted_states functorch_state
+memscale.regions: Attributes ChosenWatch Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place
+    Remembered Rewind Scope Snapshot Streams accelerators arguments as_it_was can_choose code_names counted_states functorch_state
     hidden_changes holds hooks_around is_stand_in is_unrecorded moved origin_of put_back read recomputes recomputing
     refused rewinding stand_for storages uncompiled unrecorded untouched wait_for_recomputes without_dynamo
     without_levels_above write

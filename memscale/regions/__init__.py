@@ -1,6 +1,7 @@
 """What a region depends on, and how it is run again."""
 
 from memscale.regions import functorch_state, hidden_changes
+from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
@@ -32,6 +33,7 @@ from memscale.regions.views import rewinding, wait_for_recomputes
 __all__ = [
     "NOWHERE",
     "Attributes",
+    "ChosenWatch",
     "Content",
     "Environment",
     "Habits",
@@ -48,6 +50,7 @@ __all__ = [
     "accelerators",
     "arguments",
     "as_it_was",
+    "can_choose",
     "code_names",
     "counted_states",
     "functorch_state",

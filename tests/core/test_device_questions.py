@@ -46,7 +46,7 @@ MAY_ASK = {
     "simulation/stand_ins.py": "takes the caller's tensors off their devices",
     "simulation/hollow_mode.py": "meta, which computes nothing, is left alone",
     "simulation/profiler.py": "where the caller's model is, before the step",
-    "transforms/checkpoint/selective.py": "the generators that there are",
+    "transforms/checkpoint/results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
     "transforms/tile/head/deferred.py": "attributes that deferred logits pass on, whoever asks",
 }

@@ -24,7 +24,9 @@ from memscale.policies import (
     nothing_saveable,
 )
 from memscale.regions import functorch_state, without_dynamo
+from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
+from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
 from memscale.transforms.checkpoint.selective import Recorder
 
 
@@ -120,8 +122,16 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
     if functorch_state.active():
         return functorch.run(self.fn, args, kwargs)
-    record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
+    record = None if isinstance(policy, NothingSaveable) else functools.partial(_recorder, policy, self.runtime)
     return recompute.run(self.fn, record, self.memory, args, kwargs)
+
+
+def _recorder(
+    policy: Policy, runtime: Runtime | None, inputs: list[torch.Tensor], left_alone: bool
+) -> Recorder | ChosenRecorder:
+    if left_alone and (ops := chosen(policy)):
+        return ChosenRecorder(ops, runtime)
+    return Recorder(policy, runtime, inputs)
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:

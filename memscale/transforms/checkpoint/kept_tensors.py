@@ -38,9 +38,6 @@ class Kept:
             packed = dict(zip(map(id, distinct), found, strict=True))
             self._held = [packed[id(tensor)] for tensor in tensors]
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     @property
     def through_hooks(self) -> bool:
         """Whether the tensors come back from hooks, possibly as copies whose version counters start anew."""
@@ -55,6 +52,10 @@ class Kept:
         """From now on the tensors must stay at `versions`; hooks check what they hold themselves."""
         if self._unpack is None:
             self._versions = versions
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [self.tensor(index, "a saved output") for index in range(len(self._held))]
 
     def tensor(self, index: int, what: str, refused: dict[int, str] | None = None) -> torch.Tensor:
         """The tensor at `index`; `what` names it in the error.

@@ -30,11 +30,13 @@ from memscale.regions import (
     unrecorded,
     wait_for_recomputes,
 )
+from memscale.transforms.checkpoint.chosen import ChosenRecorder
 from memscale.transforms.checkpoint.kept_tensors import Kept
-from memscale.transforms.checkpoint.selective import Recorder, Replayer
+from memscale.transforms.checkpoint.selective import Recorder
 
 _autograd = internals.autograd
-Record = Callable[[list[torch.Tensor]], Recorder]  # makes a recorder of a region with these inputs
+# Makes a recorder of a region with these inputs, of which is known whether it leaves alone what is kept.
+Record = Callable[[list[torch.Tensor], bool], Recorder | ChosenRecorder]
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _reruns = [0]  # of this process; two threads at once may count as one
 
@@ -49,6 +51,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.habits: dict[Any, Habits] = {}
+        self.left_alone: dict[Any, bool] = {}  # whether the region never changed in place what a policy keeps
 
     def __reduce__(self) -> Any:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
@@ -147,7 +150,7 @@ class _Frame:
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
         self._concluded = False
-        self.recorder = record and record(tensors)
+        self.recorder = record and record(tensors, memory.left_alone.get(self._mode, False))
 
     @property
     def is_observed(self) -> bool:
@@ -189,7 +192,8 @@ class _Frame:
         if habits is not None:
             self._memory.habits[self._mode] = habits
         if self.recorder is not None:
-            self.recorder.conclude()
+            is_left_alone = self.recorder.conclude()
+            self._memory.left_alone[self._mode] = is_left_alone and self._memory.left_alone.get(self._mode, True)
         inputs.seal(versions)
         for index, old_value in snapshot.take_replaced().items():
             inputs.replace(index, old_value)
@@ -224,10 +228,7 @@ class _Frame:
             ):
                 _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
                 try:
-                    # A region that asks for gradients itself (forces are those of an energy) is recomputed in the
-                    # middle of its run. That is no part of the run, so it must not count as such where operators are
-                    # numbered.
-                    with self._replayer(values) or (nullcontext() if self._concluded else unrecorded()):
+                    with self._replaying(values):
                         self._fn(*args, **kwargs)
                 except _Stop:
                     pass
@@ -251,10 +252,12 @@ class _Frame:
             self._fn = self._inputs = self._snapshot = self.recorder = None
         return rerun.found[wanted.index]
 
-    def _replayer(self, values: list[torch.Tensor]) -> Replayer | None:
-        if self.recorder is None or not self._concluded:
-            return None
-        return Replayer(self.recorder, values)
+    def _replaying(self, values: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        if not self._concluded:
+            # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle of its
+            # run. That is no part of the run, so it must not count as such where operators are numbered.
+            return unrecorded()
+        return nullcontext() if self.recorder is None else self.recorder.replayer(values)
 
     def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The tensors that the region received, cut off from the graph they came from.

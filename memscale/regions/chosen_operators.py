@@ -1,0 +1,151 @@
+"""Calls of a few chosen operators, seen without a dispatch mode: that takes microseconds at every operator and view.
+
+An operator that somebody chose gets kernels of ours at two dispatch keys for which PyTorch has names and no kernels.
+The one above autograd asks the watches, and the one below it gives autograd a result that a watch had instead of
+computing it. Both keys take part only in calls of a thread that is inside a watch, and let other operators through.
+Under somebody's dispatch mode a watch is a mode too, since operators go to modes before they go to the key below.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from memscale.core import found_once, internals
+from memscale.regions.uncompiled import OperatorWatch
+from memscale.regions.unrecorded import is_unrecorded
+
+_c = torch._C
+_ABOVE, _BELOW = "TESTING_ONLY_GenericMode", "Fake"
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.watches: list[ChosenWatch] = []
+        self.inside = False  # a call that the watches have been asked about
+        self.answer: tuple[internals.OpOverload, Any] | None = None  # to be given to autograd as its result
+
+
+_local = _Local()
+
+
+class ChosenWatch:
+    """Inside it each call of one of `ops` is seen once, in the thread that entered it."""
+
+    def __init__(self, ops: Collection[internals.OpOverload]) -> None:
+        self.ops = ops
+        self._guards: list[Any] = []
+
+    def __enter__(self) -> Any:
+        if _c._len_torch_dispatch_stack():
+            self._guards = [_Mode(self)]
+        else:
+            self._guards = [_c._IncludeDispatchKeyGuard(key) for key in _keys()]
+            _local.watches.append(self)
+        for guard in self._guards:
+            guard.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+        if self in _local.watches:
+            _local.watches.remove(self)
+
+    def before(self, op: internals.OpOverload) -> Any:
+        """Called before `op`: the result that it is to have without being run, or `None`."""
+        return None
+
+    def after(self, op: internals.OpOverload, result: Any) -> None:
+        """Called with what `op` gave, in so far as it is run or answered for inside this watch."""
+
+
+class _Mode(OperatorWatch):
+    """A watch under other modes."""
+
+    def __init__(self, watch: ChosenWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in self._watch.ops or is_unrecorded():
+            return func(*args, **kwargs)
+        if (answer := self._watch.before(func)) is not None:
+            return answer
+        result = func(*args, **kwargs)
+        self._watch.after(func, result)
+        return result
+
+
+@found_once
+def _keys() -> tuple[Any, ...]:
+    """The two dispatch keys; none in a PyTorch that has other uses for them."""
+    library = torch.library.Library("_", "IMPL")
+    _libraries.append(library)
+    try:
+        for name in (_ABOVE, _BELOW):
+            library.fallback(torch.library.fallthrough_kernel, name)
+        return _c._dispatch_key_parse(_ABOVE), _c._dispatch_key_parse(_BELOW)
+    except (AttributeError, RuntimeError):
+        return ()
+
+
+_libraries: list[torch.library.Library] = []  # which end what they hold
+_known: set[internals.OpOverload] = set()
+_lock = threading.Lock()
+
+
+def can_choose(ops: Collection[internals.OpOverload]) -> bool:
+    """Whether watches may choose `ops`, which is prepared here."""
+    if not _keys():
+        return False
+    with _lock:
+        for op in set(ops) - _known:
+            library = torch.library.Library("aten", "IMPL")
+            for name, key, kernel in zip((_ABOVE, _BELOW), _keys(), (_asking, _answering), strict=True):
+                library.impl(op, kernel(op, _c._dispatch_keyset_full_after(key)), name, with_keyset=True)
+            _libraries.append(library)
+            _known.add(op)
+    return True
+
+
+def _asking(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        local = _local
+        # Operators that kernels call are no operators of the region. Nor do they tell of a change in place.
+        if local.inside or _is_below_autograd() or is_unrecorded():
+            return op.redispatch(keys & later, *args, **kwargs)
+        asked, answer = [], None
+        for watch in reversed(local.watches):
+            if op in watch.ops:
+                if (answer := watch.before(op)) is not None:
+                    break
+                asked.append(watch)
+        local.inside, local.answer = True, None if answer is None else (op, answer)
+        try:
+            result = op.redispatch(keys & later, *args, **kwargs)
+        finally:
+            local.inside, local.answer = False, None
+        for watch in asked:
+            watch.after(op, result)
+        return result
+
+    return kernel
+
+
+def _is_below_autograd() -> bool:
+    return _c._dispatch_tls_is_dispatch_key_excluded(_c.DispatchKey.AutogradFunctionality)
+
+
+def _answering(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = _local.answer
+        if answer is None or answer[0] is not op:
+            return op.redispatch(keys & later, *args, **kwargs)
+        _local.answer = None
+        return answer[1]
+
+    return kernel

@@ -1,0 +1,172 @@
+"""What a policy keeps of a region's run: outputs of operators, by the numbers of these, to be replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memscale.core import CorrectnessError, internals, version
+from memscale.policies import Move, Recompute, Save, Verdict
+from memscale.regions import counted_states
+from memscale.runtime import Hooks, Runtime, hooks_here
+from memscale.transforms.checkpoint.kept_tensors import Kept
+
+# They are given memory without its version, so that what is changed in them is not seen in what they are views of.
+UNSAFE_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+
+
+class Results:
+    """Outputs that a recorder numbers and keeps while a region runs; `conclude` hands them to the hooks around it.
+
+    Attributes:
+        ops: the operators whose outputs are kept, by number.
+        changed_later: those of which an output was changed in place, after a copy was taken.
+        random_after: where random generators were when an operator had drawn from them.
+    """
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        self._runtime = runtime
+        self._tiers: dict[int, str] = {}  # of the operators whose outputs move
+        self._outputs: dict[int, list[torch.Tensor]] = {}
+        self._aliases: dict[int, list[tuple[torch.Tensor, int]]] = {}  # of outputs, each with its version
+        self._forms: dict[int, list[tuple[Any] | None] | None] = {}
+        self._kept: dict[int, Kept] = {}
+        self.ops: dict[int, internals.OpOverload] = {}
+        self.changed_later: set[int] = set()
+        self.random_after: dict[int, list[tuple[torch.Generator, torch.Tensor]]] = {}
+        self._counted: list[torch.Tensor] = []
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._outputs
+
+    def follow(self, verdict: Verdict, index: int, op: internals.OpOverload, result: Any) -> None:
+        """Do what a policy said of the `result` of operator `index`."""
+        match verdict:
+            case Save():
+                self.keep(index, op, result)
+            case Move(tier):
+                self._tiers[index] = tier
+                self.keep(index, op, result)
+            case Recompute():
+                pass
+
+    def keep(self, index: int, op: internals.OpOverload, result: Any) -> None:
+        """Keep the `result` of operator `index`."""
+        single = isinstance(result, torch.Tensor)
+        outputs = [result] if single else list(result)
+        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+        if not tensors:
+            return
+        self.ops[index] = op
+        # Where the tensors go among the outputs: some kernels return sizes and seeds beside them.
+        self._forms[index] = None if single else [None if isinstance(o, torch.Tensor) else (o,) for o in outputs]
+        self._outputs[index] = [self._alias(output) for output in tensors]
+        self._aliases[index] = [(output, version(output)) for output in self._outputs[index]]
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            # Replaying draws no numbers, so the generators must jump to where drawing them left off.
+            generators = [torch.default_generator]
+            if tensors[0].is_cuda:
+                generators.append(torch.cuda.default_generators[tensors[0].device.index])
+            states = [generator.get_state() for generator in generators]
+            self.random_after[index] = list(zip(generators, states, strict=True))
+            self._counted += counted_states(states)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` without its graph, of the same version: an alias made inside a dispatch mode has one of its own."""
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
+            return tensor.detach()
+
+    def see(self, result: Any) -> None:
+        """Told of tensors that may lie in the memory of kept ones, and have versions of their own."""
+        for tensor in [result] if isinstance(result, torch.Tensor) else result:
+            storage = tensor.untyped_storage()._cdata
+            for index, outputs in self._outputs.items():
+                if index in self._aliases and any(output.untyped_storage()._cdata == storage for output in outputs):
+                    self._aliases[index].append((self._alias(tensor), version(tensor)))
+
+    def protect(self, storage: int) -> None:
+        """Copy kept values in a storage that is about to be changed in place."""
+        for index, outputs in self._outputs.items():
+            for position, output in enumerate(outputs):
+                if output.untyped_storage()._cdata == storage and index not in self.changed_later:
+                    outputs[position] = output.clone()
+                    self.changed_later.add(index)
+                    self._aliases.pop(index, None)
+
+    def drop_changed(self) -> bool:
+        """Let go of outputs that were changed in place unseen, and say whether there were some.
+
+        A recompute makes them again.
+        """
+        changed = [index for index in self._outputs if self._is_changed(index)]
+        self._drop(changed)
+        return bool(changed)
+
+    def _drop(self, indices: list[int]) -> None:
+        for index in indices:
+            del self._outputs[index], self.ops[index]
+            self._aliases.pop(index, None)
+
+    def _is_changed(self, index: int) -> bool:
+        return any(version(alias) != then for alias, then in self._aliases.get(index, ()))
+
+    def conclude(self, needed: int) -> None:
+        """After the run: hand what is kept to the hooks around the region.
+
+        `needed` is how many operators had run when autograd last saved a tensor.
+        """
+        # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
+        self._drop([index for index in self._outputs if index >= needed])
+        moving = {tier: hooks_here(self._runtime, tier, 0) for tier in set(self._tiers.values())}
+        for index in list(self._outputs):
+            # No name here for the outputs: they move only if nobody but `Kept` holds them.
+            self._kept[index] = kept = _sealed(self._outputs.pop(index), moving.get(self._tiers.get(index, "")))
+            aliases = self._aliases.pop(index, [])
+            if not kept.through_hooks:  # or they would keep memory that the hooks let go of
+                self._aliases[index] = [(alias, version(alias)) for alias, _ in aliases]
+        for hooks in moving.values():
+            if hooks is not None:
+                hooks.leave()
+
+    def recomputed(self) -> dict[int, list[torch.Tensor]]:
+        """By operator, the tensors that a recompute of the region around this one brings back, all at once."""
+        return {index: kept.tensors() for index, kept in self._kept.items() if kept.by_recompute}
+
+    def replay(self, index: int, op: internals.OpOverload, recomputed: dict[int, list[torch.Tensor]]) -> Any:
+        """The recorded result of operator `index`, which is `op` in the recompute; `None` if it is to be computed.
+
+        Raises:
+            CorrectnessError: it was another operator in the run.
+        """
+        kept = self._kept.get(index)
+        if kept is None or self._is_changed(index):  # since the region has run, by whoever it was returned to
+            return None
+        if self.ops[index] is not op:
+            raise CorrectnessError(
+                f"the recompute differs from the run: operator {index} was {self.ops[index]} and is now {op}. A "
+                "checkpointed region must do the same at every run with the same inputs"
+            )
+        for generator, state in self.random_after.get(index, ()):
+            generator.set_state(state)
+        # Never the kept tensor itself: autograd will make it part of the recompute's graph, or change it in place.
+        copy = torch.Tensor.clone if index in self.changed_later else torch.Tensor.detach
+        remaining = iter([copy(output) for output in recomputed.get(index) or kept.tensors()])
+        form = self._forms[index]
+        if form is None:
+            return next(remaining)
+        return tuple(next(remaining) if constant is None else constant[0] for constant in form)
+
+
+def _sealed(outputs: list[torch.Tensor], hooks: Hooks | None) -> Kept:
+    versions = [tensor._version for tensor in outputs]
+    kept = Kept(outputs, hooks and (hooks.pack, hooks.unpack))
+    kept.seal(versions)
+    return kept
