@@ -3,22 +3,24 @@
 An operator that somebody chose gets kernels of ours at two dispatch keys for which PyTorch has names and no kernels.
 The one above autograd asks the watches, and the one below it gives autograd a result that a watch had instead of
 computing it. Both keys take part only in calls of a thread that is inside a watch, and let other operators through.
-Under somebody's dispatch mode a watch is a mode too, since operators go to modes before they go to the key below.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from memscale.core import found_once, internals
-from memscale.regions.uncompiled import OperatorWatch
+from memscale.regions.modes import dispatch_modes, only_watchers_since, without_outer_modes
 from memscale.regions.unrecorded import is_unrecorded
 
 _c = torch._C
+_NOTHING = nullcontext()
+_NONE: tuple[Any, ...] = ()
 _ABOVE, _BELOW = "TESTING_ONLY_GenericMode", "Fake"
 
 
@@ -37,14 +39,13 @@ class ChosenWatch:
 
     def __init__(self, ops: Collection[internals.OpOverload]) -> None:
         self.ops = ops
+        self.modes_around: tuple[Any, ...] = ()
         self._guards: list[Any] = []
 
     def __enter__(self) -> Any:
-        if _c._len_torch_dispatch_stack():
-            self._guards = [_Mode(self)]
-        else:
-            self._guards = [_c._IncludeDispatchKeyGuard(key) for key in _keys()]
-            _local.watches.append(self)
+        self.modes_around = dispatch_modes()
+        _local.watches.append(self)
+        self._guards = [_c._IncludeDispatchKeyGuard(key) for key in _keys()]
         for guard in self._guards:
             guard.__enter__()
         return self
@@ -52,8 +53,7 @@ class ChosenWatch:
     def __exit__(self, *error: object) -> None:
         for guard in reversed(self._guards):
             guard.__exit__(*error)
-        if self in _local.watches:
-            _local.watches.remove(self)
+        _local.watches.remove(self)
 
     def before(self, op: internals.OpOverload) -> Any:
         """Called before `op`: the result that it is to have without being run, or `None`."""
@@ -61,23 +61,6 @@ class ChosenWatch:
 
     def after(self, op: internals.OpOverload, result: Any) -> None:
         """Called with what `op` gave, in so far as it is run or answered for inside this watch."""
-
-
-class _Mode(OperatorWatch):
-    """A watch under other modes."""
-
-    def __init__(self, watch: ChosenWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func not in self._watch.ops or is_unrecorded():
-            return func(*args, **kwargs)
-        if (answer := self._watch.before(func)) is not None:
-            return answer
-        result = func(*args, **kwargs)
-        self._watch.after(func, result)
-        return result
 
 
 @found_once
@@ -118,15 +101,19 @@ def _asking(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
         # Operators that kernels call are no operators of the region. Nor do they tell of a change in place.
         if local.inside or _is_below_autograd() or is_unrecorded():
             return op.redispatch(keys & later, *args, **kwargs)
-        asked, answer = [], None
+        asked, answer, hidden_modes = [], None, _NONE
         for watch in reversed(local.watches):
-            if op in watch.ops:
+            if op in watch.ops and only_watchers_since(watch.modes_around):
                 if (answer := watch.before(op)) is not None:
+                    hidden_modes = watch.modes_around
                     break
                 asked.append(watch)
         local.inside, local.answer = True, None if answer is None else (op, answer)
         try:
-            result = op.redispatch(keys & later, *args, **kwargs)
+            # Operators go to modes before they go to the key below. Those around the watch are to see none that is not
+            # run: they count operators, or simulate them.
+            with without_outer_modes(hidden_modes) if hidden_modes else _NOTHING:
+                result = op.redispatch(keys & later, *args, **kwargs)
         finally:
             local.inside, local.answer = False, None
         for watch in asked:

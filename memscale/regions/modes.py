@@ -8,7 +8,8 @@ attention), so that the recompute runs under one that does nothing if the forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Modes(NamedTuple):
         if not _same(now.function, self.function):
             undo.append(lambda: _set_function(now.function))
             _set_function(self.function)
-        present = _dispatch_modes()
+        present = dispatch_modes()
         watching = [mode for mode in present if _watches(mode)]
         then = self.dispatch
         if self.dispatched and not then and not watching:
@@ -59,12 +60,35 @@ def modes() -> Modes:
         return _NONE
     return Modes(
         tuple([_c._get_function_stack_at(index) for index in range(functions)]),
-        tuple([mode for mode in _dispatch_modes() if not _watches(mode)]),
+        tuple([mode for mode in dispatch_modes() if not _watches(mode)]),
         dispatches > 0,
     )
 
 
-def _dispatch_modes() -> tuple[Any, ...]:
+def only_watchers_since(then: tuple[Any, ...]) -> bool:
+    """Whether the dispatch modes that are on beyond those of `then` only watch: others may run an operator themselves.
+
+    Where those are not on, somebody has switched them off, to be seen by none.
+    """
+    if not _c._len_torch_dispatch_stack():
+        return not then
+    now = dispatch_modes()
+    return _same(now[: len(then)], then) and all(map(_watches, now[len(then) :]))
+
+
+@contextmanager
+def without_outer_modes(outer: tuple[Any, ...]) -> Iterator[None]:
+    """Run the body without the dispatch modes `outer`, the outermost ones."""
+    present = dispatch_modes()
+    _set_dispatch(present[len(outer) :])
+    try:
+        yield
+    finally:
+        _set_dispatch(present)
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """Those that are on here now, outermost first."""
     return tuple([_c._get_dispatch_stack_at(index) for index in range(_c._len_torch_dispatch_stack())])
 
 
@@ -85,7 +109,7 @@ def _set_function(stack: tuple[Any, ...]) -> None:
 
 def _set_dispatch(stack: tuple[Any, ...]) -> None:
     # Held meanwhile: PyTorch frees a mode that nothing but its stack holds before it returns it (a crash on 2.10).
-    leaving = _dispatch_modes()
+    leaving = dispatch_modes()
     for _ in leaving:
         _pop_mode()
     for mode in stack:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -69,7 +70,7 @@ def test_a_region_runs_without_a_dispatch_mode_and_repeats_no_product(weights):
 @pytest.mark.parametrize("outer", [False, True], ids=["inside", "around"])
 def test_each_call_is_seen_once_under_modes(outer, weights):
     weight, _ = weights
-    watch, modes = Seen(), Modes()
+    watch, modes = Seen(), Modes() if outer else FlopCounterMode(display=False)
     for entered in [modes, watch] if outer else [watch, modes]:
         entered.__enter__()
     try:
@@ -77,9 +78,16 @@ def test_each_call_is_seen_once_under_modes(outer, weights):
     finally:
         for entered in [watch, modes] if outer else [modes, watch]:
             entered.__exit__(None, None, None)
-    assert (watch.calls, modes.calls) == (1, 2)
+    assert watch.calls == 1
+    assert modes.calls == 2 if outer else modes.get_total_flops() == 2 * 8**3
     weight @ weight
     assert watch.calls == 1
+
+
+def test_what_another_mode_runs_for_itself_is_no_call_of_the_region(weights):
+    with Seen() as watch, FakeTensorMode(allow_non_fake_inputs=True):
+        torch.empty(3, 3) @ torch.empty(3, 3)
+    assert watch.calls == 0
 
 
 def _bias_in_place(x, weight, bias):
