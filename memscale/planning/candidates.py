@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
 # where nothing fits otherwise: as many pieces take as many times as long to simulate.
 _CHUNKS, _FINE_CHUNKS = 4, 16
 _HEAD_CHUNKS = (4, 16, 64)
-# Of a piece of a whole part: whether its rows are independent is shown with them.
+# Of a piece of a whole part: one row would be a product of a vector, as slow as one of several.
 _FEWEST_ROWS = 2
 
 # Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
@@ -135,13 +136,13 @@ class Menu:
                 if others:
                     yield Candidate((*others, (child, pieces)))
         if may("tile") and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
-            # By size: whatever rows the part has, its first piece shows whether they are independent.
-            size = max(_FEWEST_ROWS, self.rows // _CHUNKS)
-            yield Candidate(((whole, tile(size=size)),))
+            # In a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
+            cut_in = partial(tile, chunks=min(_CHUNKS, self.rows // _FEWEST_ROWS), **_dims(part.module))
+            yield Candidate(((whole, cut_in()),))
             if self.fine:
-                yield Candidate(((whole, tile(size=max(_FEWEST_ROWS, self.rows // _FINE_CHUNKS))),))
+                yield Candidate(((whole, cut_in(chunks=min(_FINE_CHUNKS, self.rows // _FEWEST_ROWS))),))
             for policy in kept if may("checkpoint") else ():
-                yield Candidate(((whole, compose(tile(size=size, recompute=False), checkpoint(policy=policy))),))
+                yield Candidate(((whole, compose(cut_in(recompute=False), checkpoint(policy=policy))),))
         if may("offload"):
             yield Candidate(((whole, offload()),))
             if may("checkpoint"):
@@ -179,6 +180,15 @@ class Menu:
             for inside, each in candidate.rules
         ]
         return Candidate(tuple(rules))
+
+
+def _dims(module: nn.Module) -> dict[str, Any]:
+    """Where the rows of a module's arguments and results are, where that is not in front."""
+    if not isinstance(module, nn.RNNBase):
+        return {}
+    rows = 0 if module.batch_first else 1
+    # States have the layers in front.
+    return {"in_dims": rows, "out_dims": (rows, (1, 1) if isinstance(module, nn.LSTM) else 1)}
 
 
 def _technique(transform: Transform) -> str:

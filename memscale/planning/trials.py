@@ -179,7 +179,7 @@ class TrialSteps:
 def _cuts(candidate: Candidate) -> list[Cutting]:
     """What it cuts, by path relative to the part, and how, whatever the sizes of the pieces."""
     return [
-        (inside, tile(chunks=2, dim=getattr(each, "dim", 0)))
+        (inside, tile(chunks=2, **{name: getattr(each, name) for name in ("dim", "in_dims", "out_dims")}))
         for inside, how in candidate.rules
         for each in chain(how)
         if each.spelling == "tile"

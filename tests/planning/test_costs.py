@@ -53,7 +53,7 @@ def test_blocks_that_are_cut_pass_on_one_gradient():
     """Each makes a tensor for it, in place of the one before it: as many as blocks would be a tenth of this peak."""
     search = _searched(nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(5)]), torch.ones(16, 32, 32))
     costs = search.costs
-    cut = [next(at for at, each in enumerate(menu) if str(each) == "tile(size=4)") for menu in costs.candidates[:-1]]
+    cut = [next(at for at, each in enumerate(menu) if str(each) == "tile(chunks=4)") for menu in costs.candidates[:-1]]
     choice = (*cut, 0)
     peak = search.prove(choice).profile.peak_bytes
     assert peak <= costs.held_bytes(choice).max() <= 1.03 * peak

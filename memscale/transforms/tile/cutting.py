@@ -112,7 +112,7 @@ class Joined:
     def add(self, output: Any, start: int, length: int) -> None:
         leaves, spec = pytrees.flatten(output)
         leaves = [_real(leaf) for leaf in leaves]
-        dims = self._dims(output, leaves, length)
+        dims = self.dims(output, leaves, length)
         first = self._spec is None
         if first:
             self._spec = spec
@@ -156,11 +156,16 @@ class Joined:
             self._leaves[index] = sink.result()
         return pytrees.unflatten(self._spec, self._leaves)
 
-    def _dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
+    def dims(self, output: Any, leaves: list[Any], length: int) -> dict[int, int]:
+        """Along which dimension each of the leaves of a piece's output is put beside those of the others, by number."""
         if self._how.out_dims is not ...:
             wanted: list[Any] = []
             _broadcast(self._how.out_dims, output, wanted)
-            return {i: d for i, d in enumerate(wanted) if d is not None and isinstance(leaves[i], torch.Tensor)}
+            return {
+                i: d % max(1, leaves[i].dim())
+                for i, d in enumerate(wanted)
+                if d is not None and isinstance(leaves[i], torch.Tensor)
+            }
         dim = self._how.dim
         return {
             index: dim % leaf.dim()

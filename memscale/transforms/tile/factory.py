@@ -193,7 +193,8 @@ class Tiled(Transformed):
             return self.body(*args, **kwargs)
         if independence.is_wanted():
             parts = [self.fn, *self.captured]
-            return independence.prove(self.body, parts, Scope(self.fn), cut, self.how.dim, repr(self.how))
+            joined = Joined(self.how, cut.total, thrifty=False)
+            return independence.prove(self.body, parts, Scope(self.fn), cut, joined, repr(self.how))
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         compiling = torch.compiler.is_compiling()
         thrifty = not (compiling or functorch_state.active())

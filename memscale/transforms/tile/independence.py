@@ -17,13 +17,17 @@ import torch
 
 from memscale.core import TransformError, pytrees
 from memscale.regions import Scope, is_unrecorded, put_back, rewinding
-from memscale.transforms.tile.cutting import Cut
+from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
 from memscale.transforms.tile.rowwise import RowwiseWatch, names
 
 #: Of one row nothing tells where a view puts it among other dimensions of size one, and one of them is left out.
 FEWEST_ROWS = 3
+
+
+# What fills a tensor with one number, which `told` tells.
+_FILLED = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "ones", "full"))
 
 
 class _Local(threading.local):
@@ -79,10 +83,18 @@ class IndependenceWatch(RowwiseWatch):
             return super().on_call(func, args, kwargs)
         given = arguments_of(func, args, kwargs)
         rule = rule_of(func)
+        before = self._rows(given.get("self"))
         if not any(map(self._rows, pytrees.tensors((args, kwargs)))):
             if rule is None and draws(func):
                 raise self._unproven(func)
             result = super().on_call(func, args, kwargs)
+            # States begin with zeros, as many as there are rows. A length that is theirs by chance is another one of
+            # the two runs, which then differ.
+            if func in _FILLED and result.shape.count(self._count) == 1:
+                filled = Rows(result.shape.index(self._count))
+                self._note(result, filled)
+                self.done.append(f"{told(func, given)} {_beside(result, filled)}")
+                return result
             self.done.append(f"{told(func, given)} {[list(each.shape) for each in pytrees.tensors(result)]}")
             return result
         written = [
@@ -94,26 +106,35 @@ class IndependenceWatch(RowwiseWatch):
         if rule is None or not all(map(self._rows, pytrees.tensors(written))):
             raise self._unproven(func)
         result = super().on_call(func, args, kwargs)
-        place = rule(Call(given, result, self._count, self._rows))
-        if place is None:
+        if torch.Tag.inplace_view in func.tags and before is not None:
+            self._note(given["self"], before)  # the same tensor, under another shape
+        found = rule(Call(given, result, self._count, self._rows))
+        if found is None:
             raise self._unproven(func)
         self.done.append(told(func, given))
-        for number, tensor in enumerate(pytrees.tensors(result)):
+        tensors = pytrees.tensors(result)
+        places = found if isinstance(found, tuple) else [found] * len(tensors)
+        for number, (tensor, place) in enumerate(zip(tensors, places, strict=False)):
+            if place is None:
+                continue
             has_rows = tensor.dim() > place.dim and tensor.shape[place.dim] == self._count * place.each * place.over
             if number == 0 and not has_rows:
                 raise self._unproven(func)
             if has_rows:
                 self._note(tensor, place)
-            self.done.append(f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}")
+            self.done.append(_beside(tensor, place))
         return result
 
-    def check(self, outputs: Any, dim: int, before: Collection[Any]) -> None:
-        """Raise `TransformError` if one of the region's outputs is not made of its rows along `dim`, the first first.
+    def check(self, outputs: Any, dims: Mapping[int, int], before: Collection[Any]) -> None:
+        """Raise `TransformError` if one of the region's outputs is not made of its rows, the first first, along the
+        dimension that `dims` have for its number.
 
         Nor may a backward since the nodes of autograd `before` be one that is not PyTorch's own.
         """
-        for tensor in pytrees.tensors(outputs):
-            if self._rows(tensor) != Rows(dim % max(1, tensor.dim())):
+        for number, tensor in enumerate(pytrees.flatten(outputs)[0]):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if number not in dims or self._rows(tensor) != Rows(dims[number]):
                 raise TransformError(
                     f"{self._what}: an output of shape {list(tensor.shape)} is not known to be made of the rows"
                 )
@@ -135,7 +156,7 @@ class IndependenceWatch(RowwiseWatch):
         return self._places.get(_identity(tensor)) if isinstance(tensor, torch.Tensor) else None
 
 
-def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, out_dim: int, what: str) -> Any:
+def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, joined: Joined, what: str) -> Any:
     """What a region computes of all its rows, which are shown to be independent.
 
     Args:
@@ -143,19 +164,19 @@ def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, out
         parts: the functions and modules that it is made of.
         scope: what it reaches.
         cut: its arguments, and which of them have rows along which dimension.
-        out_dim: along which its outputs have them.
+        joined: how its outputs would be put together.
         what: the transform that would cut it.
 
     Raises:
         TransformError: an operator couples its rows, or is not known not to, or what is computed depends on how many
             there are, or they are fewer than `FEWEST_ROWS`.
     """
-    leaves, dims, total = cut.leaves, cut.dims, cut.total
+    leaves, total = cut.leaves, cut.total
     if total < FEWEST_ROWS:
         raise TransformError(f"{what}: {total} rows are too few to show that they are independent")
     if names(parts, "register_hook"):
         raise TransformError(f"{what}: a hook on a gradient is not known to compute each row by itself")
-    whole = [leaf for at, leaf in enumerate(leaves) if at not in dims and isinstance(leaf, torch.Tensor)]
+    whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
     rewind = rewinding(scope.modules)
     done: list[list[str]] = []
     for count in (total - 1, total):
@@ -163,17 +184,23 @@ def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, out
         rewind()
         # Copies, since operators ask whether a tensor is in one piece.
         given = list(leaves)
-        for at, dim in dims.items():
+        for at, dim in cut.dims.items():
             given[at] = leaves[at].narrow(dim, 0, count).clone(memory_format=torch.contiguous_format)
         args, kwargs = pytrees.unflatten(cut.spec, given)
-        with IndependenceWatch(scope, whole, {given[at]: dim for at, dim in dims.items()}, what) as watch:
+        with IndependenceWatch(scope, whole, {given[at]: dim for at, dim in cut.dims.items()}, what) as watch:
             result = run(*args, **kwargs)
-        watch.check(result, out_dim, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})
+        dims = joined.dims(result, pytrees.flatten(result)[0], count)
+        watch.check(result, dims, {each.grad_fn for each in given if isinstance(each, torch.Tensor)})
         done.append(watch.done)
     for one, other in itertools.zip_longest(*done, fillvalue="nothing"):
         if one != other:
             raise TransformError(f"{what}: what is computed depends on how many rows there are ({one}; {other})")
     return result
+
+
+def _beside(tensor: torch.Tensor, place: Rows) -> str:
+    """A place, and what a tensor is long along its other dimensions."""
+    return f"{place} {[size for dim, size in enumerate(tensor.shape) if dim != place.dim]}"
 
 
 def _nodes(root: Any, before: Collection[Any]) -> Iterator[Any]:

@@ -51,8 +51,9 @@ class Call:
         return [dim % max(1, tensor.dim()) for dim in found] if found else None
 
 
-#: Where the results of a call have the rows, None where that is not known.
-Rule = Callable[[Call], Rows | None]
+#: Where the results of a call have the rows, None where that is not known. Where they differ, one by one: of a result
+#: that has none nothing is said, since only backward sees it.
+Rule = Callable[[Call], "Rows | tuple[Rows | None, ...] | None"]
 
 
 def _of_one(rule: Callable[[Call, torch.Tensor, Rows], Rows | None]) -> Rule:
@@ -227,17 +228,34 @@ def _padded(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     return rows if rows.dim < tensor.dim() - len(call.given["pad"]) // 2 else None
 
 
+def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
+    """`mkldnn_rnn_layer`: one layer, always time first."""
+    states = [call.rows(call.given[name]) for name in ("hx_", "cx_")]
+    if call.rows(call.given["input"]) != Rows(1) or states != [Rows(0)] * 2 or call.given["batch_sizes"]:
+        return None
+    return Rows(1), Rows(0), Rows(0), None
+
+
+def _recurrent_on_card(call: Call) -> tuple[Rows | None, ...] | None:
+    """`_cudnn_rnn`: all layers, with what backward needs behind the states."""
+    given, place = call.given, Rows(0 if call.given["batch_first"] else 1)
+    states = [call.rows(given[name]) for name in ("hx", "cx") if given.get(name) is not None]
+    if call.rows(given["input"]) != place or any(each != Rows(1) for each in states) or given["batch_sizes"]:
+        return None
+    return None if given["train"] and given["dropout"] else (place, Rows(1), Rows(1) if len(states) > 1 else None)
+
+
 _RULES: dict[str, Rule] = {
     f"aten::{name}": rule
     for names, rule in (
         ("clone _to_copy detach alias contiguous lift_fresh zeros_like ones_like empty_like full_like", _as_before),
         ("view _unsafe_view _reshape_alias reshape", _viewed),
-        ("permute transpose t", _permuted),
+        ("permute transpose transpose_ t", _permuted),
         ("unsqueeze", _unsqueezed),
         ("squeeze", _squeezed),
         ("expand", _expanded),
         ("select unbind", _without),
-        ("slice split split_with_sizes chunk topk sort cumsum", _along()),
+        ("slice split unsafe_split split_with_sizes chunk topk sort cumsum", _along()),
         ("_softmax _log_softmax _safe_softmax glu", _along()),
         ("flip roll", _along("dims")),
         ("sum mean amax amin prod var std var_mean max min logsumexp linalg_vector_norm argmax argmin", _reduced),
@@ -255,6 +273,8 @@ _RULES: dict[str, Rule] = {
             _first("self"),
         ),
         ("embedding", _looked_up),
+        ("mkldnn_rnn_layer", _recurrent_on_cpu),
+        ("_cudnn_rnn", _recurrent_on_card),
         ("tril triu", _lower),
         ("constant_pad_nd", _padded),
         (

@@ -14,6 +14,8 @@ from tests.support.models import TransformerBlock
 ROWS, TOKENS, WIDTH = 8, 6, 4
 torch.manual_seed(0)
 WEIGHT, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(TOKENS, TOKENS)
+LSTM, GRU = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.GRU(WIDTH, WIDTH, batch_first=True)
+TIME_FIRST = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
 
 
 def _heads(x):
@@ -45,6 +47,8 @@ INDEPENDENT = {
     "in the middle, and folded with the tokens": lambda x: (
         (x.transpose(0, 1).reshape(-1, WIDTH) @ WEIGHT).view(TOKENS, len(x), WIDTH)
     ).transpose(0, 1),
+    "recurrent": lambda x: LSTM(x)[0] + GRU(x)[0],
+    "recurrent, time first": lambda x: TIME_FIRST(x.transpose(0, 1))[0].transpose(0, 1)[..., :WIDTH],
     "padded": lambda x: F.max_pool2d(F.pad(x, (1, 1))[:, None], 2),
 }
 
@@ -67,6 +71,20 @@ def test_a_block_is_proven_with_its_parameters(kind):
         torch.testing.assert_close(ms.tile(size=2)(block)(x), block(x))
 
 
+@pytest.mark.parametrize(("layer", "rows"), [(LSTM, 0), (GRU, 0), (TIME_FIRST, 1)], ids=["LSTM", "GRU", "time first"])
+def test_a_recurrent_layer_is_proven_and_cut_with_its_states(layer, rows):
+    x = torch.randn(ROWS, TOKENS, WIDTH)
+    dims = {"in_dims": rows, "out_dims": (rows, 1 if layer is GRU else (1, 1))}
+    with proven_rows():
+        ms.tile(chunks=2, **dims)(layer)(x)
+        with pytest.raises(ms.TransformError, match="not known to be made of the rows"):
+            ms.tile(chunks=2, **dims | {"out_dims": 0})(layer)(x)  # states have the layers in front
+    whole, pieces = layer(x), ms.tile(chunks=2, **dims)(layer)(x)
+    torch.testing.assert_close(pieces, whole)
+    gradients = [torch.autograd.grad(found[0].square().sum(), list(layer.parameters())) for found in (pieces, whole)]
+    torch.testing.assert_close(*gradients)
+
+
 COUPLED = {
     "softmax over them": lambda x: x.softmax(0),
     "their mean": lambda x: x - x.mean(0),
@@ -79,6 +97,9 @@ COUPLED = {
     "a view across them": lambda x: x.reshape(TOKENS, len(x), WIDTH).softmax(0).reshape(x.shape),
     "attention between them": lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
     "a softmax after they were turned": lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1),
+    "as many ones": lambda x: x / torch.ones(len(x)).sum(),
+    "one after the other, with what is kept": lambda x: TIME_FIRST(x)[0],
+    "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, 1, 4).expand(1, len(x), 4).contiguous(),) * 2)[0],
     "where they are in the piece": lambda x: x + torch.arange(len(x))[:, None, None],
     "their number": lambda x: x + torch.ones(len(x), 1, 1).cumsum(0),
     "random numbers": lambda x: F.dropout(x, 0.5),
@@ -110,7 +131,6 @@ NUMBERED = {
     "clamped by it": lambda x: x.clamp(max=1 / len(x)),
     "filled with it": lambda x: x + torch.full((1, WIDTH), float(len(x))),
     "a tensor of it": lambda x: x * torch.tensor(float(len(x))),
-    "as many ones": lambda x: x / torch.ones(len(x)).sum(),
     "turned by it": lambda x: x.roll(len(x), 1),
     "that token": lambda x: x + x.select(1, len(x) % TOKENS)[:, None],
     "another way for few": lambda x: x * 2.0 if len(x) > ROWS - 1 else x * 2.0 * 1.0,
@@ -202,7 +222,7 @@ def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
     model = nn.Sequential(*[_Block(coupled) for _ in range(4)])
     engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
     candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
-    assert ("tile(size=4)" in candidates) is not coupled
+    assert ("tile(chunks=4)" in candidates) is not coupled
     assert (
         any("not known to compute each row" in reason for reason in engine.searches[0].costs.rejected.values())
         is coupled
@@ -214,6 +234,6 @@ def test_a_plan_cuts_nothing_that_computes_with_the_number_of_rows():
     model = nn.Sequential(*[_Block(False, numbered=True) for _ in range(4)])
     engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
     candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
-    assert "tile(size=4)" not in candidates
+    assert "tile(chunks=4)" not in candidates
     assert any("checkpoint" in each for each in candidates)
     assert any("how many rows there are" in reason for reason in engine.searches[0].costs.rejected.values())
