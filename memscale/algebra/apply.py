@@ -181,6 +181,12 @@ def _check_model(verb: str, model: Any) -> None:
             f"{verb}(model, plan) takes a torch.nn.Module, got {type(model).__name__}; "
             "apply a transform to a plain function by calling it: checkpoint()(fn)"
         )
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise TransformError(
+            f"{verb}(model, plan): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
+            "through the model first, and transform it then"
+        )
 
 
 def _sharded_in(model: nn.Module) -> str | None:

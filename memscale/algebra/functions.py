@@ -94,7 +94,8 @@ def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
         if isinstance(module, torch.jit.ScriptModule):
             memo[id(module)] = module  # lives in C++: it is shared, and cannot be a region
             continue
-        memo[id(module)] = module.__class__.__new__(module.__class__)
+        # Not `__new__` of the class: that of a `torch.fx.GraphModule` makes another class, without its forward.
+        memo[id(module)] = object.__new__(module.__class__)
     for module in root.modules():
         copy = memo[id(module)]
         if copy is not module:

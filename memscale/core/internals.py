@@ -132,6 +132,7 @@ INTERNALS = tuple(
         (f"{_C}_set_fp32_precision_setter", "that flag, as in the forward", _R, "the older flags say it"),
         ("torch._fused_sdp_choice", "attention's kernels in their order", _R),
         ("torch.mps._get_default_mps_generator", "random numbers on a Mac", _R, "regions on `mps` are refused"),
+        ("torch.autograd.forward_ad._current_level", "whether tensors carry tangents", _R),
         # torch.compile.
         (f"{_C}_dynamo.eval_frame.get_eval_frame_callback", "whether a compiler is at work", _R),
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),

@@ -125,7 +125,7 @@ def _known(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, tuple[st
     for key, argument in kwargs.items():
         for tensor in pytrees.tensors(argument):
             add(tensor, "argument", key)
-    scope = Scope(fn)
+    scope = Scope(fn, reruns=False)
     for module in scope.modules[:1]:
         for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
             add(tensor, "captured", path)

@@ -6,9 +6,9 @@ from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
 from memscale.regions.randomness import counted_states
-from memscale.regions.remembered import Remembered, arguments
+from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.rewind import Rewind
-from memscale.regions.saved_tensors import hooks_around, recomputes, recomputing
+from memscale.regions.saved_tensors import hooks_around, naming_refused_hooks, recomputes, recomputing
 from memscale.regions.scope import (
     NOWHERE,
     Attributes,
@@ -60,11 +60,13 @@ __all__ = [
     "is_stand_in",
     "is_unrecorded",
     "moved",
+    "naming_refused_hooks",
     "origin_of",
     "put_back",
     "read",
     "recomputes",
     "recomputing",
+    "refuse_iterators",
     "refused",
     "rewinding",
     "stand_for",

@@ -58,7 +58,7 @@ class Environment:
         self._settings = _settings(self._kinds)
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
-        self._global_hooks = _global_hooks()
+        self._global_hooks = global_hooks()
         self.uses_host_random = False
 
     def conclude(self) -> None:
@@ -111,7 +111,7 @@ class Environment:
         if parametrize._cache_enabled or self._parametrizations is not None:  # `parametrize.cached()`
             undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
             _set_parametrizations(self._parametrizations is not None, dict(self._parametrizations or {}))
-        if (hooks := _global_hooks()) != self._global_hooks:
+        if (hooks := global_hooks()) != self._global_hooks:
             undo.append(partial(_set_global_hooks, hooks))
             _set_global_hooks(self._global_hooks)
         self._modes.enter(undo)
@@ -249,7 +249,7 @@ _GLOBAL_HOOKS: Any = (
 )
 
 
-def _global_hooks() -> tuple[dict[int, Any], ...]:
+def global_hooks() -> tuple[dict[int, Any], ...]:
     """The hooks of all modules, but for those by which tools of PyTorch follow what runs."""
     if not any(_GLOBAL_HOOKS):
         return _NO_HOOKS

@@ -35,6 +35,11 @@ def active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def forward_ad() -> bool:
+    """Whether tensors here may carry tangents: inside `torch.autograd.forward_ad.dual_level`, or under `jvp`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def inside_region() -> bool:
     """Whether a region is running or recomputing under `torch.func` here."""
     return _local.inside

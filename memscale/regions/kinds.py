@@ -26,6 +26,7 @@ class Sort(enum.Enum):
     CONTAINER = "by its items; made again for a rerun"
     OBJECT = "by its attributes, and its items if it is a container too"
     SCOPE = "as if the region captured it"
+    ITERATOR = "not at all: a rerun would go on where the run has stopped"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -39,9 +40,11 @@ def sort_of(kind: Any) -> Sort:
         return Sort.SCOPE
     if issubclass(kind, (nn.Module, torch.Generator)):
         return Sort.SCOPE
-    if issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE:
-        return Sort.VALUE
-    if kind.__dictoffset__ or slots(kind) or issubclass(kind, (list, dict, set, deque)):
+    is_left_alone = issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE
+    step = getattr(kind, "__next__", None)
+    if step is not None and (is_left_alone or type(step) is not types.FunctionType):  # what it is at, no attribute says
+        return Sort.ITERATOR
+    if not is_left_alone and (kind.__dictoffset__ or slots(kind) or issubclass(kind, (list, dict, set, deque))):
         return Sort.OBJECT
     return Sort.VALUE
 

@@ -33,11 +33,23 @@ def arguments(args: Any, kwargs: Any, scope: Scope) -> Outlined | Flat | Remembe
     if (found := outlined(args, kwargs, scope)) is not None:
         return found
     leaves, spec = pytrees.flatten((args, kwargs))
+    refuse_iterators(leaves)
     for leaf in leaves:
         kind: Any = type(leaf)
         if not isinstance(leaf, torch.Tensor) and sort_of(kind) is not Sort.VALUE:
             return Remembered((args, kwargs), scope)
     return Flat(leaves, spec)
+
+
+def refuse_iterators(leaves: list[Any]) -> None:
+    """Raise `TransformError` if an argument of a region that runs more than once can be gone through only once."""
+    for leaf in leaves:
+        kind: Any = type(leaf)
+        if not isinstance(leaf, torch.Tensor) and sort_of(kind) is Sort.ITERATOR:
+            raise TransformError(
+                f"the region is given an iterator, a {kind.__name__}, and runs more than once, where its items are "
+                "used up after the first; give it a list of them"
+            )
 
 
 _TENSOR = object()  # marks a tensor's position among the leaves
@@ -224,7 +236,7 @@ class _Walk:
             return slot
         kind: Any = type(value)
         sort = sort_of(kind)
-        if sort is Sort.VALUE or (self._scope is not None and self._scope.covers(value)):
+        if sort in (Sort.VALUE, Sort.ITERATOR) or (self._scope is not None and self._scope.covers(value)):
             return value
         if sort is Sort.TUPLE:
             items = [self._mark(item, owner) for item in value]

@@ -7,12 +7,37 @@ from typing import Any, TypeVar
 
 import torch
 
+from memscale.core import TransformError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hooks_around() -> Any:
     """What autograd calls here with each tensor that it would save, and with each that backward asks for; or `None`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class naming_refused_hooks:
+    """Run a region of the transform `how`, which needs saved-tensor hooks for what it does, `doing`.
+
+    Raises:
+        TransformError: the region uses a transform of `torch.func`, which refuses hooks.
+    """
+
+    __slots__ = ("_doing", "_how")
+
+    def __init__(self, how: object, doing: str) -> None:
+        self._how, self._doing = how, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if type(error) is RuntimeError and "saved tensor hooks" in str(error):
+            raise TransformError(
+                f"the region of {self._how!r} uses a transform of torch.func, which refuses the saved-tensor hooks "
+                f"that {self._doing} needs; leave it out of this region, or use torch.autograd.grad there"
+            ) from error
 
 
 def recomputing(unpack: F) -> F:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import Assembled
+from memscale.core import Assembled, TransformError
+from memscale.regions.environment import global_hooks
 from memscale.regions.views import ABSENT, lasting
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
@@ -169,6 +170,13 @@ def as_it_was(scope: Scope) -> Iterator[None]:
 class Scope:
     """The modules and places that a function depends on, with what they hold at this moment.
 
+    Args:
+        fn: the function.
+        reruns: whether it is to be run again, or only looked at.
+
+    Raises:
+        TransformError: it is to be run again, and has state that cannot be put back.
+
     Attributes:
         modules: every module reached, once each.
         places: where dependencies are stored.
@@ -180,9 +188,21 @@ class Scope:
         registered: by position, the module and the name of a table that was empty at this moment.
     """
 
-    __slots__ = ("_seen", "contents", "generators", "hooks", "modules", "places", "registered", "shared", "tensors")
+    __slots__ = (
+        "_reruns",
+        "_seen",
+        "contents",
+        "generators",
+        "hooks",
+        "modules",
+        "places",
+        "registered",
+        "shared",
+        "tensors",
+    )
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *, reruns: bool = True) -> None:
+        self._reruns = reruns
         self.modules: list[nn.Module] = []
         self.places: list[Place] = []
         self.contents: list[Content] = []
@@ -193,6 +213,9 @@ class Scope:
         self.registered: dict[int, tuple[nn.Module, str]] = {}
         self._seen: set[int] = set()
         self._visit(fn, None)
+        for table in global_hooks():
+            for hook in table.values():
+                self._visit(hook, NOWHERE)
 
     def describe(self, position: int, key: Any) -> str:
         """What an error calls the tensor with that key in that place."""
@@ -282,6 +305,15 @@ class Scope:
             if id(module) in self._seen:
                 continue
             self._seen.add(id(module))
+            if isinstance(module, torch.jit.ScriptModule):
+                if self._reruns:
+                    raise TransformError(
+                        f"the region has a module of TorchScript, {module.original_name}, whose state lives in C++, "
+                        "where a rerun cannot put it back; transform the regions around it, or use the module that "
+                        "was scripted"
+                    )
+                self._add({**dict(module.named_parameters()), **dict(module.named_buffers())})
+                continue
             own = module.__dict__
             self.modules.append(module)
             content = {key: value for key, value in own.items() if key not in _INTERNAL}

@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -311,3 +312,24 @@ def test_compiled_side_effects_happen_once():
 def test_a_runtime_that_is_none_is_refused():
     with pytest.raises(ms.TransformError, match=r"transform\(runtime='x'\) must be a memscale.runtime.Runtime"):
         ms.transform(nn.Linear(1, 1), {"": ms.offload()}, runtime="x")
+
+
+def test_a_module_of_torch_fx_keeps_its_forward():
+    """The class of each graph module makes another class when it is asked for a new object."""
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    x = torch.ones(3, 2)
+    for pattern in ("", "0"):
+        fit = ms.transform(model, {pattern: ms.checkpoint()})
+        assert type(fit) is type(model)
+        assert torch.equal(fit(x), model(x))
+
+
+def test_a_lazy_module_is_refused_until_it_has_shapes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that lazy modules are new
+        model = nn.Sequential(nn.LazyLinear(2), nn.Tanh())
+    with pytest.raises(ms.TransformError, match=r"'0\.weight' has no shape yet.*run a batch through the model first"):
+        ms.transform(model, {"*": ms.checkpoint()})
+    model(torch.ones(1, 3))
+    ms.transform(model, {"*": ms.checkpoint()})(torch.ones(1, 3)).sum().backward()
+    assert model[0].weight.grad.shape == (2, 3)

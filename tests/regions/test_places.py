@@ -174,3 +174,40 @@ def test_a_sparse_buffer_is_no_obstacle():
         return bits([p.grad for p in model.parameters()])
 
     assert step(ms.checkpoint()) == step(ms.identity)
+
+
+def test_a_buffer_that_takes_its_shape_from_the_first_batch():
+    """As the observers of quantisation-aware training do."""
+
+    class Observed(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            self.largest.resize_(y.shape[1]).copy_(y.detach().amax(0) + (self.largest.sum() if self.seen else 0))
+            self.seen = True
+            return torch.sin(y * self.largest.clone())
+
+    def steps(how):
+        torch.manual_seed(0)
+        model, found = Observed(2, 2), []
+        model.seen = False
+        model.register_buffer("largest", torch.empty(0))
+        region = how(model)
+        for _ in range(3):
+            region(torch.ones(3, 2)).sum().backward()
+            found += [*[p.grad.clone() for p in model.parameters()], model.largest.clone()]
+        return bits(found)
+
+    assert steps(ms.checkpoint()) == steps(ms.identity)
+
+
+def test_what_a_hook_of_all_modules_collects_is_collected_once():
+    def step(how):
+        model, seen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+        try:
+            how(model)(torch.ones(1, 2)).sum().backward()
+        finally:
+            handle.remove()
+        return seen
+
+    assert step(ms.checkpoint()) == step(ms.identity)

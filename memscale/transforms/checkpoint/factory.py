@@ -23,7 +23,7 @@ from memscale.policies import (
     check_policy,
     nothing_saveable,
 )
-from memscale.regions import functorch_state, without_dynamo
+from memscale.regions import functorch_state, naming_refused_hooks, without_dynamo
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
@@ -122,8 +122,11 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
     if functorch_state.active():
         return functorch.run(self.fn, args, kwargs)
+    if functorch_state.forward_ad():  # a rerun after the level would save nothing of the tangents
+        return self.fn(*args, **kwargs)
     record = None if isinstance(policy, NothingSaveable) else functools.partial(_recorder, policy, self.runtime)
-    return recompute.run(self.fn, record, self.memory, args, kwargs)
+    with naming_refused_hooks(self.how, "recomputing"):
+        return recompute.run(self.fn, record, self.memory, args, kwargs)
 
 
 def _recorder(

@@ -32,6 +32,7 @@ from memscale.regions import (
     functorch_state,
     holds,
     read,
+    refuse_iterators,
     write,
 )
 
@@ -52,6 +53,7 @@ class _Call:
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
         self.scope = Scope(fn)
+        refuse_iterators(pytrees.flatten((args, kwargs))[0])
         self.call = Remembered((args, kwargs), self.scope, hold=True)
         self.environment: Environment | None = None
         # Each distinct tensor is one input, however often it is reached: tied weights get one summed gradient.

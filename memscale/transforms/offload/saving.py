@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from memscale.core import TransformError, internals
-from memscale.regions import Streams, unrecorded
+from memscale.core import internals
+from memscale.regions import Streams, naming_refused_hooks, unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 from memscale.transforms.offload.levels import LevelHooks
 
@@ -28,14 +28,8 @@ def saving_by(hooks: Hooks | LevelHooks | None, how: object) -> Iterator[None]:
         return
     _autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" in str(error) and not isinstance(error, TransformError):
-            raise TransformError(
-                f"the region of {how!r} uses a transform of torch.func, which refuses the saved-tensor hooks that "
-                "offloading needs; leave offload() out of this region"
-            ) from error
-        raise
+        with naming_refused_hooks(how, "offloading"):
+            yield
     finally:
         _autograd._pop_saved_tensors_default_hooks()
         hooks.leave()

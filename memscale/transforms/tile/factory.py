@@ -186,6 +186,9 @@ class Tiled(Transformed):
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """What a call computes, once the question of a compiler is settled."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not functorch_state.active() and functorch_state.forward_ad():
+            return self.fn(*args, **kwargs)  # what puts pieces together knows nothing of tangents
         if self._is_projection(args, kwargs):
             return defer(self.fn, args[0], self.how)
         cut = Cut(self.how, args, kwargs)
@@ -196,7 +199,6 @@ class Tiled(Transformed):
             joined = Joined(self.how, cut.total, thrifty=False)
             return independence.prove(self.body, parts, Scope(self.fn), cut, joined, repr(self.how))
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
-        compiling = torch.compiler.is_compiling()
         thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
         joined = Joined(self.how, cut.total, thrifty=thrifty)

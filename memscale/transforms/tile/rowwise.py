@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memscale.core import TransformError, internals, modules_in, pytrees
-from memscale.regions import OperatorWatch, Remembered, Scope, code_names, is_unrecorded, read
+from memscale.regions import OperatorWatch, Remembered, Scope, code_names, is_unrecorded, read, refuse_iterators
 
 # How batch-normalising kernels call their "use the statistics of this batch" argument.
 _BATCH_STATISTICS = ("training", "train", "use_input_stats")
@@ -105,6 +105,11 @@ def refuse_stored_tensors(scope: Scope, what: str) -> None:
         now = read(place)
         for key, value in now.items() if isinstance(now, dict) else enumerate(now):
             before = content.get(key) if isinstance(content, dict) else dict(enumerate(content)).get(key)
+            if isinstance(value, nn.Module) and before is None:
+                raise TransformError(
+                    f"{what}: the region makes a module, {key!r}, and would make another one for every piece; now that "
+                    "it is there, call the region again, or make it before the first call"
+                )
             if isinstance(value, torch.Tensor) and value is not before:
                 raise TransformError(
                     f"{what}: the region stores a tensor of shape {list(value.shape)} under {key!r}, and of several "
@@ -115,6 +120,7 @@ def refuse_stored_tensors(scope: Scope, what: str) -> None:
 @contextmanager
 def refuse_changed_arguments(args: Any, kwargs: Any, what: str) -> Iterator[None]:
     """Raise `TransformError` if the body changes a list, dictionary or object that `args` and `kwargs` lead to."""
+    refuse_iterators(pytrees.flatten((args, kwargs))[0])
     given = Remembered((args, kwargs), None, hold=True)
     before = given.contents()
     yield

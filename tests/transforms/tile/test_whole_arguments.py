@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import memscale as ms
 
@@ -36,3 +37,22 @@ def test_an_argument_passed_whole_may_be_read_and_copied():
 
     rows, table = torch.randn(4, 6), torch.randn(6)
     assert torch.equal(ms.tile(chunks=2)(region)(rows, table), region(rows, table))
+
+
+def test_a_module_that_the_first_piece_makes_is_refused_once():
+    """Every piece would make its own, and train that."""
+
+    class Lazy(nn.Sequential):
+        def forward(self, x):
+            if len(self) == 1:
+                self.append(nn.Linear(2, 2))
+            return super().forward(x)
+
+    model = Lazy(nn.Linear(2, 2))
+    region = ms.tile(chunks=2)(model)
+    with pytest.raises(ms.TransformError, match=r"makes a module, '1'.*call the region again"):
+        region(torch.ones(4, 2))
+    made = model[1]
+    region(torch.ones(4, 2)).sum().backward()
+    assert model[1] is made
+    assert made.weight.grad is not None
