@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEff
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.in_place_sums import InPlaceSums
+from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     Kind,
@@ -252,7 +253,8 @@ class HollowMode(TorchDispatchMode):
 
     def _compute(self, call: Call, effect: CallEffect) -> Any:
         operator = call.operator
-        result = operator.op(*call.args, **call.kwargs)
+        compute: Callable[..., Any] = COMPUTED.get(operator.op, operator.op)
+        result = compute(*call.args, **call.kwargs)
         if operator.leaves:  # what was in the memory before is different each time
             with _disable_current_modes():
                 result.untyped_storage().fill_(0)  # unlike `zero_`, no new version

@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.shapes import exchanged
 
 # What a computation may take for one tensor, and what may stay for the next question about it.
@@ -178,7 +179,8 @@ def _run(op: OpOverload, args: Any, kwargs: Any, shape: tuple[int, ...]) -> torc
     """``op(*args, **kwargs)``, computed once for all rows that are one row repeated (a batch of positions)."""
     if torch.Tag.pointwise not in op.tags and op not in _IDEMPOTENT:
         _check(torch.int64, shape)
-        return op(*args, **kwargs)  # type: ignore[no-any-return]
+        compute: Callable[..., torch.Tensor] = COMPUTED.get(op, op)
+        return compute(*args, **kwargs)
     given = [arg for arg in args if isinstance(arg, torch.Tensor)]
     dims = max((arg.dim() for arg in given), default=0)
     repeated = [dim for dim in range(-dims, 0) if all(_is_repeated(arg, dim) for arg in given)]

@@ -383,9 +383,10 @@ def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | No
         nothing = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device)
         mask = torch.where(seen, 0.0, nothing)
         del seen, nothing
+    keys, values = key, value  # which stay, too
     if call.enable_gqa:
-        key, value = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
-    weights = scaled @ (key.transpose(-2, -1) * factor)
+        keys, values = (x.repeat_interleave(query.size(-3) // x.size(-3), -3) for x in (key, value))
+    weights = scaled @ (keys.transpose(-2, -1) * factor)
     if mask is not None:
         # In place, unless a mode besides the simulation's own is active (`areAnyTensorSubclassLike`).
         watched = torch._C._len_torch_dispatch_stack() > 1
@@ -393,4 +394,4 @@ def _run_math(call: _AttentionCall, mask: torch.Tensor | None, scale: float | No
     weights = torch.ops.aten._safe_softmax.default(weights, -1)
     dropped = F.dropout(weights, call.dropout_p) if call.dropout_p > 0 else weights
     _unused = weights.to(dtype)  # the second result, which is made first
-    return (dropped @ value).to(dtype)
+    return (dropped @ values).to(dtype)

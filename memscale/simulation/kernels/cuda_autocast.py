@@ -18,6 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memscale.simulation.kernels.cuda_fused import FUSED
 from memscale.simulation.process_state import patched
 
 LOWER = """
@@ -162,7 +163,7 @@ def _from_the_last(cast: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[
 def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """`op` as autocast goes on with it."""
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
-        return op(*args, **kwargs)
+        return FUSED.get(op, op)(*args, **kwargs)
 
 
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA

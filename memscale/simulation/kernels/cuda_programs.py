@@ -13,6 +13,7 @@ import torch
 
 from memscale.simulation.kernels.attention_programs import ATTENTION
 from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS
+from memscale.simulation.kernels.cuda_fused import FUSED_ORDER, FUSED_PROGRAMS, partial_gradients
 from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduced
 from memscale.simulation.kernels.cuda_rnns import RNNS
 from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, has_channels_last, taken
@@ -23,6 +24,7 @@ _ORDER: Mapping[str, tuple[int, ...]] = {
     "aten.nll_loss2d_forward.default": (1, 0),
     "aten._scaled_dot_product_cudnn_attention.default": (2, 3, 0, 1),
     "aten._embedding_bag.default": (2, 1, 0, 3),
+    **FUSED_ORDER,
 }
 _SEEDS_ON_HOST = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
 
@@ -204,23 +206,12 @@ def _layer_norm(args: Sequence[Any], capability: Capability, multiprocessors: in
 
 
 def _layer_norm_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """Partial gradients of weight and bias, where the rows are many and short.
-
-    Source: ``LaunchGammaBetaBackwardCUDAKernel`` in aten/src/ATen/native/cuda/layer_norm_kernel.cu.
-    """
     grad, x, normalized_shape, _, _, weight, bias, output_mask = args[:8]
     columns = math.prod(normalized_shape)
     rows = x.numel() // columns if columns else 0
-    copies = *taken(copied(x)), RESULTS, *taken(copied(grad))
-    if rows <= 64 * 1024 or columns // 32 >= multiprocessors // 2:
-        return copies
-    blocks = min(32 * 1024 // math.ceil(columns / 32), math.ceil(rows / 32))
-    partials = [
-        blocks * columns * parameter.itemsize
-        for parameter, wanted in ((weight, output_mask[1]), (bias, output_mask[2]))
-        if parameter is not None and wanted
-    ]
-    return *copies, *partials
+    parameters = [each for each, wanted in zip((weight, bias), output_mask[1:], strict=True) if wanted]
+    partials = partial_gradients(rows, columns, [each for each in parameters if each is not None], multiprocessors)
+    return *taken(copied(x)), RESULTS, *taken(copied(grad)), *partials
 
 
 def _group_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
@@ -299,6 +290,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     **ATTENTION,
     **CONVOLUTIONS,
     **RNNS,
+    **FUSED_PROGRAMS,
     **dict.fromkeys(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"), _product),
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_dense_backward,

@@ -21,6 +21,7 @@ from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
 from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS, by_products, without_cudnn
+from memscale.simulation.kernels.cuda_fused import cuda_fused
 from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
 from memscale.simulation.kernels.cuda_rnns import (
     DROPOUT_STATES,
@@ -44,7 +45,6 @@ from memscale.simulation.process_state import patched
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_HISTOGRAM = torch.histc
 _NO_WORK = Work(0, 0, "")
 _DEFAULT_CAPABILITY = (8, 0)
 _DEFAULT_MULTIPROCESSORS = 132
@@ -158,7 +158,7 @@ class Kernels:
                 stack.enter_context(cuda_attention(self.capability))
                 stack.enter_context(cuda_dropout())
                 stack.enter_context(cuda_rnns(self.capability))
-                stack.enter_context(patched(torch, "histc", _histogram))
+                stack.enter_context(cuda_fused())
                 # What an optimizer asks that was not told which loop to take (Adafactor does not ask), and an average
                 # of the weights. The tensors say that they are on a CPU.
                 for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
@@ -186,13 +186,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return _LINEAR(input, weight, bias)
-
-
-def _histogram(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.histc``, by which experts' tokens are counted: CUDA has one of integers, and a CPU has not."""
-    if input.is_floating_point():
-        return _HISTOGRAM(input, *args, **kwargs)
-    return _HISTOGRAM(input.float(), *args, **kwargs).to(input.dtype)
 
 
 def _with_loops() -> list[str]:

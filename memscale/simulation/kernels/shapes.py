@@ -16,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.cuda_fused import RESULTS_OF_FUSED, normalises_by_cudnn
 from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS
 
 
@@ -185,7 +186,7 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     accumulates = on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16)
     if accumulates:
         layout = _with_statistics(layout, torch.float32)
-    if on_cuda and op in _NORMALISES_BATCHES and not _is_for_cudnn(*args[:2]):
+    if on_cuda and op in _NORMALISES_BATCHES and not (args[1] is not None and normalises_by_cudnn(*args[:2])):
         # `batch_norm_cuda` makes room for statistics in evaluation, too.
         layout = _with_statistics(layout, layout.outputs[1].dtype, (args[0].shape[1],))
     if op in _ORDERED_AS:
@@ -205,13 +206,6 @@ _NORMALISES_BATCHES = {
 _ACCUMULATED = {torch.ops.aten.native_layer_norm.default, *_NORMALISES_BATCHES}
 
 
-def _is_for_cudnn(image: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether cuDNN normalises a batch, by its types: `_batch_norm_impl_index` in Normalization.cpp."""
-    if weight is None or image.dtype == torch.bfloat16:
-        return False
-    return image.dtype != torch.float16 or weight.dtype == torch.float32
-
-
 def _with_statistics(layout: ResultLayout, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> ResultLayout:
     result, *statistics = layout.outputs
     wide = [replace(tensor, dtype=dtype) for tensor in statistics]
@@ -219,6 +213,10 @@ def _with_statistics(layout: ResultLayout, dtype: torch.dtype, shape: tuple[int,
         wide = [replace(tensor, shape=torch.Size(shape), stride=(1,)) for tensor in wide]
     nbytes = [tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in wide]
     return ResultLayout((result, *wide), (layout.storage_bytes[result.storage], *nbytes))
+
+
+# For operators that a CPU does not have PyTorch has no fake kernel, or one of another device's.
+_ON_CUDA = {**RESULTS_OF_RNNS, **RESULTS_OF_FUSED}
 
 
 class FakeKernels:
@@ -242,7 +240,7 @@ class FakeKernels:
             with self._mode, torch.no_grad():
                 narrow = op in _SAYS_BFLOAT16
                 fakes = {id(tensor): _like(tensor, narrow=narrow) for tensor in arguments}
-                run: Any = RESULTS_OF_RNNS.get(op, op) if self._on_cuda else op
+                run: Any = _ON_CUDA.get(op, op) if self._on_cuda else op
                 result = run(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
                 return _as_real(

@@ -140,7 +140,8 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         stack.callback(streams.lend, on_device)  # the caller may let them meet after the region, or it failed
         stand_ins |= {id(stray): stray.to(device) for stray in strays}
         stack.enter_context(_standing_in(scope, stand_ins))
-        watch = bool(homes) and scope.flags() not in self.watched and runtime_for(self.runtime).has_values
+        # Not told apart in a simulation: under a mode PyTorch adds attention's mask out of place, as on a card.
+        watch = bool(homes) and scope.flags() not in self.watched
         why = "is lost; make the change in place under torch.no_grad()"
         with (
             refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch),

@@ -76,7 +76,7 @@ def test_pinned_memory_is_what_was_asked_for(lib):
         if call.kind == "pinned":
             pinned[call.to] = call.size
         elif call.kind == "unpinned":
-            pinned.pop(call.to)
+            pinned.pop(call.to, None)  # earlier tests' runtimes may give theirs back meanwhile
     (stats,) = runtime.stats().values()
     asked = stats.high_water_bytes["pinned"]
     assert asked > 20 * 1001 * 700 * 4
