@@ -40,9 +40,20 @@ class KernelCache(Generic[T]):
         self._from_json, self._as_json = read, write
         self._known: dict[str, T] | None = None
         self._changed = False
+        self._own: set[str] = set()  # keys of what was not read
 
-    def get(self, op: OpOverload, args: Any, kwargs: Any, measure: Callable[[], T]) -> T:
-        """The measurement of a call with these arguments; `measure` makes it the first time."""
+    def get(
+        self,
+        op: OpOverload,
+        args: Any,
+        kwargs: Any,
+        measure: Callable[[], T],
+        again: Callable[[str, T], T] | None = None,
+    ) -> T:
+        """The measurement of a call with these arguments; `measure` makes it the first time.
+
+        `again` is given each later call of those measured here, by a key and what is known, and says what is now.
+        """
         called = signature(args, kwargs, [], loose=True)
         try:
             hash(called)  # what cannot be hashed has a repr that says where it is
@@ -52,7 +63,10 @@ class KernelCache(Generic[T]):
         known = self._read()
         if key not in known:
             known[key] = measure()
+            self._own.add(key)
             self._changed = True
+        elif again is not None and key in self._own:
+            known[key] = again(key, known[key])
         return known[key]
 
     def save(self) -> None:
