@@ -45,17 +45,11 @@ def wrap_ddp(model: nn.Module) -> nn.Module:
 
 OFFLOAD = ms.offload(min_bytes=0)
 
+# Regions around several sharded modules; those inside of one are in orders.py.
 SHAPES = {
-    # the region inside the sharded module's hooks, and the region around several sharded modules
-    "fsdp blocks": (shard, {"0": ms.checkpoint(), "1": ms.checkpoint()}),
     "fsdp root": (shard, {"": ms.checkpoint()}),
-    "fsdp blocks offload": (shard, {"0": OFFLOAD, "1": OFFLOAD}),
     "fsdp root offload": (shard, {"": OFFLOAD}),
-    "fsdp offload, checkpoint": (shard, {"0": ms.compose(OFFLOAD, ms.checkpoint()), "1": OFFLOAD}),
     "fsdp root offload, blocks checkpoint": (shard, {"": OFFLOAD, "0": ms.checkpoint(), "1": ms.checkpoint()}),
-    "ddp offload": (wrap_ddp, {"": OFFLOAD}),
-    "ddp checkpoint": (wrap_ddp, {"0": ms.checkpoint(), "1": ms.checkpoint()}),
-    "ddp tile": (wrap_ddp, {"0": ms.tile(chunks=2), "1": ms.tile(chunks=2), "2": ms.tile(chunks=2)}),
 }
 
 # Of the optimizer: each rank's part of a gradient is complete once it was averaged over all.
