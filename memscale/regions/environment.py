@@ -6,6 +6,7 @@ the same precision with the same kernels, and leaves no trace in any generator.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,13 @@ from memscale.regions.modes import modes
 
 
 class Environment:
-    """The environment at one moment. `conclude` after the region drops what the region did not use."""
+    """The environment at one moment. `conclude` after the region drops what the region did not use.
+
+    Attributes:
+        context: the context variables of Python; a rerun is to be run in a copy of it.
+        devices: of the region's tensors, apart from the CPU.
+        uses_host_random: whether the region drew from Python's or NumPy's generator.
+    """
 
     __slots__ = (
         "_counted",
@@ -34,6 +41,7 @@ class Environment:
         "_position",
         "_random",
         "_settings",
+        "context",
         "devices",
         "uses_host_random",
     )
@@ -42,6 +50,7 @@ class Environment:
         self, devices: set[torch.device], *, host_random: bool, generators: Iterable[torch.Generator] = ()
     ) -> None:
         self.devices = devices
+        self.context = contextvars.copy_context()  # which takes no longer for more variables
         self._random: list[tuple[torch.Generator, torch.Tensor]] | None = [
             (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
         ]

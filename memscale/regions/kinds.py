@@ -26,6 +26,7 @@ class Sort(enum.Enum):
     CONTAINER = "by its items; made again for a rerun"
     OBJECT = "by its attributes, and its items if it is a container too"
     SCOPE = "as if the region captured it"
+    ARRAY = "by a copy: of NumPy, which counts no versions"
     ITERATOR = "not at all: a rerun would go on where the run has stopped"
 
 
@@ -40,6 +41,8 @@ def sort_of(kind: Any) -> Sort:
         return Sort.SCOPE
     if issubclass(kind, (nn.Module, torch.Generator)):
         return Sort.SCOPE
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return Sort.ARRAY
     is_left_alone = issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE
     step = getattr(kind, "__next__", None)
     if step is not None and (is_left_alone or type(step) is not types.FunctionType):  # what it is at, no attribute says

@@ -52,6 +52,12 @@ def refuse_iterators(leaves: list[Any]) -> None:
             )
 
 
+class _Array(NamedTuple):
+    """Stands for an array of NumPy, which somebody may write to before a rerun, as the region itself may."""
+
+    then: Any
+
+
 _TENSOR = object()  # marks a tensor's position among the leaves
 
 
@@ -153,7 +159,7 @@ class Remembered:
     __slots__ = ("_nodes", "_owners", "_root", "order", "tensors")
 
     def __init__(self, root: Any, scope: Scope | None, *, hold: bool = False) -> None:
-        walk = _Walk(scope)
+        walk = _Walk(scope, copies=not hold)
         self._root = walk.from_root(root)
         self.tensors, self.order, self._owners, self._nodes = walk.tensors, walk.order, walk.owners, walk.nodes
         if not hold:
@@ -204,8 +210,9 @@ class Remembered:
 class _Walk:
     """Finds what a tree of arguments leads to, and makes the marks that stand for it."""
 
-    def __init__(self, scope: Scope | None) -> None:
+    def __init__(self, scope: Scope | None, *, copies: bool) -> None:
         self._scope = scope
+        self._copies = copies  # whether arrays are, which then are others for a rerun
         self._found: dict[int, Any] = {}
         self._pending: list[tuple[_Node, Any, str | None]] = []
         self.tensors: list[torch.Tensor] = []
@@ -236,7 +243,11 @@ class _Walk:
             return slot
         kind: Any = type(value)
         sort = sort_of(kind)
-        if sort in (Sort.VALUE, Sort.ITERATOR) or (self._scope is not None and self._scope.covers(value)):
+        if sort is Sort.ARRAY and owner is None and self._copies:
+            if id(value) not in self._found:
+                self._found[id(value)] = _Array(value.copy())
+            return self._found[id(value)]
+        if sort in (Sort.VALUE, Sort.ARRAY, Sort.ITERATOR) or (self._scope is not None and self._scope.covers(value)):
             return value
         if sort is Sort.TUPLE:
             items = [self._mark(item, owner) for item in value]
@@ -262,6 +273,8 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
         return values[value.position]
     if kind is _Node:
         return things[value.position]
+    if kind is _Array:
+        return value.then.copy()
     if kind is _Items:
         return tuple.__new__(value.kind, [_present(item, values, things) for item in value.items])
     return value

@@ -15,6 +15,7 @@ are those of `_arguments`.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import operator
 import types
@@ -295,7 +296,7 @@ class Scope:
         elif issubclass(kind, tuple):
             for part in thing:
                 self._visit(part, home)
-        elif home is None and isinstance(call := kind.__dict__.get("__call__"), types.FunctionType):
+        elif home is None and isinstance(call := inspect.getattr_static(kind, "__call__", None), types.FunctionType):
             self._visit_method(thing, call, home)
 
     def _visit_module(self, root: nn.Module) -> None:

@@ -134,7 +134,10 @@ class _Call:
             self.call.again(values) as (args, kwargs),
             _Guard(inputs if first else None),
         ):
-            result = self.fn(*args, **kwargs)
+            if self.environment is None:
+                result = self.fn(*args, **kwargs)
+            else:
+                result = self.environment.context.copy().run(self.fn, *args, **kwargs)
             assigned = self._assigned(put)
             out_leaves, out_spec = pytrees.flatten(result)
             others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]

@@ -229,7 +229,7 @@ class _Frame:
                 _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
                 try:
                     with self._replaying(values):
-                        self._fn(*args, **kwargs)
+                        self._snapshot.environment.context.copy().run(self._fn, *args, **kwargs)
                 except _Stop:
                     pass
                 except BaseException:

@@ -5,6 +5,7 @@ import gc
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -356,3 +357,42 @@ def test_tile_takes_objects_that_it_only_reads():
     cache, x = Cache(), numbers(3, WIDTH)
     fn = lambda x, cache: x.sin() * (cache.calls + 2)  # noqa: E731
     assert bits(ms.tile(chunks=3)(fn)(x, cache)) == bits(fn(x, cache))
+
+
+@pytest.mark.parametrize("given", [lambda a: a, lambda a: [a], lambda a: {"a": (a, a)}], ids=["array", "list", "twice"])
+def test_an_array_of_numpy_that_changes_in_the_region_and_after_it(given):
+    def first(thing):
+        while not isinstance(thing, np.ndarray):
+            thing = next(iter(thing.values() if isinstance(thing, dict) else thing))
+        return thing
+
+    def region(x, thing):
+        first(thing)[0] += 1
+        return torch.sin(x * float(first(thing)[0]))
+
+    def step(how):
+        array, x = np.ones(2), torch.ones(2, requires_grad=True)
+        y = how(region)(x, given(array)).sum()
+        array[0] += 5
+        y.backward()
+        return x.grad.tolist(), array.tolist()
+
+    assert step(ms.checkpoint()) == step(ms.identity)
+
+
+def test_a_callable_object_has_the_attributes_of_the_forward_also_where_its_call_is_inherited():
+    class Scaled:
+        def __call__(self, x):
+            self.calls += 1
+            return torch.sin(x * self.calls)
+
+    class Counting(Scaled):
+        def __init__(self):
+            self.calls = 0
+
+    def step(how):
+        fn, x = Counting(), torch.ones(2, requires_grad=True)
+        how(fn)(x).sum().backward()
+        return x.grad.tolist(), fn.calls
+
+    assert step(ms.checkpoint()) == step(ms.identity)

@@ -1,5 +1,6 @@
 """What is process-wide around a region and differs between forward and backward: modes, flags of backends, defaults."""
 
+import contextvars
 import gc
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -213,3 +214,24 @@ def test_a_change_through_numpy_is_out_of_reach():
     np.multiply(weight.numpy(), 2, out=weight.numpy())
     y.backward()
     assert not torch.allclose(x.grad, torch.ones(3).cos()), "documented: no version counter shows it"
+
+
+def test_a_context_variable_is_that_of_the_forward():
+    scale = contextvars.ContextVar("scale", default=1.0)
+
+    def step(how):
+        x = torch.ones(2, requires_grad=True)
+        token = scale.set(2.0)
+        y = how(lambda x: torch.sin(x * scale.get()))(x).sum()
+        scale.reset(token)
+        y.backward()
+        return bits(x.grad), scale.get()
+
+    def twice(how):
+        token = scale.set(2.0)
+        found = torch.func.grad(lambda x: how(lambda x: torch.sin(x * scale.get()))(x).sum())(torch.ones(2))
+        scale.reset(token)
+        return bits(found)
+
+    assert step(ms.checkpoint()) == step(ms.identity)
+    assert twice(ms.checkpoint()) == twice(ms.identity)
