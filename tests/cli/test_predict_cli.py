@@ -372,7 +372,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
     [
         (["--hf", "none.json"], "--hf 'none.json' must be a transformers config.json that exists, or module:factory"),
         (["--hf", "text.json"], "--hf 'text.json' is not a config of transformers: "),
-        (["--hf", "empty.json"], "--hf 'empty.json' is not a config of transformers: Unrecognized model"),
+        (["--hf", "blank.json"], "--hf 'blank.json' is not a config of transformers: Unrecognized model"),
         (["--hf", "odd.json"], "--hf 'odd.json': transformers cannot build the model on meta: "),
         (["--hf", "clip.json"], "--hf 'clip.json': transformers has no model with a loss for 'clip_text_model'"),
         (
@@ -422,7 +422,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
 )
 def test_bad_options_get_one_line(folder, capsys, options, message):
     Path("text.json").write_text("no json")
-    Path("empty.json").write_text("{}")
+    Path("blank.json").write_text("{}")
     Path("odd.json").write_text(json.dumps({**GPT2, "n_head": 5}))
     Path("clip.json").write_text(json.dumps({"model_type": "clip_text_model"}))
     whisper = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 48}

@@ -1,7 +1,7 @@
 """`make compat`: the suite in environments of other releases of Python, PyTorch and transformers, made on the spot.
 
     make compat                                    every row
-    make compat ARGS="--only 2.10 --keep"          the rows of one PyTorch; environments stay, for a closer look
+    make compat ARGS="--only 2.12 --keep"          the rows of one PyTorch; environments stay, for a closer look
     make compat ARGS="--only 2.14 -- tests/laws"   some tests only, which the table then says
 
 Each row gets an environment in `.compat/`, with the CUDA build that the index has (6 to 8 GB on disk, deleted after the
@@ -35,8 +35,7 @@ class Row(NamedTuple):
 
 # Every two of Python's, PyTorch's and transformers' oldest and newest meet; those between meet some of each.
 ROWS = (
-    Row("3.10", "2.10", "4.50"),
-    Row("3.11", "2.12", "4.50"),
+    Row("3.10", "2.12", "4.50"),
     Row("3.13", "2.13", ""),
     Row("3.11", "2.14", ""),
     Row("3.10", "", ""),
@@ -136,7 +135,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", help='the torch of a row, such as 2.10, or "newest"')
+    parser.add_argument("--only", action="append", help='the torch of a row, such as 2.12, or "newest"')
     parser.add_argument("--keep", action="store_true", help="leave the environments in .compat")
     options = parser.parse_args(arguments[:cut])
     rows = [row for row in ROWS if not options.only or (row.torch or "newest") in options.only]

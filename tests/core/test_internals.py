@@ -124,7 +124,7 @@ def used(trees):
         whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         reached = [name for name in known.values() if not name.startswith("internals")]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and dotted(node.func) in (["internals", "named"], ["internals", "has"]):
+            if isinstance(node, ast.Call) and dotted(node.func) == ["internals", "named"]:
                 reached += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             if (
                 isinstance(node, ast.Call)
@@ -184,7 +184,7 @@ def test_each_says_what_it_is_for_and_is_there():
     }  # in some builds only
     # These take seconds to load; their own tests do.
     there = [name for name in NAMES if not name.startswith(("torch._dynamo", "torch.testing"))]
-    assert [name for name in there if not internals.has(name) and name not in built] == []
+    assert [name for name in there if not internals._has(name) and name not in built] == []
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
 
 

@@ -19,7 +19,9 @@ transformers = pytest.importorskip("transformers", reason="the Trainer is of tra
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from memscale.integrations.hf import MemScaleCallback  # noqa: E402
+from tests.support.models import own_checkpointing  # noqa: E402
 
+OWN = own_checkpointing()
 FORCE = ms.Config(force_optimize=True)
 
 
@@ -124,14 +126,14 @@ def test_its_own_checkpointing_stays_off_and_comes_back(tmp_path: Path) -> None:
 
     class Look(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            flags.append(model.is_activation_checkpointing)
+            flags.append(getattr(model, f"is_{OWN}"))
 
-    plain = trainer(tmp_path, activation_checkpointing=True)
+    plain = trainer(tmp_path, **{OWN: True})
     plain.train()
-    run = ms.wrap(trainer(tmp_path, activation_checkpointing=True, callbacks=[Look()]), FORCE)
+    run = ms.wrap(trainer(tmp_path, **{OWN: True}, callbacks=[Look()]), FORCE)
     run.train()
     assert flags == [False] * 4
-    assert run.model.is_activation_checkpointing
+    assert getattr(run.model, f"is_{OWN}")
     assert same(numbers(run), numbers(plain))
 
 
@@ -259,7 +261,7 @@ def test_outer_hooks_see_the_bytes_of_a_checkpoint(tmp_path: Path) -> None:
             ms.wrap(model, FORCE)
         else:
             model.config.use_cache = False
-            model.activation_checkpointing_enable()
+            getattr(model, f"{OWN}_enable")()
         kept = 0
 
         def count(tensor: torch.Tensor) -> torch.Tensor:

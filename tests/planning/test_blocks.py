@@ -72,7 +72,7 @@ def hugging_face(name, **settings):
     ],
 )
 def test_hugging_face_models(name, settings, patterns):
-    with torch.device("meta"):
+    with torch.device("cpu" if name == "Swin" else "meta"):  # transformers 4.50 asks for values while it builds that
         model_class, config = hugging_face(name, **settings)
         model = getattr(transformers, model_class)(config)
     assert repeated_blocks(model) == tuple(patterns)

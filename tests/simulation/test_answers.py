@@ -140,7 +140,8 @@ def test_the_lists_are_those_of_this_pytorch():
         ("PROMOTE", cuda_autocast.WIDEST),
     ):
         body = re.search(rf"define AT_FORALL_{macro}\(_\)(.*?)\n\n", header, re.DOTALL).group(1)
-        assert {".".join(re.split(r",\s*", entry)) for entry in re.findall(r"_\(([^)]*)\)", body)} == set(names.split())
+        known = {name for name in names.split() if cuda_autocast._overload(name)}
+        assert {".".join(re.split(r",\s*", entry)) for entry in re.findall(r"_\(([^)]*)\)", body)} == known
 
 
 DTYPES = {

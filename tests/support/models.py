@@ -315,6 +315,12 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+def own_checkpointing() -> str:
+    """What transformers calls its own: `activation_checkpointing` since its release 5."""
+    new = hasattr(importlib.import_module("transformers").TrainingArguments, "activation_checkpointing")
+    return "activation_checkpointing" if new else "gradient_checkpointing"
+
+
 def hugging_face(name: str) -> nn.Module:
     """A tiny model of that architecture from its configuration, with dropout, in training mode."""
     transformers = importlib.import_module("transformers")

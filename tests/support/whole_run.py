@@ -20,7 +20,8 @@ def true_peaks(make_step: Callable[[], Callable[[], object]], *, steps: int = 3)
     It counts from before `make_step` is called, which makes the model and all that goes with it: buckets, shards.
     """
     gc.collect()
-    with _all_threads_counted(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+    settings = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+    with _all_threads_counted(), profile(**settings) as recording:
         step = make_step()
         gc.collect()
         for number in range(steps):

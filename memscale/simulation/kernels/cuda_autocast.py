@@ -4,7 +4,7 @@ PyTorch's own kernels for the dispatch key of CUDA's autocast cast no tensor tha
 place, with the same lists (they are not the CPU's: powers, layer norms and
 losses are in float32 on CUDA) and the same cache, which keeps the narrow copy of a weight until autocast ends.
 
-Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.10 to 2.13; the header comes with PyTorch.
+Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.12 to 2.14; the header comes with PyTorch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _upsample_bicubic2d_aa
 FLOAT32_RESULT = """
 prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
 linalg_matrix_norm.str_ord sum sum.dim_IntList
-"""
+prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname sum.dim_DimnameList
+"""  # the last line before torch 2.13
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 _NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 

@@ -18,7 +18,7 @@ class Converted:
     """The tensors that stand in for others during a call: one for each distinct tensor and dtype."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._made: dict[tuple[Any, torch.dtype], torch.Tensor] = {}
         self._originals: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
 
@@ -26,11 +26,14 @@ class Converted:
         """`tensor` in `dtype`; itself, if that is its dtype."""
         if tensor.dtype == dtype:
             return tensor
-        copy = self._made.get((id(tensor), dtype))
+        # A compiler knows tensors of its graph as keys, but before torch 2.13 no number for them.
+        compiling = torch.compiler.is_compiling()
+        key = (tensor if compiling else id(tensor)), dtype
+        copy = self._made.get(key)
         if copy is None:
-            copy = self._made[id(tensor), dtype] = tensor.to(dtype)
-            self._originals[id(copy)] = tensor
-            if not torch.compiler.is_compiling():  # which sees nothing of version counts
+            copy = self._made[key] = tensor.to(dtype)
+            if not compiling:  # which sees nothing of version counts
+                self._originals[id(copy)] = tensor
                 self._versions.append(version(copy))
         return copy
 

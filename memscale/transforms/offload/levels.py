@@ -100,10 +100,10 @@ class LevelHooks:
         with without_levels_above(max(_functorch.maybe_get_level(tensor), 0)), torch.enable_grad():
             _functorch.set_single_level_autograd_function_allowed(True)
             try:
-                _Keep.apply(tensor, kept)  # type: ignore[attr-defined]
+                node_of = _Keep.apply(tensor, kept)  # type: ignore[attr-defined]
             finally:
                 _functorch.set_single_level_autograd_function_allowed(allowed)
-        return _WithHistory(kept[0])
+        return _WithHistory(kept[0], node_of)
 
 
 class _Keep(internals.SingleLevelFunction):
@@ -120,10 +120,11 @@ class _Keep(internals.SingleLevelFunction):
 
 
 class _WithHistory:
-    __slots__ = ("kept",)
+    __slots__ = ("kept", "node_of")
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept: Any, node_of: torch.Tensor) -> None:
         self.kept = kept
+        self.node_of = node_of  # before torch 2.13, `kept` alone does not keep its node, and with that what it saved
 
 
 class _Wrapped:
