@@ -142,6 +142,7 @@ _ORDERED_AS: dict[OpOverload, int | None] = {
     torch.ops.aten.smooth_l1_loss_backward.default: None,
     torch.ops.aten.huber_loss_backward.default: None,
     torch.ops.aten.log_sigmoid_forward.default: None,
+    torch.ops.aten.native_group_norm.default: 0,
     torch.ops.aten.native_batch_norm.default: 0,
     torch.ops.aten._native_batch_norm_legit.default: 0,
     torch.ops.aten.native_batch_norm_backward.default: 1,
