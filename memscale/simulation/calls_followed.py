@@ -12,6 +12,7 @@ from torch import nn
 
 from memscale.algebra import Method, Transformed
 from memscale.core import internals
+from memscale.regions import ChosenWatch, OperatorWatch
 from memscale.simulation.books import Books
 from memscale.simulation.process_state import patched
 
@@ -24,6 +25,7 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
     `Exception`, such as the one that ends a recompute early, and modules take another path while global hooks exist.
     """
     run, forward, push = nn.Module.__call__, Method.__call__, internals.autograd._push_saved_tensors_default_hooks
+    look, watch = OperatorWatch.__torch_dispatch__, ChosenWatch.__enter__
     calls = books.calls
 
     def module_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +51,17 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
         calls("region")
         push(packing, unpack)
 
+    def looked(mode: OperatorWatch, *args: Any, **kwargs: Any) -> Any:
+        calls("watched")
+        return look(mode, *args, **kwargs)
+
+    def watched(chosen: ChosenWatch) -> Any:
+        calls("chosen")
+        return watch(chosen)
+
     with (
+        patched(OperatorWatch, "__torch_dispatch__", looked),
+        patched(ChosenWatch, "__enter__", watched),
         patched(nn.Module, "__call__", module_run),
         patched(Method, "__call__", region_run),
         patched(internals.autograd, "_push_saved_tensors_default_hooks", pushed),

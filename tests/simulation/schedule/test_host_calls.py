@@ -52,6 +52,19 @@ def test_a_checkpoint_calls_its_modules_again_and_takes_time_itself(hardware):
     assert more == pytest.approx(2 + 3 * calls.region + 4 * calls.saved, rel=1e-3)  # that product and the relu again
 
 
+@pytest.mark.parametrize("hardware", [CARD, CPU], ids=("card", "host"))
+def test_policies_take_time_to_look(hardware):
+    calls = host_calls(dataclasses.replace(CARD, call_seconds={"module": 1.0}))
+    took = {
+        policy: seconds(hardware, {"0": ms.checkpoint(policy=policy)}, module=1.0)
+        for policy in (None, ms.policies.dots_saveable, ms.policies.save_only_these_names("none"))
+    }
+    plain, chosen, watched = took.values()
+    assert chosen - plain == pytest.approx(2 * calls.chosen, rel=1e-3)  # the run, and the recompute
+    # Transposed weight, product and relu, and again until the relu has saved its result; aliases of what is saved.
+    assert 5 <= (watched - plain) / calls.watched <= 10
+
+
 def test_a_measured_host_replaces_the_one_that_is_assumed():
     fast = dict.fromkeys(KINDS, 1e-7)
     assert seconds(CARD, **fast) < 0.5 * ms.profile(
