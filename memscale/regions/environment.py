@@ -46,12 +46,10 @@ class Environment:
         "uses_host_random",
     )
 
-    def __init__(
-        self, devices: set[torch.device], *, host_random: bool, generators: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = ()) -> None:
         self.devices = devices
         self.context = contextvars.copy_context()  # which takes no longer for more variables
-        self._random: list[tuple[torch.Generator, torch.Tensor]] | None = [
+        self._random: list[tuple[Any, Any]] | None = [
             (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
         ]
         self._counted = randomness.counted_states([state for _, state in self._random or ()])
@@ -149,7 +147,7 @@ class Environment:
         return self._modes.dispatched
 
 
-def _set_state(generator: torch.Generator, state: torch.Tensor, counted: list[torch.Tensor]) -> None:
+def _set_state(generator: Any, state: Any, counted: list[torch.Tensor]) -> None:
     generator.set_state(state)
     counted.clear()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled
+from memscale.regions.randomness import is_host_generator
 
 # These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
 _LEFT_ALONE = {"concurrent", "logging", "multiprocessing", "numpy", "threading", "torch", "weakref"}
@@ -39,7 +40,7 @@ def sort_of(kind: Any) -> Sort:
         return Sort.VALUE if kind is torch.Size else Sort.TUPLE
     if kind in (types.FunctionType, types.MethodType, functools.partial) or issubclass(kind, Assembled):
         return Sort.SCOPE
-    if issubclass(kind, (nn.Module, torch.Generator)):
+    if issubclass(kind, (nn.Module, torch.Generator)) or is_host_generator(kind):
         return Sort.SCOPE
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return Sort.ARRAY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
 import random
 import struct
 from collections.abc import Iterable
@@ -34,12 +35,46 @@ def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
     """What a simulation of a CPU counts for `states`: it sees what operators make, and no operator makes a state."""
     if simulated_device_type() != "cpu":  # beside an accelerator they lie on the host
         return []
-    return [torch.empty(state.shape, dtype=state.dtype) for state in states]
+    return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+@functools.lru_cache(maxsize=4096)
+def is_host_generator(kind: Any) -> bool:
+    """Whether instances of `kind` draw random numbers for Python or NumPy, and can be put back."""
+    if issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)
+    return kind.__module__.startswith("numpy.random.") and kind.__name__ in ("Generator", "RandomState")
+
+
+class HostGenerator:
+    """A generator of Python's or NumPy's that is the user's own, asked as a `torch.Generator` is."""
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def get_state(self) -> Any:
+        """What it would draw next."""
+        own = self._own
+        if isinstance(own, random.Random):
+            return own.getstate()
+        return own.bit_generator.state if hasattr(own, "bit_generator") else own.get_state(legacy=False)
+
+    def set_state(self, state: Any) -> None:
+        """Have it draw that."""
+        own = self._own
+        if isinstance(own, random.Random):
+            own.setstate(state)
+        elif hasattr(own, "bit_generator"):
+            own.bit_generator.state = state
+        else:
+            own.set_state(state)
+
+
+def same(a: Any, b: Any) -> bool:
     """Whether two states of a generator are the same."""
-    return _bytes(a) == _bytes(b)
+    return _bytes(a) == _bytes(b) if isinstance(a, torch.Tensor) else pickle.dumps(a) == pickle.dumps(b)
 
 
 def _bytes(state: torch.Tensor) -> bytes:

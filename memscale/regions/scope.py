@@ -29,6 +29,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.environment import global_hooks
+from memscale.regions.randomness import HostGenerator, is_host_generator
 from memscale.regions.views import ABSENT, lasting
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
@@ -72,7 +73,7 @@ Content = dict[Any, Any] | list[Any]
 
 @functools.lru_cache(maxsize=4096)
 def _is_stateful(kind: Any) -> bool:
-    return issubclass(kind, _STATEFUL)
+    return issubclass(kind, _STATEFUL) or is_host_generator(kind)
 
 
 def read(place: Place) -> Content:
@@ -208,7 +209,7 @@ class Scope:
         self.places: list[Place] = []
         self.contents: list[Content] = []
         self.tensors: list[tuple[int, Any, torch.Tensor]] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator | HostGenerator] = []
         self.shared = False
         self.hooks: dict[int, dict[str, dict[Any, Any]]] = {}
         self.registered: dict[int, tuple[nn.Module, str]] = {}
@@ -273,10 +274,13 @@ class Scope:
         """Add what `thing` holds; `home` is the globals whose functions are followed, `None` at the top."""
         if isinstance(thing, torch.Tensor) or id(thing) in self._seen:
             return
-        kind = type(thing)
+        kind: Any = type(thing)
         if kind is torch.Generator:
             self._seen.add(id(thing))
             self.generators.append(thing)
+        elif is_host_generator(kind):
+            self._seen.add(id(thing))
+            self.generators.append(HostGenerator(thing))
         elif isinstance(thing, nn.Module):
             self._visit_module(thing)
         elif issubclass(kind, Assembled):
