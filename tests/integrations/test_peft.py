@@ -137,7 +137,7 @@ class Tanhs(TorchDispatchMode):
 def test_a_model_in_4_bits_that_peft_prepares_recomputes_once_and_is_counted(wrap_first: bool, its_own: bool) -> None:
     def prepared(wraps: bool) -> nn.Module:
         model = plain_gpt2().bfloat16()
-        model.is_loaded_in_4bit = True  # by which PEFT knows it: its real weights take a GPU
+        model.is_loaded_in_4bit = True  # by which PEFT knows it
         if wraps and wrap_first:
             ms.wrap(model, FORCE)
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=its_own)
@@ -152,3 +152,36 @@ def test_a_model_in_4_bits_that_peft_prepares_recomputes_once_and_is_counted(wra
     assert bits(found) == bits(trained(expected))
     profile = ms.profile(expected, {"input_ids": TOKENS, "labels": TOKENS}, hardware="h100")
     assert profile.by_category["parameter"] == sum(parameter.nbytes for parameter in expected.parameters())
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+def test_adapters_of_weights_in_4_bits_train_to_the_same_numbers(wrap_first: bool) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the weights in 4 bits are of bitsandbytes")
+
+    def run(wraps: bool) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, vocab_size=61, max_position_embeddings=16, attention_dropout=0.1)
+        )
+        for layer in model.model.layers:
+            for name, linear in layer.mlp.named_children():
+                if isinstance(linear, nn.Linear):
+                    small = bitsandbytes.nn.Linear4bit(
+                        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32
+                    )
+                    small.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False)
+                    setattr(layer.mlp, name, small)
+        model = model.to("cpu")  # which packs them
+        model.is_loaded_in_4bit = True
+        if wraps and wrap_first:
+            ms.wrap(model, FORCE)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"], lora_dropout=0.1))
+        if wraps and not wrap_first:
+            ms.wrap(model, FORCE)
+        assert {each.dtype for name, each in model.named_parameters() if "mlp.gate" in name} == {torch.uint8}
+        assert sum("forward" in each.__dict__ for each in model.modules()) >= (2 if wraps else 0)
+        return bits(trained(model))
+
+    assert run(True) == run(False)
