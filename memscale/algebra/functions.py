@@ -94,8 +94,9 @@ def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
         if isinstance(module, torch.jit.ScriptModule):
             memo[id(module)] = module  # lives in C++: it is shared, and cannot be a region
             continue
-        # Not `__new__` of the class: that of a `torch.fx.GraphModule` makes another class, without its forward.
-        memo[id(module)] = object.__new__(module.__class__)
+        # A graph module's own `__new__` makes another class, which lacks its forward.
+        new = object.__new__ if isinstance(module, torch.fx.GraphModule) else module.__class__.__new__
+        memo[id(module)] = new(module.__class__)
     for module in root.modules():
         copy = memo[id(module)]
         if copy is not module:
