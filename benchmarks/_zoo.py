@@ -254,6 +254,22 @@ def _qwen3_moe() -> Built:
     return _causal(transformers.Qwen3MoeForCausalLM(config), batch=2)
 
 
+@_case("granite-moe")
+def _granite_moe() -> Built:
+    config = transformers.GraniteMoeConfig(**_EXPERTS, num_local_experts=4, num_experts_per_tok=2)
+    return _causal(transformers.GraniteMoeForCausalLM(config), batch=2)
+
+
+@_case("patchtst")
+def _patchtst() -> Built:
+    config = transformers.PatchTSTConfig(
+        num_input_channels=7, context_length=256, patch_length=16, patch_stride=8, d_model=128, num_attention_heads=8,
+        num_hidden_layers=3, ffn_dim=512, prediction_length=48,
+    )  # fmt: skip
+    series = {"past_values": torch.randn(16, 256, 7), "future_values": torch.randn(16, 48, 7)}
+    return transformers.PatchTSTForPrediction(config), series
+
+
 @_case("mamba", head="lm_head")
 def _mamba() -> Built:
     config = transformers.MambaConfig(
@@ -394,6 +410,8 @@ _simple(
     _to_next_token,
 )
 _simple("gru", partial(own.RecurrentTagger, nn.GRU), _rows(32, 64, 1000), _to_next_token)
+_simple("cells", own.Cells, lambda: torch.randn(24, 16, 96), lambda output, batch: output.square().mean())
+_simple("rms-norm", own.gated, lambda: torch.randn(8, 256, 256), lambda output, batch: output.float().square().mean())
 _simple("transformer", own.Translator, lambda: (_tokens(4000, 8, 96), _tokens(4000, 8, 80)), _to_next_token)
 _simple("gpt-sdpa", own.sdpa_gpt, _rows(4, 256, 8000), _to_next_token, head="head", accumulate=2)
 _simple("gpt-autocast", partial(own.sdpa_gpt, autocast=True), _rows(4, 256, 8000), _to_next_token)

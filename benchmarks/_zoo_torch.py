@@ -190,6 +190,39 @@ class RecurrentTagger(nn.Module):
         return self.head(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
 
 
+class Cells(nn.Module):
+    """A recurrence written by hand, of PyTorch's cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.head = nn.LSTMCell(96, 256), nn.GRUCell(256, 256), nn.Linear(256, 300)
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        hidden, state, states = None, None, []
+        for x in steps:
+            hidden = self.lstm(x, hidden)
+            state = self.gru(hidden[0], state)
+            states.append(state)
+        return self.head(torch.stack(states))
+
+
+class Gated(nn.Module):
+    """A gated layer behind PyTorch's RMS norm."""
+
+    def __init__(self, width: int = 256, inner: int = 688) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(width), nn.Linear(inner, width, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(*[Gated() for _ in range(4)])
+
+
 class Translator(nn.Module):
     """nn.Transformer with causal and padding masks, over embeddings of two languages."""
 
