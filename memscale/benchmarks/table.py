@@ -104,7 +104,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as a table in Markdown."""
-    lines = ["| | card | as it is | published | column | peak | of published | step | over as it is |"]
+    lines = ["| model | card | as it is | published | column | peak | of published | step | over as it is |"]
     lines.append("|---|---|---:|---:|---|---:|---:|---:|---:|")
     for each in rows:
         plain = each["plain"]
