@@ -42,8 +42,9 @@ ROWS = (
     Row("3.13", "", ""),
 )
 HEAD = (
-    "| Python | torch asked for | installed | transformers asked for | installed | run | passed | failed | date |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| Python | torch asked for | installed | transformers asked for | installed "
+    "| run | passed | failed | skipped | date |",
+    "|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -78,14 +79,16 @@ def version(python: Path, name: str) -> str:
     return subprocess.run([python, "-c", command], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def counts(summary: str) -> tuple[int, int]:
-    """How many tests passed, and how many failed or had errors, by pytest's last line.
+def counts(summary: str) -> tuple[int, int, int]:
+    """How many tests passed, failed or had errors, and were skipped, by pytest's last line.
 
     >>> counts("== 2 failed, 40 passed, 3 skipped, 1 error in 7.01s ==")
-    (40, 3)
+    (40, 3, 3)
     """
-    found = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) (passed|failed|errors?)", summary)}
-    return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0)
+    found = {
+        what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) (passed|failed|errors?|skipped)", summary)
+    }
+    return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0)
 
 
 def run(row: Row, tests: list[str], keep: bool) -> str:
@@ -100,14 +103,14 @@ def run(row: Row, tests: list[str], keep: bool) -> str:
         pytest = [str(python), "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", *tests]
         with (FOLDER / f"{name}.log").open("w") as log:
             subprocess.run(pytest, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        passed, failed = counts((FOLDER / f"{name}.log").read_text().strip().rpartition("\n")[2])
+        results = counts((FOLDER / f"{name}.log").read_text().strip().rpartition("\n")[2])
     except RuntimeError as why:
-        return line(*asked, "-", row.transformers or "newest", "-", f"not run: {why}", "-", "-", today)
+        return line(*asked, "-", row.transformers or "newest", "-", f"not run: {why}", "-", "-", "-", today)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     what = ", ".join(tests) or "everything"
-    return line(*asked, installed[0], row.transformers or "newest", installed[1], what, passed, failed, today)
+    return line(*asked, installed[0], row.transformers or "newest", installed[1], what, *results, today)
 
 
 def line(*cells: object) -> str:
@@ -145,7 +148,7 @@ def main() -> int:
         text = run(row, arguments[cut + 1 :], options.keep)
         print(text, flush=True)
         write([text])
-        good &= text.split("|")[-3].strip() == "0"
+        good &= text.split("|")[-4].strip() == "0"
     return 0 if good else 1
 
 

@@ -60,7 +60,9 @@ def test_an_iterator_with_attributes_of_its_own_is_an_object_like_any_other():
     assert step(ms.checkpoint()) == step(ms.identity)
 
 
-@pytest.mark.parametrize("how", [*CHECKPOINTS, TILE, ms.offload(min_bytes=0).on(Runtime())], ids=str)
+@pytest.mark.parametrize(
+    "how", [*CHECKPOINTS, TILE, pytest.param(ms.offload(min_bytes=0).on(Runtime()), id="offload")], ids=str
+)
 def test_a_transform_of_torch_func_inside(how):
     def region(x):
         return torch.func.grad(lambda x: x.sin().sum())(x) * x
