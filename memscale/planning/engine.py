@@ -132,10 +132,13 @@ class DecisionEngine:
             found, decision = None, None
             if engine._floor_bytes() <= limit:
                 found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
-            if found is None and engine._smallest().taken_bytes <= limit:
-                found = engine._fastest(limit)  # the smallest is among those that it knows of now
+            widest = engine.config if asked is None else everything(engine.config)
+            smallest = engine._smallest(widest) if found is None else None
+            if smallest is not None and smallest.taken_bytes <= limit:
+                found = engine._fastest(limit, widest)  # the smallest is among those that it knows of now
             if found is None:
-                return Answer(fault=engine._refusal().error(engine._smallest(), limit, tells=tells))
+                assert smallest is not None, "it was looked for"
+                return Answer(fault=engine._refusal().error(smallest, limit, tells=tells))
             return Answer((engine._proven_plan(found, limit, decision),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
@@ -317,11 +320,11 @@ class DecisionEngine:
         steps = [self.plain_step, *(way.plain for way in self.ways)]
         return min(held_by_phase(step.profile()).get("optimizer", 0) for step in steps)
 
-    def _smallest(self) -> Proven:
+    def _smallest(self, config: Config | None = None) -> Proven:
         # What keeps the least for the whole step, whatever the model does.
         least = min(self.ways, key=least_held, default=None)
         searches = [*self.searches, *(() if least is None else self._searches_of(least))]
-        among = self._techniques(self.config)
+        among = self._techniques(config or self.config)
         found: Proven = min((search.smallest(among) for search in searches), key=lambda each: each.taken_bytes)
         return found
 
