@@ -125,8 +125,8 @@ def test_what_fits_to_the_last_byte_leaves_no_margin():
     evidence = engine.plan(exactly).evidence
     assert evidence.planned.taken_bytes <= 0.999 * exactly
     assert not any("leaves less" in note for note in evidence.notes)
-    model, batch = Recurrent(), torch.ones(8, 24, 8)  # where nothing frees anything, it is said
-    engine = ms.DecisionEngine(model, **_step(model, batch))
+    nothing = ms.Config(enable_checkpointing=False, enable_offloading=False)  # where nothing frees anything, it is said
+    engine = ms.DecisionEngine(model, config=nothing, **_step(model, batch))
     plan = engine.plan(engine.frontier(2)[-1].peak_bytes)
     assert not plan
     assert any("leaves less than 0.1 % of the budget" in note for note in plan.evidence.notes)
