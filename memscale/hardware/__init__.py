@@ -13,6 +13,7 @@ from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
 from memscale.hardware.kernel_rates import beside, on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
+from memscale.hardware.nominal import nominal
 from memscale.hardware.roofline import Seconds, has_rate, seconds
 from memscale.hardware.work import Work, work_of
 
@@ -37,6 +38,7 @@ __all__ = [
     "host_calls",
     "host_seconds",
     "knows_copies",
+    "nominal",
     "on_card",
     "seconds",
     "span",

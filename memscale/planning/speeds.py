@@ -7,13 +7,13 @@ import dataclasses
 from torch import nn
 
 from memscale.config import Config
-from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies
+from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies, nominal
 from memscale.planning.solver import LinkRates
 
 _PROBE_BYTES = 1 << 30  # of a copy that shows the rate of a link
 
-# Stands in where a device does not say how fast it is: arithmetic and traffic of a server CPU. Costs are then relative
-# to each other, which is what a choice needs.
+# Stands in where no device says how fast it is and it is no CPU. Costs are then relative to each other, which is what a
+# choice needs.
 _NOMINAL_FLOPS = {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12, "float64": 5e11}
 _NOMINAL_BANDWIDTH = 1e11
 
@@ -39,6 +39,8 @@ def timed(hardware: Hardware, model: nn.Module) -> Hardware:
     Nominal ones where none is known; a dtype that a card has no units for is computed in float32.
     """
     known = hardware.flops_per_second
+    if hardware.device_type == "cpu" and not known and hardware.bandwidth_bytes_per_second is None:
+        return nominal(hardware)
     used = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
     rates = dict.fromkeys(used, known.get("float32", max(known.values()))) if known else _NOMINAL_FLOPS
     missing = {dtype: rate for dtype, rate in rates.items() if not has_rate(dtype, hardware)}
