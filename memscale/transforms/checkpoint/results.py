@@ -129,9 +129,10 @@ class Results:
         for index in list(self._outputs):
             # No name here for the outputs: they move only if nobody but `Kept` holds them.
             self._kept[index] = kept = _sealed(self._outputs.pop(index), moving.get(self._tiers.get(index, "")))
-            aliases = self._aliases.pop(index, [])
-            if not kept.through_hooks:  # or they would keep memory that the hooks let go of
-                self._aliases[index] = [(alias, version(alias)) for alias, _ in aliases]
+            if kept.through_hooks:  # which let go of the memory, unless something else holds it
+                self._aliases.pop(index, None)
+            else:
+                self._aliases[index] = [(alias, version(alias)) for alias, _ in self._aliases.get(index, ())]
         for hooks in moving.values():
             if hooks is not None:
                 hooks.leave()
