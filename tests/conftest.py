@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.support")
 
+from memscale.core import internals  # noqa: E402
 from tests.support.coverings import DEEP  # noqa: E402
 
 # What collection imports is no garbage, and looking for some took a third of its time: not until it is over.
@@ -71,6 +72,13 @@ def _own_cache(tmp_path_factory):
 def _no_known_plans():
     """A test that plans does so from scratch."""
     shutil.rmtree(Path(os.environ["MEMSCALE_CACHE"]) / "plans", ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cast_in_one_graph():
+    """For tests of a `cast` that is compiled: `test_where_the_compiler_lists_no_attributes` is of the others."""
+    if not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"):
+        pytest.skip("Dynamo traces what attributes a module has from torch 2.12 on")
 
 
 # Where there is no card, `torch.manual_seed` takes half a millisecond, to keep the call stack for one.

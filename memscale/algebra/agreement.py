@@ -16,7 +16,7 @@ from torch import nn
 
 from memscale.algebra.plan import Plan
 from memscale.algebra.region import placing_in
-from memscale.core import PlanError, TransformError, simulating
+from memscale.core import PlanError, TransformError, internals, simulating
 
 # The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
 _PATIENCE = timedelta(seconds=120)
@@ -92,7 +92,7 @@ def _mesh_of(model: nn.Module) -> Any:
     if _FSDP2 in sys.modules:
         for module in model.modules():
             state = sys.modules[_FSDP2]._get_module_fsdp_state(module)
-            for group in () if state is None else state._fsdp_param_groups:
+            for group in () if state is None else internals.fsdp_groups(state):
                 found += [group.mesh_info.mesh, *(each.sharded_param.device_mesh for each in group.fsdp_params)]
     return max(found, key=lambda mesh: mesh.size(), default=None)
 

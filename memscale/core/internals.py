@@ -18,7 +18,7 @@ import torch
 from memscale.core.errors import RuntimeUnavailable
 
 # The oldest and the newest release that parts of the suite were run with; docs/compatibility.md says which parts.
-OLDEST_TESTED, NEWEST_TESTED = (2, 12), (2, 14)
+OLDEST_TESTED, NEWEST_TESTED = (2, 10), (2, 14)
 
 
 class Internal(NamedTuple):
@@ -31,7 +31,7 @@ class Internal(NamedTuple):
     purpose: str
     folders: str
     without: str = ""
-    since: str = "2.12"
+    since: str = "2.10"
 
 
 _T, _S, _R = "transforms/", "simulation", "regions"
@@ -138,6 +138,13 @@ INTERNALS = tuple(
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
         ("torch._dynamo.comptime.comptime", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
         ("torch._dynamo.exc.Unsupported", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
+        (
+            "torch._dynamo.variables.dicts.DunderDictVariable",
+            "that it traces what attributes a module has",
+            f"{_T}cast",
+            "regions of `cast` are left to Python",
+            "2.12",
+        ),
         # torch.func.
         (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint {_T}offload"),
         (f"{_F}get_interpreter_stack", "which do", f"{_R} {_T}offload"),
@@ -264,7 +271,7 @@ def needs(part: str) -> None:
     lacking = [
         f"{each.name} ({each.purpose})"
         for each in INTERNALS
-        if not each.without and folders & set(each.folders.split()) and not _has(each.name)
+        if not each.without and folders & set(each.folders.split()) and not has(each.name)
     ]
     if lacking:
         raise RuntimeUnavailable(
@@ -322,7 +329,12 @@ def _found(name: str) -> Any:
     return found
 
 
-def _has(name: str) -> bool:
+def has(name: str) -> bool:
+    """Whether this PyTorch has what is called `name`.
+
+    >>> has("torch._ops.OpOverload"), has("torch._ops.Nothing")
+    (True, False)
+    """
     holder, _, last = name.rpartition(".")
     try:
         found = _found(holder)
@@ -384,3 +396,14 @@ else:
     TorchDispatchMode = named("torch.utils._python_dispatch.TorchDispatchMode")
 
 disable_current_modes = named("torch.utils._python_dispatch._disable_current_modes")
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers for a module with this state.
+
+    Before torch 2.12 a module had one at most, under another name.
+    """
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return groups

@@ -35,6 +35,7 @@ class Row(NamedTuple):
 
 # Every two of Python's, PyTorch's and transformers' oldest and newest meet; those between meet some of each.
 ROWS = (
+    Row("3.10", "2.10", "4.50"),
     Row("3.10", "2.12", "4.50"),
     Row("3.13", "2.13", ""),
     Row("3.11", "2.14", ""),

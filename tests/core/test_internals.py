@@ -40,6 +40,7 @@ OF_OTHERS = {
             "_module_info",
             "_setattr_on_modules",
             "_get_module_fsdp_state",
+            "_fsdp_param_group",
             "_fsdp_param_groups",
         ),
         "of a DDP or FSDP2 module: asked for with parallel=... only",
@@ -124,7 +125,7 @@ def used(trees):
         whole = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         reached = [name for name in known.values() if not name.startswith("internals")]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and dotted(node.func) == ["internals", "named"]:
+            if isinstance(node, ast.Call) and dotted(node.func) in (["internals", "named"], ["internals", "has"]):
                 reached += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             if (
                 isinstance(node, ast.Call)
@@ -184,7 +185,7 @@ def test_each_says_what_it_is_for_and_is_there():
     }  # in some builds only
     # These take seconds to load; their own tests do.
     there = [name for name in NAMES if not name.startswith(("torch._dynamo", "torch.testing"))]
-    assert [name for name in there if not internals._has(name) and name not in built] == []
+    assert [name for name in there if not internals.has(name) and name not in built] == []
     assert all(each.purpose and re.fullmatch(r"2\.\d+", each.since) for each in internals.INTERNALS)
 
 

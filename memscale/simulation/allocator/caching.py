@@ -1,6 +1,6 @@
 """What PyTorch's CUDA allocator would reserve: its rules, replayed over a stream of events in pure Python.
 
-The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.12 to 2.14, for one
+The rules and constants are those of ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.10 to 2.14, for one
 device, without CUDA graphs and private pools; what is freed is free for its own stream at once. Method names
 follow the C++ functions, so that both read side by side.
 """

@@ -1,6 +1,6 @@
 """Which kernel ``F.scaled_dot_product_attention`` takes on a CUDA device, and the same kernel on fake CPU tensors.
 
-The rules are those of PyTorch 2.12 to 2.14: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
+The rules are those of PyTorch 2.10 to 2.14: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and
 sdp_utils_cpp.h for the choice, aten/src/ATen/native/transformers/attention.cpp for what happens around a kernel.
 Nested tensors and float8 are left out.
 """
@@ -29,8 +29,9 @@ _NEWEST: Capability = (12, 1)  # the last architecture that the fused kernels ac
 _DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
 _NAMES: Mapping[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # aten/src/ATen/SDPBackend.h
 # What the wheels of PyPI bring along, in cuDNN's own numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
-# of torch 2.12.0 to 2.14.1. A newer PyTorch is taken to bring at least the last of these.
-_BUNDLED_CUDNN = {"2.12": 92000, "2.13": 92000, "2.14": 92400}
+# of torch 2.10.0 to 2.14.1. A newer PyTorch is taken to bring at least the last of these.
+_TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+_BUNDLED_CUDNN = {"2.10": 91002, "2.11": 91900, "2.12": 92000, "2.13": 92000, "2.14": 92400}
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionF
         return False
     if not call.has_shapes(shared_heads=True, unequal_heads=True) or not call.has_unit_strides(ignore_singleton=True):
         return False
-    # check_cudnn_dropout: its kernels round the probability to sixteenths (pytorch/pytorch#174245; seen in the
-    # selector of 2.13).
-    if call.dropout_p * 16 % 1:
+    # check_cudnn_dropout: its kernels round the probability to sixteenths (pytorch/pytorch#174245, merged after the
+    # branch of 2.11 was cut; seen in the selector of 2.13).
+    if _TORCH >= (2, 12) and call.dropout_p * 16 % 1:
         return False
     queries, keys = call.query.size(2), call.key.size(2)
     head, value_head = call.query.size(3), call.value.size(3)

@@ -22,9 +22,12 @@ from memscale.simulation.kernels.programs import Capability, most_held
 from memscale.simulation.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 
-def cublas_workspace_bytes(capability: Capability, *, environ: Mapping[str, str] = os.environ) -> int:
+def cublas_workspace_bytes(
+    capability: Capability, *, environ: Mapping[str, str] = os.environ, torch_version: tuple[int, int] = _TORCH
+) -> int:
     """Return the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
 
     A handle belongs to a thread, so a training step pays twice: in the caller's thread with the first product
@@ -39,36 +42,49 @@ def cublas_workspace_bytes(capability: Capability, *, environ: Mapping[str, str]
     Args:
         capability: the device's compute capability, (major, minor).
         environ: where ``CUBLAS_WORKSPACE_CONFIG`` is looked up: ``:size:count`` pairs, the size in KiB.
+        torch_version: whose rule to follow, (major, minor).
 
     Source: ``parseChosenWorkspaceSize`` and ``setWorkspaceForHandle`` in aten/src/ATen/cuda/CublasHandlePool.cpp
-    of PyTorch 2.12 to 2.14, and the thread-local pool windows of aten/src/ATen/cuda/detail/DeviceThreadHandles.h.
+    of PyTorch 2.10 to 2.14, and the thread-local pool windows of aten/src/ATen/cuda/detail/DeviceThreadHandles.h.
     """
     pairs = re.findall(r":([0-9]+):([0-9]+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * _KIB
-    return 32 * _MIB if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) * _KIB
+    # Blackwell got Hopper's size with pytorch/pytorch#175344, after the branch of 2.11 was cut.
+    wide = capability[0] in (9, 10, 12) if torch_version >= (2, 12) else capability == (9, 0)
+    return 32 * _MIB if wide else (2 * 4096 + 8 * 16) * _KIB
 
 
-def cublaslt_workspace_bytes(*, environ: Mapping[str, str] = os.environ) -> int:
+def cublaslt_workspace_bytes(
+    capability: Capability, *, environ: Mapping[str, str] = os.environ, torch_version: tuple[int, int] = _TORCH
+) -> int:
     """Return what cuBLASLt takes in addition, for one handle and stream, at its first product.
 
-    Products with an epilogue go to cuBLASLt, see :func:`uses_cublaslt`. It shares the workspace of
-    cuBLAS unless told otherwise, so that there is nothing to add.
+    Products with an epilogue go to cuBLASLt, see :func:`uses_cublaslt`. From PyTorch 2.12 on it shares the
+    workspace of cuBLAS, so that there is nothing to add.
 
-    >>> cublaslt_workspace_bytes(environ={})
+    >>> cublaslt_workspace_bytes((8, 0), environ={}, torch_version=(2, 13))
     0
-    >>> cublaslt_workspace_bytes(environ={"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"})
+    >>> cublaslt_workspace_bytes((8, 0), environ={"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"})
     1048576
 
     Args:
+        capability: the device's compute capability, (major, minor).
         environ: where ``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` and ``CUBLASLT_WORKSPACE_SIZE`` (in KiB) are looked up.
+        torch_version: whose rule to follow, (major, minor).
 
-    Source: ``getCUDABlasLtWorkspace`` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    Source: ``getCUDABlasLtWorkspace`` in aten/src/ATen/cuda/CublasHandlePool.cpp; the default became shared with
+    pytorch/pytorch#175879.
     """
-    if environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE") != "0":
+    unified = {"1": True, "0": False}.get(environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
+    if unified or (unified is None and torch_version >= (2, 12)):
         return 0
     digits = re.match(r"\s*\d+", environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
-    return int(digits.group()) * _KIB if digits else _MIB
+    nbytes = int(digits.group()) * _KIB if digits else _MIB
+    if unified is None:
+        # The size was capped as if it were shared before it was.
+        nbytes = min(nbytes, cublas_workspace_bytes(capability, environ=environ, torch_version=torch_version))
+    return nbytes
 
 
 def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = os.environ) -> bool:

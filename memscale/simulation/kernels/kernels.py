@@ -125,7 +125,7 @@ class Kernels:
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
-        if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes()):
+        if uses_cublaslt(str(op), args) and (nbytes := cublaslt_workspace_bytes(self.capability)):
             found["cuBLASLt"] = nbytes
         return found
 

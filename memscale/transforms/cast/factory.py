@@ -329,9 +329,19 @@ def _describe(tensor: torch.Tensor, copies: Converted, scope: _CastScope, leaves
     return f"its {kind} {what}"
 
 
+def _refuse_what_cannot_list(_: Any) -> None:
+    """Run by the compiler: on to Python with what it would not follow, or with `fullgraph` an error that says so."""
+    if not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"):
+        raise torch._dynamo.exc.Unsupported(
+            f"cast() under torch.compile: torch {torch.__version__} cannot trace what attributes a module has, as "
+            "it can from torch 2.12 on; without fullgraph=True the region runs as it does outside of torch.compile"
+        )
+
+
 def _traced(self: Casted, args: Any, kwargs: Any) -> Any:
     """The same under `torch.compile`, which sees nothing of places and of version counts."""
     how = self.how
+    torch._dynamo.comptime.comptime(_refuse_what_cannot_list)
     if not self.traceable:
         raise TransformError(
             f"{how!r} under torch.compile: the region captures tensors outside of modules, or was made by code that "

@@ -20,37 +20,44 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 WORKSPACES = [
-    ((7, 0), {}, 8519680),
-    ((8, 0), {}, 8519680),
-    ((8, 9), {}, 8519680),
-    ((9, 0), {}, 32 * MIB),
-    ((10, 0), {}, 32 * MIB),
-    ((12, 0), {}, 32 * MIB),
-    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 128 * 1024),
-    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, 8519680),
-    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, 0),
-    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": "4096"}, 8519680),
+    ((7, 0), {}, (2, 13), 8519680),
+    ((8, 0), {}, (2, 13), 8519680),
+    ((8, 9), {}, (2, 13), 8519680),
+    ((9, 0), {}, (2, 13), 32 * MIB),
+    ((9, 0), {}, (2, 10), 32 * MIB),
+    ((10, 0), {}, (2, 13), 32 * MIB),
+    ((12, 0), {}, (2, 12), 32 * MIB),
+    ((10, 0), {}, (2, 11), 8519680),
+    ((12, 0), {}, (2, 10), 8519680),
+    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, (2, 13), 128 * 1024),
+    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, (2, 13), 8519680),
+    ((9, 0), {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, (2, 13), 0),
+    ((8, 0), {"CUBLAS_WORKSPACE_CONFIG": "4096"}, (2, 13), 8519680),
 ]
 
 
-@pytest.mark.parametrize(("capability", "environ", "nbytes"), WORKSPACES)
-def test_cublas_workspaces(capability, environ, nbytes):
-    assert cublas_workspace_bytes(capability, environ=environ) == nbytes
+@pytest.mark.parametrize(("capability", "environ", "version", "nbytes"), WORKSPACES)
+def test_cublas_workspaces(capability, environ, version, nbytes):
+    assert cublas_workspace_bytes(capability, environ=environ, torch_version=version) == nbytes
 
 
 @pytest.mark.parametrize(
-    ("environ", "nbytes"),
+    ("environ", "version", "nbytes"),
     [
-        ({}, 0),
-        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, 0),
-        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, MIB),
-        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, 0),
-        ({"CUBLASLT_WORKSPACE_SIZE": "65536", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, 64 * MIB),
-        ({"CUBLASLT_WORKSPACE_SIZE": "much", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, MIB),
+        ({}, (2, 13), 0),
+        ({}, (2, 12), 0),
+        ({}, (2, 11), MIB),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, (2, 10), 0),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (2, 13), MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, (2, 13), 0),
+        ({"CUBLASLT_WORKSPACE_SIZE": "4096"}, (2, 10), 4 * MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "65536"}, (2, 10), 8519680),
+        ({"CUBLASLT_WORKSPACE_SIZE": "65536", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, (2, 10), 64 * MIB),
+        ({"CUBLASLT_WORKSPACE_SIZE": "much"}, (2, 10), MIB),
     ],
 )
-def test_cublaslt_workspaces(environ, nbytes):
-    assert cublaslt_workspace_bytes(environ=environ) == nbytes
+def test_cublaslt_workspaces(environ, version, nbytes):
+    assert cublaslt_workspace_bytes(A100, environ=environ, torch_version=version) == nbytes
 
 
 def test_workspaces_follow_the_environment_of_the_process(monkeypatch):

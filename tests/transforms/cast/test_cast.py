@@ -585,6 +585,7 @@ PLANS = {
 QUICK = ("root", "around layers in checkpoint", "nested")  # the compiler takes a second for each
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     "plan",
     [pytest.param(plan, id=name, marks=() if name in QUICK else pytest.mark.deep) for name, plan in PLANS.items()],
@@ -601,6 +602,7 @@ def test_compiles_to_one_graph_with_the_same_numbers(plan):
     assert all(type(parameter) is nn.Parameter for parameter in other.parameters())
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 def test_compiles_functions_of_arguments_and_of_modules():
     linear, x, w = nn.Linear(4, 4), torch.randn(2, 4), torch.randn(4, 4)
     for region, args in ((cast()(lambda x, w: torch.tanh(x @ w)), (x, w)), (cast()(lambda x: linear(x).relu()), (x,))):
@@ -608,6 +610,7 @@ def test_compiles_functions_of_arguments_and_of_modules():
     assert type(linear.weight) is nn.Parameter
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 def test_compiled_regions_have_their_side_effects():
     model = Stateful()
     fit, x = ms.transform(model, {"": cast()}), torch.randn(2, 4)
@@ -632,6 +635,7 @@ def over(captured):
     return cast()(lambda x: x * captured)
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -51,6 +51,7 @@ REGIONS = {
 }
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     ("region", "change"),
     [*(("module", change) for change in CHANGES), ("function", detached), ("in checkpoint", by_data)],
@@ -73,6 +74,7 @@ def test_and_is_left_to_python_which_names_it(change):
         torch.compile(fit, backend="aot_eager")(torch.randn(2, 4))
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 def test_an_argument_that_the_region_changes():
     torch._dynamo.reset()
     region = ms.cast()(lambda x: x.mul_(2))
@@ -88,6 +90,7 @@ def of_its_own(weight):
     (2 * weight.detach()).mul_(0.5)
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize(
     ("harmless", "grad"),
     [
@@ -116,6 +119,7 @@ class Tied(nn.Module):
         return self.up(torch.tanh(self.down(x)))
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize("region", REGIONS.values(), ids=list(REGIONS))
 def test_the_gradient_of_a_tied_weight_is_added_up_in_the_same_dtype(region):
     """Cast twice, as it once was, the two parts of the gradient were added in float32 and not in bfloat16."""
@@ -129,6 +133,7 @@ def test_the_gradient_of_a_tied_weight_is_added_up_in_the_same_dtype(region):
     assert bits(grad) == bits(expected)
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 def test_per_sample_gradients_of_a_region():
     torch._dynamo.reset()
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
@@ -165,6 +170,7 @@ class ReplacingEntry(Replacing):
         return self.linear(x) * self.count
 
 
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize(
     ("kind", "region"),
@@ -177,6 +183,21 @@ def test_a_buffer_that_the_region_replaces_in_evaluation(kind, region, dtype):
     with pytest.raises(torch._dynamo.exc.Unsupported, match=f"replaces 'count' of a {kind.__name__}|{kind.refusal}"):
         torch.compile(REGIONS[region](model), backend="aot_eager", fullgraph=True)(torch.randn(2, 4))
     assert not model.count.any()
+
+
+@pytest.mark.parametrize("region", ["module", "in checkpoint"])
+def test_where_the_compiler_lists_no_attributes(region, monkeypatch):
+    """As Dynamo before torch 2.12: `fullgraph` says so, and without it the region runs as Python, to the same bits."""
+    torch._dynamo.reset()
+    monkeypatch.delattr(torch._dynamo.variables.dicts, "DunderDictVariable", raising=False)
+    model, x = Tied(), torch.randn(2, 8)
+    fit = REGIONS[region](model)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"cast\(\) under torch.compile: torch 2.* from torch 2.12 on"
+    ):
+        torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert bits(torch.compile(fit, backend="aot_eager")(x)) == bits(fit(x))
 
 
 @pytest.mark.parametrize("kind", [Replacing, ReplacingEntry])

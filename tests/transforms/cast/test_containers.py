@@ -164,6 +164,7 @@ def test_a_write_into_an_object_that_is_copied_is_refused_by_name():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.usefixtures("cast_in_one_graph")
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_under_torch_compile(fullgraph):
     torch._dynamo.reset()
