@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,9 +24,15 @@ def found_once(find: Callable[[], T]) -> Callable[[], T]:
     (4, 4, ['tried'])
     """
 
-    @functools.cache
+    answers: list[T] = []
+    lock = threading.RLock()  # what is registered with PyTorch is refused the second time
+
     def found() -> T:
-        with internals.disable_current_modes():
-            return find()
+        if not answers:
+            with lock:
+                if not answers:
+                    with internals.disable_current_modes():
+                        answers.append(find())
+        return answers[0]
 
     return functools.wraps(find)(found)
