@@ -5,23 +5,12 @@ from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages
+from memscale.regions.places import Attributes, Content, Place, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.rewind import Rewind
 from memscale.regions.saved_tensors import hooks_around, naming_refused_hooks, recomputes, recomputing
-from memscale.regions.scope import (
-    NOWHERE,
-    Attributes,
-    Content,
-    Place,
-    Scope,
-    as_it_was,
-    code_names,
-    holds,
-    put_back,
-    read,
-    write,
-)
+from memscale.regions.scope import NOWHERE, Scope, as_it_was, code_names, put_back
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams

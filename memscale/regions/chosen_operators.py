@@ -76,7 +76,7 @@ def _keys() -> tuple[Any, ...]:
         return ()
 
 
-_libraries: list[torch.library.Library] = []  # which end what they hold
+_libraries: list[torch.library.Library] = []  # kept, since kernels end with their library
 _known: set[internals.OpOverload] = set()
 _lock = threading.Lock()
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from memscale.core import CorrectnessError, pytrees
 from memscale.regions.modes import modes
 from memscale.regions.pieces import Name
-from memscale.regions.scope import HOOKS, TABLES, Attributes, Content, Place, differing, holds, is_hooked, read, write
+from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
+from memscale.regions.scope import HOOKS, TABLES, is_hooked
 from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
 from memscale.regions.uncompiled import OperatorWatch

@@ -3,23 +3,20 @@
 A region is recomputed later, when the world around it has moved on: a closure variable was rebound, a module went to
 `eval()`, a counter counted. A *place* is a spot where such a dependency is stored: a module's dictionaries, a
 closure cell, the globals that the code names, a list or dictionary reached from one of these. Places can be read and
-written back, which is all that a snapshot needs.
+written back (`places`), which is all that a snapshot needs.
 
 Found: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
 functions), closures, defaults, partials, bound methods, random generators, globals named in the code (that of a
 module's forward too), and functions of the same file.
 Not found: state behind other objects, such as a configuration object or an open file. Objects that the region is given
-are those of `_arguments`.
+are those of `remembered`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import operator
 import types
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,16 +26,24 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.environment import global_hooks
+from memscale.regions.places import (
+    CONTAINERS,
+    INTERNAL,
+    Attributes,
+    Content,
+    Names,
+    Place,
+    holds,
+    read,
+    write,
+)
 from memscale.regions.randomness import HostGenerator, is_host_generator
-from memscale.regions.views import ABSENT, lasting
+from memscale.regions.views import lasting
 
-# What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
-_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
 LARGEST_CONTAINER = 1024
-_CONTAINERS = (OrderedDict, dict, list, set, deque)
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
-_STATEFUL = (*_CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator)
+_STATEFUL = (*CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator)
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
 _FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
@@ -47,97 +52,9 @@ HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_
 NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
 
 
-class Names:
-    """The entries of a dictionary that some code names: globals, or attributes that a method reads."""
-
-    __slots__ = ("mapping", "names")
-
-    def __init__(self, mapping: dict[str, Any], names: tuple[str, ...]) -> None:
-        self.mapping = mapping
-        self.names = names
-
-
-class Attributes:
-    """The attributes that a module has of its own, `training` among them; torch's bookkeeping is left out."""
-
-    __slots__ = ("bookkeeping", "mapping")
-
-    def __init__(self, mapping: dict[str, Any], bookkeeping: int) -> None:
-        self.mapping = mapping
-        self.bookkeeping = bookkeeping  # how many entries of the mapping are torch's
-
-
-Place = Any  # dict | list | set | deque | types.CellType | Names | Attributes
-Content = dict[Any, Any] | list[Any]
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_stateful(kind: Any) -> bool:
     return issubclass(kind, _STATEFUL) or is_host_generator(kind)
-
-
-def read(place: Place) -> Content:
-    """A copy of what `place` holds now: a dictionary for named entries, a list otherwise."""
-    if isinstance(place, dict):
-        return dict(place)
-    if isinstance(place, Attributes):
-        return {key: value for key, value in place.mapping.items() if key not in _INTERNAL}
-    if isinstance(place, types.CellType):
-        try:
-            return [place.cell_contents]
-        except ValueError:  # an empty cell: a local that is not assigned yet
-            return []
-    if isinstance(place, Names):
-        return {name: place.mapping[name] for name in place.names if name in place.mapping}
-    return list(place)
-
-
-def write(place: Place, content: Content) -> None:
-    """Put back into `place` what `read` took from it."""
-    if isinstance(place, Attributes):
-        for key in read(place):
-            if key not in content:
-                del place.mapping[key]
-        place.mapping.update(content)
-    elif isinstance(place, types.CellType):
-        if content:
-            place.cell_contents = content[0]
-        else:
-            del place.cell_contents
-    elif isinstance(place, Names):
-        for name in place.names:
-            if name not in content:
-                place.mapping.pop(name, None)
-        place.mapping.update(content)
-    else:
-        # The methods of Python's own class: a subclass may do more (a Counter adds up), or forbid these.
-        own: Any = next(base for base in _CONTAINERS if isinstance(place, base))
-        own.clear(place)
-        (own.extend if own in (list, deque) else own.update)(place, content)
-
-
-def holds(place: Place, content: Content) -> bool:
-    """Whether `place` holds the very objects of `content`, in the same order if it has one."""
-    kind = type(place)
-    if kind is Attributes:
-        mapping = place.mapping
-        return len(mapping) == place.bookkeeping + len(content) and all(
-            map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
-        )
-    now = place if isinstance(place, (dict, list)) else read(place)
-    if len(now) != len(content) or not all(map(operator.is_, now, content)):
-        return False
-    return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]
-
-
-_ABSENTS = itertools.repeat(object())  # None is a value that an attribute may have had
-
-
-def differing(a: Content, b: Content) -> list[str]:
-    """The names of what differs between the attributes `a` and `b`."""
-    assert isinstance(a, dict)
-    assert isinstance(b, dict)
-    return [name for name in {**a, **b} if a.get(name, ABSENT) is not b.get(name, ABSENT)]
 
 
 def is_hooked(own: dict[str, Any]) -> bool:
@@ -295,7 +212,7 @@ class Scope:
         elif kind is functools.partial:
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._visit(part, home)
-        elif issubclass(kind, _CONTAINERS):
+        elif issubclass(kind, CONTAINERS):
             self._visit_container(thing, home)
         elif issubclass(kind, tuple):
             for part in thing:
@@ -321,7 +238,7 @@ class Scope:
                 continue
             own = module.__dict__
             self.modules.append(module)
-            content = {key: value for key, value in own.items() if key not in _INTERNAL}
+            content = {key: value for key, value in own.items() if key not in INTERNAL}
             position = len(places)
             places.append(Attributes(own, len(own) - len(content)))
             self.contents.append(content)

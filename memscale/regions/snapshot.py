@@ -25,7 +25,8 @@ from memscale.core import CorrectnessError, changed_error, described, internals,
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, storages
 from memscale.regions.pieces import Name, Piece, Pieces
-from memscale.regions.scope import Attributes, Scope, differing, holds, read
+from memscale.regions.places import Attributes, differing, holds, read
+from memscale.regions.scope import Scope
 from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.regions.scope import Scope, holds, put_back
+from memscale.regions.places import holds
+from memscale.regions.scope import Scope, put_back
 from tests.support.checks import bits
 
 

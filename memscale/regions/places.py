@@ -1,0 +1,105 @@
+"""Places: where what a region depends on is stored, and how that is read and written back."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+from collections import OrderedDict, deque
+from typing import Any
+
+from torch import nn
+
+from memscale.regions.views import ABSENT
+
+# What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+CONTAINERS = (OrderedDict, dict, list, set, deque)
+
+
+class Names:
+    """The entries of a dictionary that some code names: globals, or attributes that a method reads."""
+
+    __slots__ = ("mapping", "names")
+
+    def __init__(self, mapping: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.mapping = mapping
+        self.names = names
+
+
+class Attributes:
+    """The attributes that a module has of its own, `training` among them; torch's bookkeeping is left out."""
+
+    __slots__ = ("bookkeeping", "mapping")
+
+    def __init__(self, mapping: dict[str, Any], bookkeeping: int) -> None:
+        self.mapping = mapping
+        self.bookkeeping = bookkeeping  # how many entries of the mapping are torch's
+
+
+Place = Any  # dict | list | set | deque | types.CellType | Names | Attributes
+Content = dict[Any, Any] | list[Any]
+
+
+def read(place: Place) -> Content:
+    """A copy of what `place` holds now: a dictionary for named entries, a list otherwise."""
+    if isinstance(place, dict):
+        return dict(place)
+    if isinstance(place, Attributes):
+        return {key: value for key, value in place.mapping.items() if key not in INTERNAL}
+    if isinstance(place, types.CellType):
+        try:
+            return [place.cell_contents]
+        except ValueError:  # an empty cell: a local that is not assigned yet
+            return []
+    if isinstance(place, Names):
+        return {name: place.mapping[name] for name in place.names if name in place.mapping}
+    return list(place)
+
+
+def write(place: Place, content: Content) -> None:
+    """Put back into `place` what `read` took from it."""
+    if isinstance(place, Attributes):
+        for key in read(place):
+            if key not in content:
+                del place.mapping[key]
+        place.mapping.update(content)
+    elif isinstance(place, types.CellType):
+        if content:
+            place.cell_contents = content[0]
+        else:
+            del place.cell_contents
+    elif isinstance(place, Names):
+        for name in place.names:
+            if name not in content:
+                place.mapping.pop(name, None)
+        place.mapping.update(content)
+    else:
+        # The methods of Python's own class: a subclass may do more (a Counter adds up), or forbid these.
+        own: Any = next(base for base in CONTAINERS if isinstance(place, base))
+        own.clear(place)
+        (own.extend if own in (list, deque) else own.update)(place, content)
+
+
+def holds(place: Place, content: Content) -> bool:
+    """Whether `place` holds the very objects of `content`, in the same order if it has one."""
+    kind = type(place)
+    if kind is Attributes:
+        mapping = place.mapping
+        return len(mapping) == place.bookkeeping + len(content) and all(
+            map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
+        )
+    now = place if isinstance(place, (dict, list)) else read(place)
+    if len(now) != len(content) or not all(map(operator.is_, now, content)):
+        return False
+    return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]
+
+
+_ABSENTS = itertools.repeat(object())  # None is a value that an attribute may have had
+
+
+def differing(a: Content, b: Content) -> list[str]:
+    """The names of what differs between the attributes `a` and `b`."""
+    assert isinstance(a, dict)
+    assert isinstance(b, dict)
+    return [name for name in {**a, **b} if a.get(name, ABSENT) is not b.get(name, ABSENT)]
