@@ -137,6 +137,11 @@ class Environment:
             _set_flags(then, flags)
 
     @property
+    def moved(self) -> list[Any]:
+        """After `conclude`, the generators of PyTorch that the region drew from, or that were its own."""
+        return [generator for generator, _ in self._random or ()]
+
+    @property
     def draws(self) -> bool:
         """Whether the region drew random numbers, from generators that all threads share."""
         return self._random is not None or self._host is not None

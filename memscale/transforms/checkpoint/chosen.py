@@ -62,10 +62,10 @@ class ChosenRecorder(ChosenWatch):
         else:
             self.results.keep(index, op, result)
 
-    def conclude(self) -> bool:
+    def conclude(self, moved: Collection[torch.Generator]) -> bool:
         """After the run. Whether it kept what the policy says."""
         lost = self.results.drop_changed() or self._lost
-        self.results.conclude(self.needed)
+        self.results.conclude(self.needed, moved)
         return not lost
 
     def replayer(self, inputs: object) -> ChosenReplayer:

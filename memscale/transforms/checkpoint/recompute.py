@@ -192,7 +192,7 @@ class _Frame:
         if habits is not None:
             self._memory.habits[self._mode] = habits
         if self.recorder is not None:
-            is_left_alone = self.recorder.conclude()
+            is_left_alone = self.recorder.conclude(snapshot.environment.moved)
             self._memory.left_alone[self._mode] = is_left_alone and self._memory.left_alone.get(self._mode, True)
         inputs.seal(versions)
         for index, old_value in snapshot.take_replaced().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Results:
     Attributes:
         ops: the operators whose outputs are kept, by number.
         changed_later: those of which an output was changed in place, after a copy was taken.
-        random_after: where random generators were when an operator had drawn from them.
+        random_after: where random generators that the region moved were after an operator that draws.
     """
 
     def __init__(self, runtime: Runtime | None) -> None:
@@ -118,11 +119,18 @@ class Results:
     def _is_changed(self, index: int) -> bool:
         return any(version(alias) != then for alias, then in self._aliases.get(index, ()))
 
-    def conclude(self, needed: int) -> None:
+    def conclude(self, needed: int, moved: Collection[torch.Generator]) -> None:
         """After the run: hand what is kept to the hooks around the region.
 
-        `needed` is how many operators had run when autograd last saved a tensor.
+        Args:
+            needed: how many operators had run when autograd last saved a tensor.
+            moved: the generators that the region has drawn from. A recompute takes them back, and at its end to where
+                it found them; others, those of attention without dropout, would stay where a replay had set them, and
+                what was drawn after the forward would be drawn again after backward.
         """
+        for index, states in self.random_after.items():
+            self.random_after[index] = [(generator, state) for generator, state in states if generator in moved]
+        del self._counted[sum(map(len, self.random_after.values())) :]
         # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
         self._drop([index for index in self._outputs if index >= needed])
         moving = {tier: hooks_here(self._runtime, tier, 0) for tier in set(self._tiers.values())}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -178,10 +178,10 @@ class Recorder(_Numbering):
                 self._made.pop(storage, None)  # a later label would name the changed value
                 self.results.protect(storage)
 
-    def conclude(self) -> bool:
+    def conclude(self, moved: Collection[torch.Generator]) -> bool:
         """After the run. Whether the region left alone what is kept, so that nobody need look at what changes it."""
         left_alone = not self.results.changed_later
-        self.results.conclude(self.needed)
+        self.results.conclude(self.needed, moved)
         self._made.clear()
         return left_alone
 

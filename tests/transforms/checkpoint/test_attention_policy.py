@@ -40,3 +40,15 @@ def test_it_is_written_and_read_like_any_other():
     plan = ms.Plan({"*": ms.checkpoint(policy=ms.policies.attention_saveable)})
     assert ms.Plan.from_json(plan.to_json()) == plan
     assert "checkpoint(policy=policies.attention_saveable)" in plan.to_python()
+
+
+def test_what_is_drawn_after_the_forward_is_not_drawn_again_after_backward():
+    """Attention without dropout draws nothing: a replay set the generator to where it was, and nobody put it back."""
+    torch.manual_seed(0)
+    fit = ms.checkpoint(policy=ms.policies.attention_saveable)(attend)
+    for _ in range(2):  # the second call is watched in another way
+        out = fit(torch.randn(1, 1, 4, 8), torch.randn(8, 24, requires_grad=True))
+        torch.rand(3)
+        before = torch.get_rng_state()
+        out.sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
