@@ -23,14 +23,19 @@ from memscale.core import TransformError, version
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 
-# Storages that memscale itself has given to parameters, by address: where they live has changed, not their values.
-_moved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Storages that memscale itself has given to parameters, each with that of before: where they live has changed, not
+# their values.
+_moved: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def moved(tensor: torch.Tensor) -> None:
-    """Say that `tensor` got its storage from memscale, with the values that it had."""
-    storage = tensor.untyped_storage()
-    _moved[storage._cdata] = storage
+def moved(tensor: torch.Tensor, before: weakref.ref[Any]) -> None:
+    """Say that `tensor` got its storage from memscale, with the values that it had in that of `before`."""
+    _moved[tensor.untyped_storage()] = before
+
+
+def is_moved(storage: Any, before: weakref.ref[Any]) -> bool:
+    """Whether `storage` is what memscale gave to a tensor in place of that of `before`, which may be gone by now."""
+    return _moved.get(storage) is before  # Python has one such reference to an object, also when that is gone
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -56,7 +61,7 @@ def assigned(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
         index
         for index, (new, old) in enumerate(zip(now, before, strict=True))
         # Sharding puts an empty storage in place of what it has freed: no values were assigned.
-        if new is not old and _moved.get(getattr(new, "_cdata", 0)) is not new and _holds_bytes(old)
+        if new is not old and new not in _moved and _holds_bytes(old)
     ]
 
 
@@ -80,6 +85,10 @@ class Writes(OperatorWatch):
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written(func)
+        if not written and takes_batch_statistics(func, args, kwargs):
+            # Such a kernel changes them with no word in its schema and no new version. Comparing values is not enough:
+            # a first batch of zeros leaves a mean of zero as it is.
+            written = _positions(func, _RUNNING)
         if written and not is_unrecorded():
             for position, name in written:
                 value = args[position] if position < len(args) else kwargs.get(name)
@@ -89,6 +98,26 @@ class Writes(OperatorWatch):
         return func(*args, **kwargs)
 
 
+# How kernels that normalize call their "use the statistics of this batch" argument.
+_BATCH_STATISTICS = ("training", "train", "use_input_stats")
+_RUNNING = ("running_mean", "running_var")
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_normalizing(func: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The arguments of an operator that has running statistics among them, and its flags; empty of others."""
+    schema = getattr(func, "_schema", None)
+    names = tuple(argument.name for argument in schema.arguments) if schema is not None else ()
+    return (names, tuple(name for name in names if name in _BATCH_STATISTICS)) if _RUNNING[0] in names else ((), ())
+
+
+def takes_batch_statistics(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call normalizes by statistics of its batch, and moves the running ones if it is given any."""
+    names, flags = _of_normalizing(func)
+    given = dict(zip(names, args, strict=False)) | kwargs if flags else {}
+    return bool(names) and (not flags or any(given.get(flag) is True for flag in flags))
+
+
 @functools.lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """The position and name of each argument that an operator writes to."""
@@ -96,6 +125,12 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     if schema is None or not schema.is_mutable:
         return ()
     return tuple((index, argument.name) for index, argument in enumerate(schema.arguments) if argument.is_write)
+
+
+@functools.lru_cache(maxsize=4096)
+def _positions(func: Any, names: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((index, argument.name) for index, argument in arguments if argument.name in names)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -112,6 +147,28 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one storage may share a byte."""
     (a_start, a_stop), (b_start, b_stop) = extent(a), extent(b)
     return a_start < b_stop and b_start < a_stop
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How `tensor` lies in its storage, for `laid_out`."""
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def laid_out(storage: Any, lies: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor that lies so in `storage`. Unrecorded, without gradients."""
+    dtype, *place = lies
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+
+
+def _former(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What gives an alias of `tensor` as it is now, whatever is assigned to it."""
+    storage, is_plain = _storage_or_itself(tensor), type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if storage is tensor or not is_plain or tensor.is_conj() or tensor.is_neg():
+        with unrecorded(), torch.no_grad():
+            alias = tensor.detach()
+        return lambda: alias
+    # No alias before it is wanted: what has one does not leave for another tier, which a region inside may want.
+    return functools.partial(laid_out, storage, layout(tensor))
 
 
 @contextmanager
@@ -139,8 +196,7 @@ def refused(
     Raises:
         TransformError: the body changed one of them. All of them are as they were by then.
     """
-    with unrecorded(), torch.no_grad():
-        before = [tensor.detach() for tensor in tensors]
+    before = [_former(tensor) for tensor in tensors]
     held, versions = storages(tensors), [version(tensor) for tensor in tensors]
     copies: dict[int, torch.Tensor] = {}
     by_storage: dict[int, list[int]] = {}
@@ -149,9 +205,9 @@ def refused(
 
     def copy(written: torch.Tensor) -> None:
         for index in by_storage.get(getattr(_storage_or_itself(written), "_cdata", -1), ()):
-            if index not in copies and overlap(written, before[index]):
-                with unrecorded(), torch.no_grad():
-                    copies[index] = before[index].clone()
+            with unrecorded(), torch.no_grad():
+                if index not in copies and overlap(written, former := before[index]()):
+                    copies[index] = former.clone()
 
     with Writes(copy) if watch else nullcontext():
         yield
@@ -161,7 +217,7 @@ def refused(
         return
     with unrecorded(), torch.no_grad():
         for index in replaced:
-            tensors[index].data = before[index]
+            tensors[index].data = before[index]()
         for index in changed:
-            before[index].data.copy_(copies[index])
+            before[index]().copy_(copies[index])
     raise TransformError(f"the region of {how} changes {title((replaced + changed)[0])} through .data, which {why}")

@@ -23,7 +23,7 @@ from torch import nn
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.environment import Environment, accelerators
-from memscale.regions.hidden_changes import Writes, assigned, storages
+from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, storages
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.places import Attributes, differing, holds, read
 from memscale.regions.scope import Scope
@@ -139,7 +139,7 @@ class Snapshot:
             if is_candidate:
                 with unrecorded():
                     self._pieces.of(storage, tensor).take()
-        self._layouts = {name: _layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
+        self._layouts = {name: layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
 
     def _take(self, habits: Habits) -> None:
         """Before a later run: what the first one changed, by whatever other names it has by now."""
@@ -165,7 +165,7 @@ class Snapshot:
         if habits.reassigned:
             for name, tensor, _ in self._named():
                 if name in habits.reassigned and name not in changed:
-                    self._layouts[name] = _layout(tensor)
+                    self._layouts[name] = layout(tensor)
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
@@ -267,9 +267,9 @@ class Snapshot:
         for tensor, storage, names in found.values():
             if (piece := copied.get(names[0])) is not None:
                 piece.written = True
-            elif (layout := self._layouts.get(names[0])) is not None:
+            elif (lies := self._layouts.get(names[0])) is not None:
                 with unrecorded(), torch.no_grad():
-                    then = tensor.new_empty(0, dtype=layout[0], device=storage.device).set_(storage, *layout[1:])
+                    then = laid_out(storage, lies)
                     then.requires_grad_(tensor.requires_grad)
                     self._reassigned.append(Piece([then], dict.fromkeys(names, 0)).take())
             else:
@@ -340,14 +340,15 @@ class Snapshot:
             return {}
         changed = {}
         known = {name for piece in self.pieces() for name in piece.names}
-        kept = zip(self.scope.tensors, self._versions, now_at, then, held, strict=True)
-        for (position, key, tensor), expected, now, old, new in kept:
+        before = self._storages or [weakref.ref(storage) for storage in held]
+        kept = zip(self.scope.tensors, self._versions, now_at, then, held, before, strict=True)
+        for (position, key, tensor), expected, now, old, new, reference in kept:
             if (position, key) in known:
                 continue
             if now != expected:
                 what = described(self.scope.describe(position, key), tensor.dtype, tensor.shape)
                 error = changed_error(what, now, expected, _REMEDY)
-            elif old is not new:
+            elif old is not new and not is_moved(new, reference):
                 what = described(self.scope.describe(position, key), tensor.dtype, tensor.shape)
                 error = CorrectnessError(
                     f"{what} has other memory than in the forward: its .data was assigned in between, which no "
@@ -363,11 +364,6 @@ _REMEDY = (
     "The checkpointed region would be recomputed with other numbers. Call backward before changing it (an optimizer "
     "step does)"
 )
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    # No alias: where memory may move, another reference to it would keep it.
-    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -74,8 +75,9 @@ class Streamed(Placing):
             may_leave = home is None and parameter.nbytes >= least and id(parameter) not in staying
             if may_leave and (mover := runtime.homes(like)).is_movable(parameter):
                 runtime.tell_of_tier(mover.engine, self.how.tier)
+                before = weakref.ref(parameter.untyped_storage())
                 home = mover.place(parameter, self.how.tier, like)
-                moved(parameter)
+                moved(parameter, before)
             if home is not None:
                 homes.append(home)
         return homes

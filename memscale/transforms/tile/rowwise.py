@@ -16,10 +16,17 @@ import torch
 from torch import nn
 
 from memscale.core import TransformError, internals, modules_in, pytrees
-from memscale.regions import OperatorWatch, Remembered, Scope, code_names, is_unrecorded, read, refuse_iterators
+from memscale.regions import (
+    OperatorWatch,
+    Remembered,
+    Scope,
+    code_names,
+    is_unrecorded,
+    read,
+    refuse_iterators,
+    takes_batch_statistics,
+)
 
-# How batch-normalising kernels call their "use the statistics of this batch" argument.
-_BATCH_STATISTICS = ("training", "train", "use_input_stats")
 _BATCH_NORM = (
     "{what} would cut the rows over which {func} computes its statistics (BatchNorm in training), and the numbers "
     "would change; use checkpoint() for this region, or put its norms in eval()"
@@ -45,11 +52,11 @@ class RowwiseWatch(OperatorWatch):
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_unrecorded():
             return func(*args, **kwargs)
-        arguments = func._schema.arguments
-        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-        if "running_mean" in given and any(given.get(name) is True for name in _BATCH_STATISTICS):
+        if takes_batch_statistics(func, args, kwargs):
             raise TransformError(_BATCH_NORM.format(what=self._what, func=func))
         if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
             for argument in arguments:
                 if argument.is_write:
                     for tensor in pytrees.tensors(given.get(argument.name)):  # a list, in the `_foreach` operators
