@@ -44,11 +44,15 @@ INTERNALS = tuple(
     Internal(*row)
     for row in (
         # Backward and the graph that it goes through.
-        (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime {_S} {_T}checkpoint legacy"),
+        (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime optimizers {_S} {_T}checkpoint legacy"),
         (f"{_A}_get_current_graph_task_keep_graph", "whether it keeps the graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "whose backward an operator is part of", _S),
         (f"{_A}_get_sequence_nr", "which module's forward made a node", _S),
-        ("torch.autograd.Variable._execution_engine", "to be called when it ends", f"runtime {_S} {_T}checkpoint"),
+        (
+            "torch.autograd.Variable._execution_engine",
+            "to be called when it ends",
+            f"runtime optimizers {_S} {_T}checkpoint",
+        ),
         (f"{_A}_push_saved_tensors_default_hooks", "what backward keeps", f"{_S} {_T}checkpoint {_T}offload"),
         (f"{_A}_pop_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
         (f"{_A}_top_saved_tensors_default_hooks", "whether the caller has such hooks", _R),

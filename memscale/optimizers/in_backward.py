@@ -145,6 +145,10 @@ class _InBackward(StepPart):
                 "set options before backward (a scheduler's step after the optimizer's does)"
             )
 
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """See `StepPart.ask`."""
+        return self.inner.ask(parameters)
+
     def after_step(self) -> None:
         """See `StepPart.after_step`."""
         self.stepped.clear()
@@ -172,7 +176,7 @@ class _InBackward(StepPart):
                 return
             self._clip.clip(parameter, gradient, self._parameters)
         self.stepped.add(id(parameter))
-        optimizer._advance(hook.number, [parameter])
+        optimizer._advance_in_backward(hook.number, parameter)
         parameter.grad = SpentGradient(parameter, hook.title)
 
     @property

@@ -72,6 +72,10 @@ class _InGroups(StepPart):
                 self.inner.advance([now])
                 group.update({**now, "params": group["params"]})
 
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """See `StepPart.ask`."""
+        return self.inner.ask(parameters)
+
 
 def at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """`parameters` in their order, so many bytes of them at a time, or one that is larger."""

@@ -17,7 +17,7 @@ from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 
 _LEAST_BYTES = 4096  # a page: what is smaller stays where it is, counts of steps above all
-_GROUP_BYTES = 2**24  # of parameters, so that states that are new leave before the next ones are made
+_GROUP_BYTES = 2**22  # of parameters: while some step, the next ones come over the link, and new states leave early
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,8 +84,8 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
 
     On an accelerator gradients and weights come to the host, the step runs there, with the fused kernel for the CPU
     where PyTorch has one, and weights go back: bit for bit the step of that optimizer over parameters on the CPU. With
-    `step_in_backward` each does so when its gradient is complete, and no gradient stays on the device:
-    ``compose(step_in_backward(), offload_states())``.
+    `step_in_backward` each does so when its gradient is complete, while backward goes on, and no gradient stays on the
+    device: ``compose(step_in_backward(), offload_states())``.
 
     Args:
         tier: the first tier to try, ``"pinned"``, ``"pageable"`` or ``"disk"``; ``"auto"`` is the nearest that the
@@ -100,7 +100,7 @@ def offload_states(*, tier: str = "auto") -> OptimizerTransform:
             parameters that are made of others, as sharded ones are.
 
     Cost: saves all states but those smaller than a page; pays the disk where RAM does not hold them too, and on an
-    accelerator the link, twice the weights and once the gradients in each step.
+    accelerator the link, twice the weights and once the gradients in each step, while other parameters step.
 
     Source: Ren et al., "ZeRO-Offload" (2021), section 4; Rajbhandari et al., "ZeRO-Infinity" (2021), section 5.
     """
@@ -134,11 +134,17 @@ class _Offloaded(StepPart):
         """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
-            for few in at_most(_GROUP_BYTES, group["params"]):
+            some = list(at_most(_GROUP_BYTES, group["params"]))
+            for few, following in zip(some, [*some[1:], []], strict=True):
+                self.inner.ask([*few, *following])
                 now = {**options, "params": few}
                 self.inner.advance([now])
                 self._place(few)
                 group.update({**now, "params": group["params"]})
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """See `StepPart.ask`."""
+        return self.inner.ask(parameters)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Move states of these parameters that are not where they belong yet."""

@@ -102,6 +102,7 @@ class OnDisk(StepPart):
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for position, parameter in enumerate(group["params"]):
+                self.inner.ask(group["params"][position : position + 1 + AHEAD])
                 self._arrive(parameter)
                 for later in self._following(parameter, group["params"][position + 1 :]):
                     self._ask(later)
@@ -113,6 +114,10 @@ class OnDisk(StepPart):
                     self._after[self._last] = id(parameter)
                 self._last = id(parameter)
             group.update({**now, "params": group["params"]})
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """See `StepPart.ask`."""
+        return self.inner.ask(parameters)
 
     def after_step(self) -> None:
         """See `StepPart.after_step`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
 from memscale.runtime import Runtime, runtime_for
-from memscale.runtime.parameters import MappedTensors
+from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is an Adam
 
@@ -38,6 +38,14 @@ class Below:
         Raises:
             RuntimeUnavailable: none has.
         """
+        return self._take(nbytes, parameter, tier)[1]
+
+    def copy_of(self, value: torch.Tensor, parameter: torch.Tensor) -> HostCopy:
+        """`value`, of the device of `parameter`, on its way to such room, as exactly as many bytes as it has."""
+        engine = runtime_for(self._runtime).engine(parameter)
+        return HostCopy(engine, *self._take(value.numel() * value.itemsize, parameter, "auto"), value)
+
+    def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
         runtime = runtime_for(self._runtime)
         key = id(runtime), parameter.device
         if key not in self._memories:
@@ -45,7 +53,7 @@ class Below:
         found = self._memories[key].take(nbytes, tier)
         if found is None:
             raise self.full(nbytes)
-        return found[1]
+        return found
 
     def full(self, nbytes: int) -> RuntimeUnavailable:
         """The error that no tier has room."""
@@ -65,16 +73,41 @@ def laid_out(contents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return contents.view(like.dtype).as_strided(like.shape, strides).detach()
 
 
+class _Coming(NamedTuple):
+    """A parameter of an accelerator that steps on the host, and its gradient."""
+
+    weights: HostCopy
+    gradient: HostCopy
+
+
 class StepOnHost(StepPart):
     """Steps every parameter on the CPU, with its fused kernel where the parameter is of an accelerator.
 
+    What comes over the link does so while others step, and goes back likewise.
+
     Args:
-        below: memory for what comes over the link.
+        below: memory for what comes.
     """
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below) -> None:
         super().__init__(optimizer, inner)
         self._below = below
+        self._coming: dict[int, _Coming] = {}  # by the id of the parameter
+        self._going: list[tuple[torch.Tensor, HostCopy]] = []
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """See `StepPart.ask`."""
+        for parameter in parameters:
+            if id(parameter) not in self._coming and device_type(parameter) != "cpu":
+                assert parameter.grad is not None, "it steps"
+                copies = [self._below.copy_of(each, parameter) for each in (parameter, parameter.grad)]
+                self._coming[id(parameter)] = _Coming(*copies)
+        return bool(self._coming)
+
+    def settle(self) -> None:
+        """See `StepPart.settle`."""
+        self._coming.clear()
+        self._arrive()
 
     def advance(self, groups: list[Group]) -> None:
         """See `StepPart.advance`."""
@@ -94,19 +127,36 @@ class StepOnHost(StepPart):
         there = {"capturable": False} if "capturable" in group else {}
         if issubclass(optimizer._own_class, _FUSED_ON_CPU):
             there |= {"foreach": False, "fused": True}
-        twins = [self._below.moved(parameter, parameter, "auto") for parameter in parameters]
-        for parameter, twin in zip(parameters, twins, strict=True):
-            twin.grad = self._below.moved(parameter.grad, parameter, "auto")
+        self._arrive()  # before: what has come back for the last ones takes memory of the device until then
+        self.ask(parameters)
+        coming = [self._coming[id(parameter)] for parameter in parameters]
+        twins = []
+        for parameter, (weights, gradient) in zip(parameters, coming, strict=True):
+            twin = weights.arrived()
+            twin.grad = gradient.arrived()
             if parameter in state:
                 state[twin] = state[parameter]
+            twins.append(twin)
         now = {**group, **there, "params": twins}
         try:
             self.inner.advance([now])
         finally:
             states = [state.pop(twin, None) for twin in twins]
-        with torch.no_grad():
-            for parameter, twin, states_of_it in zip(parameters, twins, states, strict=True):
-                parameter.copy_(twin)
-                if states_of_it is not None:
-                    state[parameter] = states_of_it
+        # In a backward others may read the parameters, which a copy on a stream of its own would change meanwhile.
+        at_once = torch._C._current_graph_task_id() == -1
+        for parameter, twin, states_of_it in zip(parameters, twins, states, strict=True):
+            twin.grad = None
+            weights = self._coming.pop(id(parameter)).weights
+            weights.ask_back(parameter, at_once=at_once, group=id(twins[0]))
+            self._going.append((parameter, weights))
+            if states_of_it is not None:
+                state[parameter] = states_of_it
         group.update({key: value for key, value in now.items() if key not in (*there, "params")})
+
+    def _arrive(self) -> None:
+        """Give parameters that have stepped what they are now."""
+        while self._going:
+            parameter, weights = self._going[0]
+            with torch.no_grad():
+                weights.bring_back(parameter)
+            self._going.pop(0)

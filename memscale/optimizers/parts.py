@@ -8,6 +8,7 @@ few at a time. Each is a `StepPart` around the parts inside of it; the innermost
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from memscale.optimizers.separability import Separability, own_step
 
 Group = dict[str, Any]
 
+# Of all parameters, as many bytes may be due to step at once, or those of the largest one.
+_SHARE = 16
 _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
@@ -46,6 +49,13 @@ class StepPart:
         assert self._inner is not None, "only the innermost has none"
         return self._inner
 
+    def with_inner(self) -> Iterator[StepPart]:
+        """This part and those inside of it, from the outside in."""
+        part: StepPart | None = self
+        while part is not None:
+            yield part
+            part = part._inner
+
     @property
     def places(self) -> bool:
         """Whether this part or one inside of it places states by their parameter, which is to be the same each time."""
@@ -54,6 +64,17 @@ class StepPart:
     def advance(self, groups: list[Group]) -> None:
         """Step the parameters in `groups`, whose options it may change as the step of the class does."""
         self.inner.advance(groups)
+
+    def ask(self, parameters: list[torch.Tensor]) -> bool:
+        """Begin to bring what `advance` will take for these; whether anything is on its way.
+
+        Only parts that do nothing after the `advance` inside of them hand this on: theirs may come later, and then
+        with the gradients of now.
+        """
+        return False
+
+    def settle(self) -> None:
+        """Let all that is on its way to the parameters arrive, and forget what was asked for and not used."""
 
     def states_like(self, parameter: torch.Tensor) -> torch.dtype:
         """The type of the parameters whose states those of `parameter` are like."""
@@ -120,14 +141,18 @@ class PartedOptimizer(torch.optim.Optimizer):
     _tops: list[StepPart]  # the outermost of each
     _options: dict[int, Group]  # by the number of a group, those that its parameters are stepped with in this step
     _changes: dict[int, Group]  # and what the class's step made of them
+    _due: deque[tuple[int, torch.Tensor]]  # parameters that step once what was asked for is there, and their groups
+    _most_due: int  # bytes of them
+    _following: int  # the backward at whose end they step at the latest
 
     def _attend(self) -> None:
+        self._catch_up()
+        sizes = [parameter.nbytes for parameter in parameters_of(self.param_groups)]
+        self._most_due = max([sum(sizes) // _SHARE, *sizes])
         own = self._assigned.split(parameters_of(self.param_groups))
-        for number, part in enumerate(self._tops):
-            within: StepPart | None = part
-            while within is not None:
-                within.attend(own.get(number, []))
-                within = within._inner
+        for number, top in enumerate(self._tops):
+            for part in top.with_inner():
+                part.attend(own.get(number, []))
 
     def _part_states(self, groups: list[Group]) -> None:
         """Give parameters that are about to change states of their own, if anybody else may look at those they have.
@@ -145,6 +170,7 @@ class PartedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
+        self._catch_up()
         with ExitStack() as stack:
             for part in reversed(self.parts):  # what an outer one brings an inner one may have to read
                 stack.enter_context(part.gathered())
@@ -153,9 +179,8 @@ class PartedOptimizer(torch.optim.Optimizer):
     def _plain_states(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The states of `parameter` as its class has them."""
         states: dict[str, Any] = self.state[parameter]
-        part: StepPart | None = self._tops[self._assigned.number(parameter)]
-        while part is not None:
-            states, part = part.plain_states(parameter, states), part._inner
+        for part in self._tops[self._assigned.number(parameter)].with_inner():
+            states = part.plain_states(parameter, states)
         return states
 
     @property
@@ -188,12 +213,48 @@ class PartedOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.attend([])
 
+    def _advance_in_backward(self, number: int, parameter: torch.Tensor) -> None:
+        """Step a parameter whose gradient is complete: now, or while backward goes on and its gradient is on its way.
+
+        The last few wait, so that neither the device waits for the host's step nor that for the link. From here on
+        autograd takes the parameter for changed, and its gradient may be dropped.
+        """
+        if not self._tops[self._assigned.number(parameter)].ask([parameter]):
+            self._advance(number, [parameter])
+            return
+        torch.autograd.graph.increment_version(parameter)
+        self._options_of(number)
+        self._due.append((number, parameter))
+        if self._following != (task := torch._C._current_graph_task_id()):
+            self._following = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+        while sum(each.nbytes for _, each in self._due) > self._most_due:
+            self._advance_first()
+
+    def _catch_up(self) -> None:
+        """Step what is due, and let all that is on its way to parameters arrive."""
+        while self._due:
+            self._advance_first()
+        self._following = -1
+        for top in self._tops:
+            for part in top.with_inner():
+                part.settle()
+
+    def _advance_first(self) -> None:
+        number, parameter = self._due[0]
+        self._advance(number, [parameter])
+        self._due.popleft()  # only now: what an exception stops is taken up again
+
+    def _options_of(self, number: int) -> Group:
+        """The options that a group has in this step: those of when its first parameter steps."""
+        if number not in self._options:
+            options = options_of(self.param_groups[number])
+            self._options[number] = {key: copied(value) for key, value in options.items()}
+        return self._options[number]
+
     def _advance(self, number: int, parameters: list[torch.Tensor]) -> None:
         """Step these parameters of a group, with the options that the group has in this step."""
-        group = self.param_groups[number]
-        if number not in self._options:
-            self._options[number] = {key: copied(value) for key, value in options_of(group).items()}
-        options = self._options[number]
+        options = self._options_of(number)
         for which, some in self._assigned.split(parameters).items():
             now = {**options, "params": some}
             self._tops[which].advance([now])

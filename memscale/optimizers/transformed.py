@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -60,7 +60,7 @@ class TransformedOptimizer(PartedOptimizer):
 
     def _begin(self, assigned: Assigned, evidence: Separability) -> None:
         self._assigned, self._evidence = assigned, evidence
-        self._options, self._changes = {}, {}
+        self._options, self._changes, self._due = {}, {}, deque()
         self.parts, self._tops = [], []
         for how in assigned.hows:
             part: StepPart = OwnStep(self, None)
@@ -100,6 +100,7 @@ class TransformedOptimizer(PartedOptimizer):
         """One optimization step, to the numbers of the step that the class has."""
         if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
             return own_step(type(self))(self, closure)
+        self._catch_up()
         for part in self.parts:
             part.before_step(closure)
         loss = None
@@ -114,6 +115,7 @@ class TransformedOptimizer(PartedOptimizer):
                 self.param_groups[number].update(changed)
         finally:
             self._options, self._changes = {}, {}
+        self._catch_up()
         for part in self.parts:
             part.after_step()
         return loss
@@ -130,6 +132,7 @@ class TransformedOptimizer(PartedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.optim.Optimizer.zero_grad`."""
+        self._catch_up()
         for parameter in parameters_of(self.param_groups):
             if isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
@@ -149,6 +152,7 @@ class TransformedOptimizer(PartedOptimizer):
             TransformError: a state has another shape than its parameter; nothing is changed then.
         """
         self._check_shapes(state_dict)
+        self._catch_up()
         super().load_state_dict(state_dict)
         self._shared.clear()
         if any(part.keeps_types for part in self.parts):
@@ -240,7 +244,7 @@ def _revived(
     state: Any,
 ) -> Any:
     made = object.__new__(class_for(own_class))
-    made._origins, made._shared, made.parts, made._tops = (), set(), [], []
+    made._origins, made._shared, made.parts, made._tops, made._due = (), set(), [], [], deque()
     made._assigned = Assigned(hows[0])
     made.__setstate__(state)
     made._begin(Assigned(hows[0], zip(parameters_of(made.param_groups), hows[1], strict=True)), evidence)

@@ -1,9 +1,12 @@
 """Parameters and gradients that live on another tier, above the engine."""
 
-from memscale.runtime.parameters.mapped import MappedTensors
+from memscale.runtime.parameters.host_copy import HostCopy
+from memscale.runtime.parameters.mapped import Mapped, MappedTensors
 from memscale.runtime.parameters.movable import is_movable
 
 __all__ = [
+    "HostCopy",
+    "Mapped",
     "MappedTensors",
     "is_movable",
 ]

@@ -20,14 +20,14 @@ def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStora
     if parameter.numel() == 0 or parameter.is_quantized or isinstance(parameter.data, internals.FakeTensor):
         return False
     storage = parameter.untyped_storage()
-    if storage.nbytes() != parameter.nbytes or not _is_dense(parameter):
+    if storage.nbytes() != parameter.nbytes or not is_dense(parameter):
         return False
     if parameter.is_cpu and storage.is_shared():  # with other processes
         return False
     return is_unshared(parameter, besides=besides(storage))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order."""
     expected = 1
     for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
