@@ -79,8 +79,8 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
+        saved.append(tensor.detach())  # with its graph, an operator's own result would hold the operator, and this list
+        return saved[-1]
 
     listeners.stack.append(watch.on_label)
     try:

@@ -174,7 +174,7 @@ class Snapshot:
     @property
     def is_watched(self) -> bool:
         """Whether the run is watched. Operators may save other tensors then, so a rerun has to be, too."""
-        return self.is_first and not simulating()
+        return self.is_first
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         if self._pieces is not None:

@@ -129,6 +129,9 @@ class HollowMode(TorchDispatchMode):
             if is_wrap(op):
                 return op(*args, **kwargs)
             operator = self._operators[id(op)] = Operator.of(op, self._kernels)
+        if operator.composed is not None:
+            with self:
+                return op._op_dk(operator.composed, *args, **kwargs)
         device = kwargs.get("device") if kwargs else None
         if device is not None:
             device = torch.device(device)
@@ -183,7 +186,7 @@ class HollowMode(TorchDispatchMode):
         if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.sums:
-            self._sums.maybe_in_place(tensors, result)
+            self._sums.maybe_in_place(op, tensors, result)
         elif op is aten._safe_softmax.default:
             self._sums.mask_added_in_place(tensors[0])
         return result

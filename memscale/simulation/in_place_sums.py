@@ -1,17 +1,24 @@
-"""Additions that PyTorch does in place where no dispatch mode is active, and out of place under one."""
+"""Sums and products that PyTorch makes in place where no dispatch mode is active, and out of place under one."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
+from torch._ops import OpOverload
 
 from memscale.simulation.kernels.cuda_autocast import below
 from memscale.simulation.kernels.kernels import linear
-from memscale.simulation.ledger import Sum
+from memscale.simulation.ledger import Phase, Sum
 from memscale.simulation.live_storages import LiveStorages
 
 aten = torch.ops.aten
+
+#: What the formula of a loss's derivative makes in place, but for what it starts with, which is somebody's.
+#: Source: ``binary_cross_entropy_with_logits_backward`` in FunctionsManual.cpp.
+OF_FORMULAS = {aten.mul.Tensor, aten.sub.Tensor}
+_FORMULAS = {"BinaryCrossEntropyWithLogitsBackward0"}
 # By Python, as a mode does that has seen the operator.
 _CALLED = type(aten.add.Tensor).__call__.__code__
 
@@ -28,9 +35,16 @@ class InPlaceSums:
         self._ledger = storages.ledger
         self._sum: Sum | None = None  # the last one
 
-    def maybe_in_place(self, operands: list[torch.Tensor], total: torch.Tensor) -> None:
+    def maybe_in_place(self, op: OpOverload, operands: list[torch.Tensor], total: torch.Tensor) -> None:
         """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
         self._sum = None
+        if op in OF_FORMULAS:
+            node = torch._C._current_autograd_node()
+            if node is None or node.name() not in _FORMULAS or torch.is_grad_enabled():
+                return
+            if total.numel() == operands[0].numel() and self._is_of_backward(operands[0]):
+                self._ledger.sums.append(replace(self._noted(operands[0], total), always=True))
+            return
         frame = sys._getframe(3)
         if (
             by_autocast := frame.f_code is _CALLED
@@ -42,11 +56,7 @@ class InPlaceSums:
         # Another mode that sees it first is there for real, too: one that watches what a region's first run writes to.
         if len(operands) < 2 or frame.f_code is _CALLED:
             return
-        first, number = map(self._storages.number, (operands[0], total))
-        born = len(self._ledger.events) - 1
-        while self._ledger.events[born] != number + 1:  # scratch memory dies after the result is born
-            born -= 1
-        self._sum = Sum(born, first, number)
+        self._sum = self._noted(operands[0], total)
         # By the engine where two gradients of one value meet: not by a backward written in Python, nor by the user.
         caller = frame.f_code
         if caller is linear.__code__ or (by_autocast and frame.f_locals["op"] is aten.linear.default):
@@ -58,6 +68,17 @@ class InPlaceSums:
         # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
         if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):
             self._ledger.sums.append(self._sum)
+
+    def _is_of_backward(self, tensor: torch.Tensor) -> bool:
+        born = self._storages.record(tensor).op
+        return born >= 0 and self._ledger.ops[born].phase is Phase.BACKWARD
+
+    def _noted(self, first: torch.Tensor, total: torch.Tensor) -> Sum:
+        operand, number = map(self._storages.number, (first, total))
+        born = len(self._ledger.events) - 1
+        while self._ledger.events[born] != number + 1:  # scratch memory dies after the result is born
+            born -= 1
+        return Sum(born, operand, number)
 
     def mask_added_in_place(self, scores: torch.Tensor) -> None:
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""

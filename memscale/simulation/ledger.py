@@ -141,6 +141,7 @@ class Sum:
     event: int
     first: int
     total: int
+    always: bool = False  # whenever that one dies: a temporary of C++ ends with its statement
 
 
 @dataclass
@@ -188,6 +189,10 @@ class Ledger:
         names: dict[int, int] = {}  # of storages that a sum was made in
         for total in sorted(self.sums, key=lambda total: total.event):
             first = names.get(total.first, total.first)
+            if total.always:
+                names[total.total] = first
+                self._merge(total, first, self.events.index(-first - 1, total.event), deaths)
+                continue
             after, op = total.event + 1, self.event_ops[total.event]
             # The operator's own scratch comes and goes between its result and the end of what it was made of.
             while after < len(self.events) and (self.events[after] < 0 or self.event_ops[after] == op):
@@ -212,11 +217,12 @@ class Ledger:
 
     def _merge(self, total: Sum, operand: int, death: int, deaths: dict[int, int]) -> None:
         self.events[total.event] = 0
-        self.events[death] = 0
         # The sum lives on in the operand's storage, so what dies later under its number is that storage.
         merged = self.records[total.total]
         if merged.category and not self.records[operand].category:
             self.records[operand].category, self.records[operand].path = merged.category, merged.path
         at = deaths.get(total.total, -1)
-        if at > death:
-            self.events[at] = -operand - 1
+        if at >= 0:
+            self.events[max(at, death)], self.events[min(at, death)] = -operand - 1, 0
+        else:
+            self.events[death] = 0

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from memscale.simulation.in_place_sums import OF_FORMULAS
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 from memscale.simulation.ledger import StorageRecord
@@ -24,6 +26,19 @@ _BY_LENGTHS = frozenset({aten._pack_padded_sequence.default})
 _CONSTANTS = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
 # Their integer results decide what a model does next: which expert, which beam, which token.
 _CHOICES = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "max", "min"}
+# Each a composition of others below autograd, on a card as on a CPU, which take memory of their own.
+_COMPOSED = {
+    aten._euclidean_dist.default,
+    aten._trilinear.default,
+    aten._unsafe_masked_index.default,
+    aten.affine_grid_generator.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.dist.default,
+    aten.isinf.default,
+    aten.ldexp.Tensor,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten.mvlgamma.default,
+}
 # Out of place under a mode, in place without one: in the formulas of a selection's backward (`scatter`), too.
 # Source: FunctionsManual.cpp, where it asks for `areAnyTensorSubclassLike`.
 _IN_PLACE_WITHOUT_MODE = {
@@ -53,6 +68,7 @@ class Operator:
         draws: whether it moves a random generator.
         leaves: whether the memory of its results is left as it was.
         sends: whether it is a collective between processes, which the device has no work with.
+        composed: the key of what composes it of others, each of which is asked about; None if it is one kernel.
         sums: whether PyTorch adds in place with it where no mode is active.
         written: the arguments that it writes to.
         order: that in which its kernel takes its results, where it is not that in which it returns them.
@@ -71,6 +87,7 @@ class Operator:
     draws: bool
     leaves: bool
     sends: bool
+    composed: DispatchKey | None
     sums: bool
     written: tuple[tuple[int, str], ...]
     order: tuple[int, ...]
@@ -97,11 +114,18 @@ class Operator:
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
-            sums=op in _IN_PLACE_WITHOUT_MODE,
+            composed=_composition(op) if kernels.is_cuda and op in _COMPOSED else None,
+            sums=op in _IN_PLACE_WITHOUT_MODE or op in OF_FORMULAS,
             written=written_arguments(op),
             order=kernels.order(op),
             on_host=kernels.on_host(op),
         )
+
+
+def _composition(op: OpOverload) -> DispatchKey:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
+    return next(key for key in keys if has_kernel(op.name(), key.name))
 
 
 class Call(NamedTuple):

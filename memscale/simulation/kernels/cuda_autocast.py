@@ -116,10 +116,14 @@ class CudaAutocast:
     def _norm(self, op: OpOverload) -> Callable[..., Any]:
         wide = getattr(torch.ops.aten.norm, _NORMS[f"norm.{op._overloadname}"])
 
+        # The wide one asks for each by name, and a kernel is not told what is as by default.
+        defaults = [(each.name, each.default_value) for each in op._schema.arguments]
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._casts(args[0]):
                 return below(op, args, kwargs)
-            return below(wide, args, {**kwargs, "dtype": torch.float32})
+            given = {name: value for name, value in defaults[len(args) :] if name not in kwargs}
+            return below(wide, args, {**given, **kwargs, "dtype": torch.float32})
 
         return run
 

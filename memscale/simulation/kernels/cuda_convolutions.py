@@ -78,7 +78,7 @@ def by_products(args: Sequence[Any]) -> bool:
     return not args[8] == args[0].size(1) > 1
 
 
-def _columns(args: Sequence[Any]) -> int:
+def _columns(args: Sequence[Any], *, always: bool = False) -> int:
     """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
 
     Source: ``slow_conv2d_forward`` in aten/src/ATen/native/cuda/ConvolutionMM2d.cu, NaiveConvolutionTranspose2d.cu.
@@ -86,7 +86,7 @@ def _columns(args: Sequence[Any]) -> int:
     image, weight, _, stride, padding, _, transposed, *_ = args
     kernel = weight.shape[2:]
     is_product = not transposed and all(size == 1 for size in (*kernel, *stride)) and not any(padding)
-    if is_product or not by_products(args):
+    if (is_product and not always) or not by_products(args):
         return 0
     places = (image.shape if transposed else _result_shape(args))[2:]
     return int(weight.size(1) * math.prod(kernel) * math.prod(places) * image.itemsize)
@@ -106,7 +106,9 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
         bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
         of_bias = Result(2), *briefly(*reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors))
     if without_cudnn(given, capability) and by_products(given):
-        return _products_backward(_columns(given), of_bias, is_transposed=args[7], with_image=wanted[0])
+        # The gradient of the image has the patches also where they are the image.
+        columns = _columns(given, always=wanted[0])
+        return _products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
     copies: tuple[int, ...] = ()
     of_image = of_weight = 0
     if not without_cudnn(given, capability):

@@ -2,8 +2,8 @@
 
 What happens around cuDNN's kernels is that of aten/src/ATen/native/cudnn/RNN.cpp and ATen/cudnn/AutocastRNN.cpp of
 PyTorch 2.11. What cuDNN alone knows was measured, on one H100 with cuDNN 9.19: its reserve space, to the byte, and its
-workspace. Not measured: LSTMs with projections, which stay with the CPU's kernels, and evaluation, which is taken to
-have the workspace of training.
+workspace. Not measured: what LSTMs with projections keep and take, which is taken to be that of the same LSTM without,
+and evaluation, which is taken to have the workspace of training.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Recurrence:
     cx: torch.Tensor | None
     mode: int
     hidden: int
+    projection: int  # the numbers that a state has, if fewer than `hidden`; 0 without
     layers: int
     batch_first: bool
     dropout: float
@@ -62,9 +63,9 @@ class Recurrence:
     def of(cls, args: Sequence[Any], *, backward: bool = False) -> Recurrence:
         """That of the positional arguments of the operator."""
         at = _RESULTS_AT if backward else 6
-        mode, hidden, _, layers, batch_first, dropout, trains, bidirectional, batch_sizes, _ = args[at : at + 10]
+        mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes, _ = args[at : at + 10]
         data, weights, stride, buffer, hx, cx = args[:6]
-        options = mode, hidden, layers, batch_first, dropout, trains, bidirectional, batch_sizes
+        options = mode, *widths, layers, batch_first, dropout, trains, bidirectional, batch_sizes
         return cls(data, weights, stride, buffer, hx, cx, *options)
 
     @property
@@ -97,7 +98,7 @@ class Recurrence:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        width = self.hidden * self.directions
+        width = (self.projection or self.hidden) * self.directions
         return (self.positions, width) if self.batch_sizes else (self.steps, self.batch, width)
 
     @property
@@ -189,9 +190,8 @@ def drops(args: Sequence[Any]) -> bool:
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     call = Recurrence.of(args)
     output = call.input.new_empty(call.output_shape)
-    state = (call.layers * call.directions, call.batch, call.hidden)
-    hy = call.hx.new_empty(state)
-    cy = call.hx.new_empty(0) if call.cx is None else call.cx.new_empty(state)
+    hy = call.hx.new_empty(call.hx.shape)
+    cy = call.hx.new_empty(0) if call.cx is None else call.cx.new_empty(call.cx.shape)
     reserve = call.input.new_empty(reserve_bytes(call), dtype=torch.uint8)
     weights = call.input.new_empty(call.flat_weights) if call.weight_buf is None else call.weight_buf
     return call.in_user_order(output), hy, cy, reserve, weights
@@ -215,7 +215,7 @@ def _backward(*args: Any) -> tuple[Any, ...]:
 
 
 def _has_biases(call: Recurrence) -> bool:
-    return call.stride == 4
+    return call.stride >= 4
 
 
 #: The operators' results, by the arguments, for which PyTorch has no fake kernel or one that leaves the reserve out.
@@ -241,7 +241,7 @@ def _backward_program(args: Sequence[Any], capability: Capability, multiprocesso
     grads = args[7:10]
     if all(grad is None for grad in grads):
         return (RESULTS,)
-    states = [call.hx.nbytes] * (1 if call.cx is None else 2)
+    states = [state.nbytes for state in (call.hx, call.cx) if state is not None]
     zeros = [args[6].nbytes] if grads[0] is None else []
     zeros += [nbytes for grad, nbytes in zip(grads[1:], states, strict=False) if grad is None]
     rows = copied(call.transposed)
@@ -297,22 +297,25 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
             return original(*args, **kwargs)
         packed = not isinstance(args[3], bool)
         data, batch_sizes = args[0], args[1].tolist() if packed else []
-        hidden, weights, has_biases, layers, dropout, trains, bidirectional = args[1 + packed : 8 + packed]
-        states = list(hidden) if mode == _LSTM else [hidden, None]
+        hx, weights, has_biases, layers, dropout, trains, bidirectional = args[1 + packed : 8 + packed]
+        states = list(hx) if mode == _LSTM else [hx, None]
         if not _takes(data, states, weights, capability):
             return original(*args)
         batch_first = False if packed else args[8]
         options = (layers, batch_first, dropout, trains, bidirectional, batch_sizes, None)
-        stride = 4 if has_biases else 2
+        # As `_cudnn_impl` tells an LSTM with projections, whose layers have a matrix more.
+        hidden, state = (states[1] if mode == _LSTM else states[0]).size(2), states[0].size(2)
+        projection = 0 if state == hidden else state
+        stride = (4 if has_biases else 2) + bool(projection)
         if torch.is_autocast_enabled("cuda"):
-            together, weights = halved_together(weights, mode, states[0].size(2), layers * (1 + bidirectional))
+            together, weights = halved_together(weights, mode, hidden, layers * (1 + bidirectional))
             states = [halved(value) for value in reversed(states)][::-1]
             data = halved(data)
             with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-                found = RNN(data, weights, stride, together, *states, mode, states[0].size(2), 0, *options)
+                found = RNN(data, weights, stride, together, *states, mode, hidden, projection, *options)
         else:
             flat = stand_in(weights) if are_flattened(weights) else None
-            found = RNN(data, weights, stride, flat, *states, mode, states[0].size(2), 0, *options)
+            found = RNN(data, weights, stride, flat, *states, mode, hidden, projection, *options)
         return found[:3] if mode == _LSTM else found[:2]
 
     return run
@@ -321,12 +324,11 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
 def _takes(
     data: torch.Tensor, states: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor], capability: Capability
 ) -> bool:
-    """``use_cudnn`` in aten/src/ATen/native/RNN.cpp, and no projections."""
+    """``use_cudnn`` in aten/src/ATen/native/RNN.cpp."""
     if not torch.backends.cudnn.enabled or not data.numel() or is_functorch_wrapped_tensor(data):
         return False
     has_dtype = data.dtype in FLATTENED or (data.dtype is torch.bfloat16 and capability >= (8, 0))
-    hx, cx = states
-    return has_dtype and hx is not None and (cx is None or cx.size(2) == hx.size(2))
+    return has_dtype and states[0] is not None
 
 
 def launches(op: OpOverload, args: Sequence[Any]) -> int:
@@ -346,16 +348,15 @@ def launches(op: OpOverload, args: Sequence[Any]) -> int:
 def recurrence_notes(modules: Iterable[nn.Module]) -> list[str]:
     """What is not known for sure of these modules on a card."""
     found = [module for module in modules if isinstance(module, nn.RNNBase)]
-    measured = sorted({type(module).__name__ for module in found if not module.proj_size})
-    projected = sorted({type(module).__name__ for module in found if module.proj_size})
+    names = ", ".join(sorted({type(module).__name__ for module in found}))
     notes = []
-    if measured and torch.backends.cudnn.enabled:
+    if found and torch.backends.cudnn.enabled:
         notes.append(
-            f"{', '.join(measured)}: on CUDA cuDNN runs it, and only cuDNN knows what it keeps for backward and its "
+            f"{names}: on CUDA cuDNN runs it, and only cuDNN knows what it keeps for backward and its "
             "workspace: both are by measurement on one card, an H100 with cuDNN 9.19; of other releases they may differ"
         )
-    elif measured:
-        notes.append(f"{', '.join(measured)}: without cuDNN, simulated with the CPU's kernels")
-    if projected:
-        notes.append(f"{', '.join(projected)} with projections: simulated with the CPU's kernels, not with cuDNN's")
+    elif found:
+        notes.append(f"{names}: without cuDNN, simulated with the CPU's kernels")
+    if any(module.proj_size for module in found) and torch.backends.cudnn.enabled:
+        notes.append("an LSTM with projections was not measured: it is taken to keep what one without them keeps")
     return notes

@@ -61,7 +61,7 @@ def flattened_bytes(module: nn.Module) -> int:
 
     Source: ``flatten_parameters`` in torch/nn/modules/rnn.py, ``copy_weights_to_flat_buf_views`` in cudnn/RNN.cpp.
     """
-    if not isinstance(module, nn.RNNBase) or module.proj_size or not torch.backends.cudnn.enabled:
+    if not isinstance(module, nn.RNNBase) or not torch.backends.cudnn.enabled:
         return 0
     weights = weights_of(module)
     if not are_flattened(weights) or len({weight.untyped_storage()._cdata for weight in weights}) < len(weights):

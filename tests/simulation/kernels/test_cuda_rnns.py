@@ -17,6 +17,7 @@ from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.kernels.cuda_programs import cuda_program
 from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS, RNN, RNN_BACKWARD, Recurrence, reserve_bytes
 from memscale.simulation.kernels.programs import Result
+from memscale.simulation.kernels.rnn_weights import flattened_bytes
 
 H100 = (9, 0)
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())["rows"]
@@ -189,16 +190,27 @@ def test_evaluation_keeps_no_reserve():
     assert ("uint8", (0,)) in saved
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("way", ["projections", "no cudnn", "no bfloat16"])
+@pytest.mark.parametrize("way", ["no cudnn", "no bfloat16"])
 def test_what_cudnn_does_not_run_stays_as_it_was(way, monkeypatch):
-    options = {"projections": {"proj_size": 4}, "no bfloat16": {"dtype": torch.bfloat16}}.get(way, {})
+    dtype = torch.bfloat16 if way == "no bfloat16" else torch.float32
     if way == "no cudnn":
         monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    x = torch.ones(9, 3, 8, dtype=options.get("dtype"))
-    _, saved = profiled(nn.LSTM(8, 16, **options), x, hardware="t4" if way == "no bfloat16" else "h100")
+    x = torch.ones(9, 3, 8, dtype=dtype)
+    _, saved = profiled(nn.LSTM(8, 16, dtype=dtype), x, hardware="t4" if way == "no bfloat16" else "h100")
     assert saved
     assert not any(shape == (256 + 9 * 3 * 16 * 5 * x.itemsize,) for _, shape in saved)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("bias", [True, False])
+def test_projections(bias):
+    lstm = nn.LSTM(8, 16, proj_size=4, bias=bias)
+    profile, saved = profiled(lstm, torch.ones(9, 3, 8))
+    assert ("uint8", (256 + 9 * 3 * 16 * 5 * 4,)) in saved
+    assert {shape for _, shape in saved} >= {(9, 3, 4), (1, 3, 4), (1, 3, 16)}  # what is given on is projected
+    room_for_biases = 0 if bias else 2 * 4 * 16 * 4
+    assert flattened_bytes(lstm) == sum(weight.nbytes for weight in lstm.parameters()) + room_for_biases
+    assert any("projections was not measured" in note for note in profile.notes)
 
 
 @pytest.mark.parametrize("plan", [None, {"module": ms.checkpoint()}], ids=["plain", "checkpoint"])

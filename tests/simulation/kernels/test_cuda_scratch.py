@@ -313,16 +313,18 @@ def test_a_model_without_recurrence_is_not_noted():
 
 
 @pytest.mark.parametrize(
-    ("image", "weight", "options", "columns"),
+    ("image", "weight", "options", "columns", "in_backward_too"),
     [
-        ((8, 32, 4098), (32, 32, 3), {}, 786_432),  # as the CUDA build takes them on a T4
-        ((8, 1, 16_384), (32, 1, 8), {"stride": [4], "padding": [2]}, 65_536),
-        ((8, 32, 16), (64, 32, 1), {}, 0),
-        ((8, 32, 16), (32, 1, 3), {"groups": 32}, 0),
-        ((2, 8, 4, 4), (8, 6, 2, 2), {"stride": [2, 2], "transposed": True}, 6 * 4 * 16 * 2),
+        ((8, 32, 4098), (32, 32, 3), {}, 786_432, 0),  # as the CUDA build takes them on a T4
+        ((8, 1, 16_384), (32, 1, 8), {"stride": [4], "padding": [2]}, 65_536, 0),
+        ((8, 32, 16), (64, 32, 1), {}, 0, 1024),
+        ((8, 32, 16), (32, 1, 3), {"groups": 32}, 0, 0),
+        ((2, 8, 4, 4), (8, 6, 2, 2), {"stride": [2, 2], "transposed": True}, 6 * 4 * 16 * 2, 0),
     ],
 )
-def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(image, weight, options, columns):
+def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(
+    image, weight, options, columns, in_backward_too
+):
     options = {"stride": [1], "padding": [0], "dilation": [1] * (len(image) - 2), "transposed": False} | options
     image, weight = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in (image, weight))
     if len(image.shape) == 4:
@@ -331,7 +333,7 @@ def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(image,
     args = (image, weight, None, *given, options.get("groups", 1))
     forward = torch.ops.aten.convolution.default(*args)
     backward = (forward, image, weight, None, *args[3:], [True, True, False])
-    in_backward = Result(0), *taken(columns), Result(1)
+    in_backward = Result(0), *taken(columns or in_backward_too), Result(1)
     if options["transposed"]:
         in_backward = Result(0), *briefly(columns), Result(1), *briefly(columns)
     for op, arguments, expected in (

@@ -108,11 +108,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def without_hooks() -> Any:
     """A context without the hooks around the loss (a checkpoint, an offload): a piece's residuals do not outlive it."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    # Cut off: a result that its own operator saves would hold that operator, and nothing would ever let go of both.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
 def last_backward() -> bool:

@@ -1,0 +1,38 @@
+"""What a recompute makes is gone after backward, also what nothing asked for."""
+
+import gc
+
+import pytest
+import torch
+
+import memscale as ms
+from memscale.transforms.tile.head.loss import without_hooks
+
+RESULTS = {"exp": torch.exp, "tanh": torch.tanh, "softmax": lambda x: x.softmax(-1), "norm": lambda x: x.norm(dim=-2)}
+
+
+def tensors_with(numbers):
+    gc.collect()
+    return sum(type(each) is torch.Tensor and each.shape[-1:] == (numbers,) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("saves", RESULTS.values(), ids=RESULTS)
+def test_a_result_that_goes_nowhere_and_that_its_operator_saves(saves):
+    def region(x):
+        y = x.sin()
+        saves(y)  # its operator is gone before backward, and comes again in the recompute
+        return y * y.cos()
+
+    x = torch.ones(3, 4321, requires_grad=True)
+    ms.checkpoint()(region)(x).sum().backward()
+    wanted = torch.autograd.grad(region(x).sum(), x)[0]
+    assert torch.equal(x.grad, wanted)
+    assert tensors_with(4321) == 3
+
+
+def test_nor_where_hooks_only_look():
+    x = torch.ones(4322, requires_grad=True)
+    assert len(ms.saved_residuals(torch.exp, x)) == 1
+    with without_hooks():
+        x.exp()
+    assert tensors_with(4322) == 1
