@@ -127,7 +127,7 @@ memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes 
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
-memscale.runtime.parameters: MappedTensors is_movable
+memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile ProfileDiff Ranks
     Schedule SimulatedStep Station arguments_of as_hardware differences profile queues_of
