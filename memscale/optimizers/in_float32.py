@@ -96,9 +96,9 @@ class StepInFloat32(StepPart):
         """See `StepPart.plain_states`."""
         if parameter.dtype != torch.bfloat16:
             return states
-        names = self._full_names(parameter)
         return {
-            name: value.to(parameter.dtype) if name in names else value
+            # As `load_state_dict` does: all but counts of steps are of the parameter's type.
+            name: value.to(parameter.dtype) if _is_floating(value) and name != "step" else value
             for name, value in states.items()
             if name not in self.own_states
         }
@@ -147,7 +147,7 @@ class StepInFloat32(StepPart):
             names = self._full_names(parameter)
             full = [name for name in states if name in names]
             apart = names | self.own_states
-            small = {name: copied(value) for name, value in states.items() if name not in apart}
+            small = {name: _widened(copied(value)) for name, value in states.items() if name not in apart}
             self.begin(parameter)
             if parameter.numel() > _AT_ONCE and self._cuts(parameter):
                 for start in range(0, parameter.numel(), _AT_ONCE):
@@ -166,3 +166,12 @@ class StepInFloat32(StepPart):
         tensors = [parameter, parameter.grad, *self.optimizer.state.get(parameter, {}).values()]
         is_flat = all(each.is_contiguous() for each in tensors if isinstance(each, torch.Tensor))
         return self.optimizer._evidence.elementwise and is_flat
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _widened(value: Any) -> Any:
+    """A state of a plain optimizer, which may be in bfloat16, as that of a float32 parameter is."""
+    return value.float() if _is_floating(value) and value.dtype == torch.bfloat16 else value

@@ -145,6 +145,8 @@ class OnDisk(StepPart):
         try:
             for key in self._rooms:
                 self._arrive(self._parameters[key])
+                if not simulating():
+                    self._part(self._parameters[key])
             yield
         finally:
             for parameter, small in before.items():
@@ -153,6 +155,13 @@ class OnDisk(StepPart):
             self._there.clear()  # those who have the states keep it
             self._views.clear()
             self._whole.clear()
+
+    def _part(self, parameter: torch.Tensor) -> None:
+        """Give the states of `parameter` storages of their own over the same memory: `torch.save` asks for that."""
+        states, views = self.optimizer.state[parameter], self._views.get(id(parameter), {})
+        for name, view in views.items():
+            flat = view.as_strided((view.numel(),), (1,)).view(torch.uint8)
+            states[name] = laid_out(torch.from_numpy(flat.numpy()), view)
 
     # ------------------------------------------------------------------------------------------------- out and back
 

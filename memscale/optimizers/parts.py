@@ -121,10 +121,7 @@ class OwnStep(StepPart):
     def advance(self, groups: list[Group]) -> None:
         optimizer = self.optimizer
         optimizer._part_states(groups)
-        twin: Any = object.__new__(optimizer._own_class)
-        twin.__dict__.update(optimizer.__dict__, param_groups=groups, **_NO_HOOKS)
-        with torch.no_grad():
-            own_step(optimizer._own_class)(twin)
+        optimizer._own_step(groups)
         # Not every optimizer changes its parameters in a way that autograd sees, and a graph may still need one.
         torch.autograd.graph.increment_version(parameters_of(groups))
 
@@ -151,7 +148,7 @@ class PartedOptimizer(torch.optim.Optimizer):
         self._most_due = max([sum(sizes) // _SHARE, *sizes])
         own = self._assigned.split(parameters_of(self.param_groups))
         for number, top in enumerate(self._tops):
-            for part in top.with_inner():
+            for part in reversed(list(top.with_inner())):  # states are quantised before they leave
                 part.attend(own.get(number, []))
 
     def _part_states(self, groups: list[Group]) -> None:
@@ -258,9 +255,26 @@ class PartedOptimizer(torch.optim.Optimizer):
         for which, some in self._assigned.split(parameters).items():
             now = {**options, "params": some}
             self._tops[which].advance([now])
-            changed = [key for key, value in now.items() if value is not options.get(key, some)]
-            if changed:
-                self._changes.setdefault(number, {}).update({key: now[key] for key in changed})
+            self._note_changes(number, now)
+
+    def _pass_over(self, number: int) -> None:
+        """What a step does with a group none of whose parameters has a gradient: the class may count its steps."""
+        now = {**self._options_of(number), "params": self.param_groups[number]["params"]}
+        self._own_step([now])
+        self._note_changes(number, now)
+
+    def _own_step(self, groups: list[Group]) -> None:
+        twin: Any = object.__new__(self._own_class)
+        twin.__dict__.update(self.__dict__, param_groups=groups, **_NO_HOOKS)
+        with torch.no_grad():
+            own_step(self._own_class)(twin)
+
+    def _note_changes(self, number: int, now: Group) -> None:
+        """What the class's step made of the options of a group."""
+        before = self._options[number]
+        changed = {key: value for key, value in options_of(now).items() if value is not before.get(key)}
+        if changed:
+            self._changes.setdefault(number, {}).update(changed)
 
     def _changed_options(self) -> str:
         """Which options are not those any more that parameters were stepped with in this step; empty if none."""

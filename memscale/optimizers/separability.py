@@ -6,6 +6,7 @@ between them differs: a norm over all gradients (Prodigy, LAMB), a count of its 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -88,10 +89,15 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
             f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
             "numbers than all at once; use another optimizer, or leave this transform out"
         )
-    moments = at_once.moments(still)
+    moments, full = at_once.moments(still), at_once.full_states()
+    if at_once.moves_without_gradients():
+        raise TransformError(
+            f"{how!r}: {name} steps parameters that have no gradient, such as frozen ones, which this transform would "
+            "leave alone; give the optimizer only those that get one, or leave this transform out"
+        )
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         moments |= _moments_in_float32(optimizer)
-    return Separability(frozenset(at_once.full_states()), moments, elementwise)
+    return Separability(frozenset(full), moments, elementwise)
 
 
 def _moments_in_float32(optimizer: torch.optim.Optimizer) -> frozenset[Moment]:
@@ -208,6 +214,16 @@ class _Trial:
         rates = [group.get("lr") for group in self.groups]
         still = [torch.equal(a, b) for a, b in zip(self.before, self._parameters(), strict=True)]
         return not all(still) or any(rate is not None and not rate for rate in rates)
+
+    def moves_without_gradients(self) -> bool:
+        """Whether a step changes parameters that have no gradient; one that then raises does so without us, too."""
+        parameters = self._parameters()
+        before = list(map(_bytes, parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        with contextlib.suppress(Exception):
+            self._run(self.groups)
+        return list(map(_bytes, parameters)) != before
 
     def moments(self, still: _Trial) -> frozenset[Moment]:
         """The states that are zero in `still`, a trial of the same whose gradients were."""

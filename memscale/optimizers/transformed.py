@@ -87,10 +87,6 @@ class TransformedOptimizer(PartedOptimizer):
             found: dict[str, Any] = super().__getstate__()
             return {**found, "state": defaultdict(dict, self.state)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._attend()
-
     def __repr__(self) -> str:
         return f"{self._assigned.shown(parameters_of(self.param_groups))}({super().__repr__()})"
 
@@ -111,6 +107,8 @@ class TransformedOptimizer(PartedOptimizer):
             for number, group in enumerate(self.param_groups):
                 if ready := [parameter for parameter in group["params"] if has_gradient(parameter)]:
                     self._advance(number, ready)
+                elif number not in self._options:
+                    self._pass_over(number)
             for number, changed in self._changes.items():
                 self.param_groups[number].update(changed)
         finally:
@@ -157,7 +155,7 @@ class TransformedOptimizer(PartedOptimizer):
         self._shared.clear()
         if any(part.keeps_types for part in self.parts):
             self._load_types(state_dict)
-            self._attend()
+        self._attend()
 
     def _load_types(self, state_dict: dict[str, Any]) -> None:
         """Give states of bfloat16 parameters the types that they were saved in: PyTorch has made all of them that."""
@@ -244,8 +242,7 @@ def _revived(
     state: Any,
 ) -> Any:
     made = object.__new__(class_for(own_class))
-    made._origins, made._shared, made.parts, made._tops, made._due = (), set(), [], [], deque()
-    made._assigned = Assigned(hows[0])
+    made._origins, made._shared = (), set()
     made.__setstate__(state)
     made._begin(Assigned(hows[0], zip(parameters_of(made.param_groups), hows[1], strict=True)), evidence)
     return made
