@@ -139,6 +139,9 @@ INTERNALS = tuple(
         ("torch.autograd.forward_ad._current_level", "whether tensors carry tangents", _R),
         # torch.compile.
         (f"{_C}_dynamo.eval_frame.get_eval_frame_callback", "whether a compiler is at work", _R),
+        (f"{_C}_dynamo.eval_frame.set_code_exec_strategy", "hooks that stay uncompiled", _R, "it may compile them"),
+        (f"{_C}_dynamo.eval_frame._FrameExecStrategy", "hooks that stay uncompiled", _R, "it may compile them"),
+        (f"{_C}_dynamo.eval_frame._FrameAction", "hooks that stay uncompiled", _R, "it may compile them"),
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
         ("torch._dynamo.comptime.comptime", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
         ("torch._dynamo.exc.Unsupported", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),

@@ -14,6 +14,7 @@ from memscale.optimizers.clipping import TwoPasses
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
 from memscale.optimizers.transformed import OptimizerTransform
+from memscale.regions import never_compiled
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -269,6 +270,7 @@ class _Hook:
         self.title = title
         self.handle = parameter.register_post_accumulate_grad_hook(self)
 
+    @never_compiled
     def __call__(self, parameter: torch.Tensor) -> None:
         part = self.part()
         if part is not None:

@@ -14,7 +14,7 @@ from memscale.regions.scope import NOWHERE, Scope, as_it_was, code_names, put_ba
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
-from memscale.regions.uncompiled import OperatorWatch, uncompiled, without_dynamo
+from memscale.regions.uncompiled import OperatorWatch, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 from memscale.regions.untouched import untouched
 from memscale.regions.views import rewinding, wait_for_recomputes
@@ -50,6 +50,7 @@ __all__ = [
     "is_unrecorded",
     "moved",
     "naming_refused_hooks",
+    "never_compiled",
     "origin_of",
     "put_back",
     "read",

@@ -16,6 +16,7 @@ import torch
 
 from memscale.core import found_once, internals
 from memscale.regions.modes import dispatch_modes, only_watchers_since, without_outer_modes
+from memscale.regions.uncompiled import never_compiled
 from memscale.regions.unrecorded import is_unrecorded
 
 _c = torch._C
@@ -96,6 +97,7 @@ def can_choose(ops: Collection[internals.OpOverload]) -> bool:
 
 
 def _asking(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
+    @never_compiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         local = _local
         # Operators that kernels call are no operators of the region. Nor do they tell of a change in place.
@@ -128,6 +130,7 @@ def _is_below_autograd() -> bool:
 
 
 def _answering(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
+    @never_compiled
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         answer = _local.answer
         if answer is None or answer[0] is not op:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from memscale.core import internals
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
@@ -29,6 +31,24 @@ def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:
     3
     """
     return run if _dynamo_callback() is None else _disabled(run)
+
+
+# What Dynamo may do with the frames of a function, and with those that these call.
+_set_strategy = internals.named("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+_Strategy = internals.named("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_Action = internals.named("torch._C._dynamo.eval_frame._FrameAction")
+_can_skip = internals.has("torch._C._dynamo.eval_frame.set_code_exec_strategy")  # and so the others
+
+
+def never_compiled(entry: F) -> F:
+    """`entry`, a function that PyTorch calls from C++: Dynamo leaves it, and all that it calls, to Python.
+
+    While a compiled function runs what lies between its graphs, a backward say, Dynamo takes every new frame for one to
+    compile. In a hook of ours it would take versions, bases and sizes for constants.
+    """
+    if _can_skip:
+        _set_strategy(entry.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    return entry
 
 
 # What CPython calls with each new frame.
@@ -54,6 +74,7 @@ class OperatorWatch(internals.TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
 

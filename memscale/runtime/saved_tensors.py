@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
-from memscale.regions import hooks_around, recomputes, unrecorded
+from memscale.regions import hooks_around, never_compiled, recomputes, unrecorded
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
@@ -49,6 +49,7 @@ class Hooks:
         self._region = region
         self._small: dict[int, torch.Tensor] = {}  # one of each storage that is too small, by its address
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """A handle on `tensor` where it may move; otherwise the tensor with the version that it must keep."""
         if not is_plain(tensor):
@@ -84,6 +85,7 @@ class Hooks:
                 packed[index] = handle
         return packed
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """The tensor behind what `pack` returned."""
         if type(packed) is tuple:
@@ -138,6 +140,7 @@ class Hooks:
 class HooksAmongHomes(Hooks):
     """Hooks of a region inside another, which has parameters on the device that live elsewhere."""
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """See `Hooks.pack`."""
         if is_plain(tensor) and (home := home_on_device(tensor)) is not None:

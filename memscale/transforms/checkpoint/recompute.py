@@ -26,6 +26,7 @@ from memscale.regions import (
     Snapshot,
     Streams,
     arguments,
+    never_compiled,
     recomputing,
     unrecorded,
     wait_for_recomputes,
@@ -85,6 +86,7 @@ class _Placeholder:
 
 
 @recomputing
+@never_compiled
 def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     found = placeholder.found
     if found is None:
@@ -168,6 +170,7 @@ class _Frame:
         """Whether what a recompute needs is still there: after a backward that keeps no graph it is let go."""
         return self._fn is not None
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Called by autograd with each tensor that it would save."""
         placeholder = _Placeholder(self, len(self._seen))
@@ -323,6 +326,7 @@ class _AtTheEnd:
 
 
 @recomputing
+@never_compiled
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -347,6 +351,7 @@ class _Rerun:
         self._count = 0
         self.found: dict[int, _Found] = {}
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
         self._count += 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from memscale.core import internals
-from memscale.regions import without_levels_above
+from memscale.regions import never_compiled, without_levels_above
 from memscale.runtime import Hooks
 
 _functorch = internals.functorch
@@ -52,6 +52,7 @@ class LevelHooks:
             if level.key() == _functorch.TransformType.Grad
         }
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """See `Hooks.pack`."""
         tensor = _functorch.unwrap_if_dead(tensor)
@@ -66,6 +67,7 @@ class LevelHooks:
                 return _Batched(level, _functorch.maybe_get_bdim(tensor), inner)
             return _Wrapped(level, self._witnesses[level], inner)
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         """See `Hooks.unpack`."""
         if type(packed) is _WithHistory:

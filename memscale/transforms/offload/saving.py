@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memscale.core import internals
-from memscale.regions import Streams, naming_refused_hooks, unrecorded
+from memscale.regions import Streams, naming_refused_hooks, never_compiled, unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
 from memscale.transforms.offload.levels import LevelHooks
 
@@ -42,6 +42,7 @@ class StreamedHooks(Hooks):
         super().__init__(*args)
         self._streams = streams
 
+    @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         """See `Hooks.pack`."""
         self._streams.see(tensor)

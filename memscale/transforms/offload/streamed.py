@@ -30,6 +30,7 @@ from memscale.regions import (
     functorch_state,
     is_stand_in,
     moved,
+    never_compiled,
     origin_of,
     read,
     refused,
@@ -301,6 +302,7 @@ class _Receive(torch.autograd.Function):
         return parameter.detach()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
             ctx.home.mover.received(gradient)
@@ -317,6 +319,7 @@ class _Stream(torch.autograd.Function):
         return arrived.pop()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
             home = ctx.home_on_device

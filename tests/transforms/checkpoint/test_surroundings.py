@@ -235,3 +235,40 @@ def test_a_context_variable_is_that_of_the_forward():
 
     assert step(ms.checkpoint()) == step(ms.identity)
     assert twice(ms.checkpoint()) == twice(ms.identity)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:Dynamo:UserWarning")
+@pytest.mark.parametrize(
+    "how",
+    [ms.checkpoint(), pytest.param(ms.offload(min_bytes=0), marks=pytest.mark.deep)],
+    ids=["checkpoint", "offload"],
+)
+def test_a_compiled_step_runs_its_backward_with_hooks_that_stay_uncompiled(how):
+    """Dynamo took versions and sizes in them for constants, and found changed what was not."""
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            x = self.up(x).sin()
+            print(end="")
+            return self.norm(self.down(x.exp() * x.tanh()))
+
+    def step(model, x):
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Breaks(), nn.Linear(4, 4))
+    fit, compiled = ms.transform(plain, {"0": how}), torch.compile(step, backend="aot_eager")
+    torch._dynamo.reset()
+    for rows in (4, 5):
+        x, found = torch.randn(rows, 4), []
+        for run, model in ((step, plain), (compiled, fit)):
+            plain.zero_grad()
+            found.append(bits([run(model, x), *(parameter.grad for parameter in plain.parameters())]))
+        assert found[0] == found[1]
