@@ -23,7 +23,7 @@ from memscale.policies import (
     check_policy,
     nothing_saveable,
 )
-from memscale.regions import functorch_state, naming_refused_hooks, without_dynamo
+from memscale.regions import functorch_state, hooks_around, naming_refused_hooks, recomputes, without_dynamo
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
@@ -132,7 +132,9 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
 def _recorder(
     policy: Policy, runtime: Runtime | None, inputs: list[torch.Tensor], left_alone: bool
 ) -> Recorder | ChosenRecorder:
-    if left_alone and (ops := chosen(policy)):
+    # Inside another region the recompute has to keep what the run kept, and what a watch loses the next run does not.
+    outer = hooks_around()
+    if left_alone and not (outer and recomputes(outer[1])) and (ops := chosen(policy)):
         return ChosenRecorder(ops, runtime)
     return Recorder(policy, runtime, inputs)
 
