@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from memscale.core import TransformError, pytrees
 from memscale.transforms.tile.head.deferred import Deferred, materialize
@@ -38,6 +40,7 @@ class Cut:
     """How one call's arguments are cut: which leaves, along which dimension, at which ranges."""
 
     def __init__(self, how: Cutting, args: Any, kwargs: Any) -> None:
+        _refuse_packed(how, (*args, *kwargs.values()))
         leaves, self.spec = pytrees.flatten((args, kwargs))
         self.leaves = [_real(leaf) for leaf in leaves]
         self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how.dim)
@@ -75,8 +78,8 @@ class Cut:
             raise TransformError(
                 f"{how!r}: in_dims has {len(how.in_dims)} entries for {len(args)} positional arguments"
             )
-        _broadcast(how.in_dims, args, wanted)
-        _broadcast(None if isinstance(how.in_dims, tuple) else how.in_dims, kwargs, wanted)
+        broadcast(how.in_dims, args, wanted)
+        broadcast(None if isinstance(how.in_dims, tuple) else how.in_dims, kwargs, wanted)
         dims = {}
         for index, (leaf, dim) in enumerate(zip(self.leaves, wanted, strict=True)):
             if isinstance(leaf, torch.Tensor) and dim is not None:
@@ -86,13 +89,13 @@ class Cut:
         return dims
 
 
-def _broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
+def broadcast(dims: Any, tree: Any, into: list[Any]) -> None:
     """Append the entry of `dims` that covers each leaf of `tree`; a tuple of dims follows a tuple or list."""
     if isinstance(dims, tuple):
         if not isinstance(tree, (tuple, list)) or len(tree) != len(dims):
             raise TransformError(f"tile: the dimensions {dims!r} do not match the structure of {type(tree).__name__}")
         for entry, part in zip(dims, tree, strict=True):
-            _broadcast(entry, part, into)
+            broadcast(entry, part, into)
     else:
         into.extend([dims] * len(pytrees.flatten(tree)[0]))
 
@@ -110,6 +113,7 @@ class Joined:
         self._sinks: dict[int, Sink] = {}
 
     def add(self, output: Any, start: int, length: int) -> None:
+        _refuse_packed(self._how, (output,))
         leaves, spec = pytrees.flatten(output)
         leaves = [_real(leaf) for leaf in leaves]
         dims = self.dims(output, leaves, length)
@@ -160,7 +164,7 @@ class Joined:
         """Along which dimension each of the leaves of a piece's output is put beside those of the others, by number."""
         if self._how.out_dims is not ...:
             wanted: list[Any] = []
-            _broadcast(self._how.out_dims, output, wanted)
+            broadcast(self._how.out_dims, output, wanted)
             return {
                 i: d % max(1, leaves[i].dim())
                 for i, d in enumerate(wanted)
@@ -182,6 +186,17 @@ class Joined:
             )
         weighted = leaf * (length / self._total) if self._how.reduce == "mean" else leaf
         self._leaves[index] = weighted if self._leaves[index] is None else self._leaves[index] + weighted
+
+
+def _refuse_packed(how: Cutting, values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, PackedSequence):
+            raise TransformError(
+                f"{how!r} met a PackedSequence, which lies step by step, so that a piece of it has some steps of all "
+                "sequences; pad it in front of the region (pad_packed_sequence), or use checkpoint() for this region"
+            )
+        if isinstance(value, (tuple, list)):
+            _refuse_packed(how, value)
 
 
 def _kind(leaf: torch.Tensor, dim: int | None) -> str:

@@ -21,6 +21,7 @@ from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Source
+from memscale.transforms.tile.recurrent import refuse_time
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
     names,
@@ -198,6 +199,7 @@ class Tiled(Transformed):
             parts = [self.fn, *self.captured]
             joined = Joined(self.how, cut.total, thrifty=False)
             return independence.prove(self.body, parts, Scope(self.fn), cut, joined, repr(self.how))
+        refuse_time(self.how, self.fn, cut)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         thrifty = not (compiling or functorch_state.active())
         sources = {index: Source(cut.leaves[index], cut.dims[index], thrifty=thrifty) for index in cut.dims}
