@@ -127,7 +127,6 @@ INTERNALS = tuple(
         ("torch.nn.utils.parametrize._cache", "parametrizations that are cached", _R),
         ("torch.nn.utils.parametrize._cache_enabled", "parametrizations that are cached", _R),
         (f"{_C}_get_tracing_state", "whether torch.jit traces the model", "legacy"),
-        ("torch.optim.Optimizer._patch_step_function", "the hooks around an optimizer's step", "optimizers"),
         # What an operator's result depends on.
         (f"{_C}_get_deterministic_algorithms", "that flag, as in the forward", _R),
         (f"{_C}_get_deterministic_algorithms_warn_only", "that flag, as in the forward", _R),

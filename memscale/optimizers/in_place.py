@@ -47,6 +47,7 @@ class InPlace:
         if self._calls is not None:
             made.step = self._calls
         made._origins, made._shared, made.parts = (), set(), []
+        self._hook = optimizer.register_step_pre_hook(_stepped_by_its_class)
         try:
             made._begin(assigned, evidence)
         except BaseException:
@@ -79,6 +80,7 @@ class InPlace:
             optimizer.state.update(states)
         finally:
             optimizer.let_go()
+            self._hook.remove()
             for parameter in parameters_of(optimizer.param_groups):
                 if isinstance(parameter.grad, SpentGradient):
                     parameter.grad = None
@@ -95,6 +97,21 @@ class InPlace:
                 optimizer.step = self._step
         elif hasattr(now, _TRACKED):  # of a scheduler that was made meanwhile, and calls the step of the other class
             optimizer.step = _tracked(optimizer)
+
+
+def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Called before each step. One that was taken from the optimizer before, ``step = optimizer.step``, is the class's.
+
+    It would step parameters by states that are elsewhere, or in 8 bits. The step here takes its place, and leaves it an
+    optimizer of nothing.
+    """
+    if optimizer._is_stepping:
+        return None
+    loss = TransformedOptimizer.step(optimizer, *args[1:], **kwargs)
+    nothing: Any = object.__new__(optimizer._own_class)
+    nothing.__dict__.update(optimizer.__dict__, state={})
+    nothing.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return (nothing, *([] if loss is None else [lambda: loss])), {}
 
 
 # What a scheduler of learning rates puts over an optimizer's step, to tell whether that is called before its own.

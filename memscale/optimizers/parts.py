@@ -140,6 +140,7 @@ class PartedOptimizer(torch.optim.Optimizer):
     _changes: dict[int, Group]  # and what the class's step made of them
     _due: deque[tuple[int, torch.Tensor]]  # parameters that step once what was asked for is there, and their groups
     _most_due: int  # bytes of them
+    _is_stepping: bool  # whether `step` runs
     _following: int  # the backward at whose end they step at the latest
 
     def _attend(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from memscale.algebra import Transform, chain
 from memscale.core import TransformError
 from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
-from memscale.optimizers.separability import Separability, check_separable, own_step
+from memscale.optimizers.separability import Separability, check_separable
 from memscale.optimizers.spent import SpentGradient
 
 
@@ -72,7 +73,7 @@ class TransformedOptimizer(PartedOptimizer):
                 part = each.part(self, part)
                 self.parts.append(part)
             self._tops.append(part)
-        self._patch_step_function()  # PyTorch's hooks around the step of this class
+        self._is_stepping = False
         self._attend()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -94,8 +95,6 @@ class TransformedOptimizer(PartedOptimizer):
 
     def step(self, closure: Any = None) -> Any:
         """One optimization step, to the numbers of the step that the class has."""
-        if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
-            return own_step(type(self))(self, closure)
         self._catch_up()
         for part in self.parts:
             part.before_step(closure)
@@ -248,6 +247,23 @@ def _revived(
     return made
 
 
+_hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer.step)
+
+
+@functools.wraps(TransformedOptimizer.step)
+def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
+        return type(self).step(self, *args, **kwargs)
+    self._is_stepping = True
+    try:
+        return _hooked_step(self, *args, **kwargs)
+    finally:
+        self._is_stepping = False
+
+
+_step.hooked = True  # type: ignore[attr-defined]  # PyTorch puts its hooks around all others
+
+
 _classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the class, which its subclass keeps
 
 
@@ -260,6 +276,7 @@ def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimiz
         "__qualname__": own_class.__qualname__,
         "__doc__": own_class.__doc__,
         "_own_class": own_class,
+        "step": _step,
     }
     made = _classes[id(own_class)] = type(own_class.__name__, (TransformedOptimizer, own_class), body)
     return made
