@@ -53,7 +53,8 @@ class Assigned:
         Raises:
             TransformError: a parameter would be under the same transform twice, with different options.
         """
-        known = [parameter for each in (self, inner) for found, _ in each._numbers.values() if (parameter := found())]
+        found = [parameter() for each in (self, inner) for parameter, _ in each._numbers.values()]
+        known = [parameter for parameter in found if parameter is not None]
         pairs = [(parameter, one_of_each(self.how(parameter), inner.how(parameter))) for parameter in known]
         return Assigned(one_of_each(self.hows[0], inner.hows[0]), pairs)
 

@@ -136,11 +136,13 @@ class StepOnHost(StepPart):
             twin.grad = gradient.arrived()
             if parameter in state:
                 state[twin] = state[parameter]
+            optimizer._twins[id(twin)] = parameter
             twins.append(twin)
         now = {**group, **there, "params": twins}
         try:
             self.inner.advance([now])
         finally:
+            optimizer._twins.clear()
             states = [state.pop(twin, None) for twin in twins]
         # In a backward others may read the parameters, which a copy on a stream of its own would change meanwhile.
         at_once = torch._C._current_graph_task_id() == -1

@@ -141,6 +141,7 @@ class PartedOptimizer(torch.optim.Optimizer):
     _due: deque[tuple[int, torch.Tensor]]  # parameters that step once what was asked for is there, and their groups
     _most_due: int  # bytes of them
     _is_stepping: bool  # whether `step` runs
+    _twins: dict[int, torch.Tensor]  # by the id of what steps in the place of a parameter, the parameter
     _following: int  # the backward at whose end they step at the latest
 
     def _attend(self) -> None:

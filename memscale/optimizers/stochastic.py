@@ -93,8 +93,9 @@ class _Stochastic(StepInFloat32):
         """See `StepInFloat32.begin`."""
         states = self.optimizer.state[parameter]
         count = states[_COUNT] = states.get(_COUNT, 0) + 1
+        place = self._orders[id(self.optimizer._twins.get(id(parameter), parameter))]
         seed = 0
-        for part in (self._seed, self._orders[id(parameter)], count):
+        for part in (self._seed, place, count):
             seed = ((seed ^ part) * 0x9E3779B97F4A7C15 + 1) % 2**64
             seed ^= seed >> 29
         self._random[id(parameter)] = torch.Generator(parameter.device).manual_seed(seed % 2**63)

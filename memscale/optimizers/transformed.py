@@ -61,7 +61,7 @@ class TransformedOptimizer(PartedOptimizer):
 
     def _begin(self, assigned: Assigned, evidence: Separability) -> None:
         self._assigned, self._evidence = assigned, evidence
-        self._options, self._changes, self._due = {}, {}, deque()
+        self._options, self._changes, self._due, self._twins = {}, {}, deque(), {}
         self.parts, self._tops = [], []
         for how in assigned.hows:
             part: StepPart = OwnStep(self, None)
@@ -90,6 +90,11 @@ class TransformedOptimizer(PartedOptimizer):
 
     def __repr__(self) -> str:
         return f"{self._assigned.shown(parameters_of(self.param_groups))}({super().__repr__()})"
+
+    @property
+    def only_rounds(self) -> bool:
+        """Whether all that it is under is how numbers are rounded, around which there is room for any way to step."""
+        return all(getattr(each, "innermost", False) for how in self._assigned.hows for each in chain(how))
 
     # ------------------------------------------------------------------------------------- what an optimizer can do
 

@@ -89,7 +89,8 @@ def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[S
     for options in () if step.options else other_loops(optimizer):
         if options.get("fused"):
             yield replace(step, options=options, said=(*step.said, f"{type(optimizer).__name__}(fused=True)"))
-    for how in () if step.options or step.plan.of_optimizers() else hows(optimizer, {"step_in_groups"}, moves=False):
+    groups = {} if step.options or step.plan.of_optimizers() else {"step_in_groups": None}
+    for how in hows(optimizer, groups, moves=False):
         plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
         yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_groups',)"))
 
@@ -123,7 +124,7 @@ def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
 def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
     if step.plan.of_optimizers():
         return
-    for how in hows(optimizer, {"step_in_backward"}, moves=False):
+    for how in hows(optimizer, {"step_in_backward": None}, moves=False):
         plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
         yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_backward',)"))
 

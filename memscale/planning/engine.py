@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, is_transformed
+from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config
 from memscale.core import (
     ConfigError,
@@ -32,7 +32,7 @@ from memscale.planning.refusal import Refusal
 from memscale.planning.search import Found, Proven, Search, leaves_margin
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
-from memscale.planning.stepping import Way, checked_names, held_by_phase, hows, least_held, ways
+from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, ways
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
 from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks
 from memscale.transforms import cast
@@ -69,7 +69,7 @@ class DecisionEngine:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
-        stepping: Collection[str] = (),
+        stepping: Collection[str | Transform] = (),
         progress: Progress | None = None,
         streams: bool = True,
         parallel: Parallel | None = None,
@@ -91,7 +91,7 @@ class DecisionEngine:
         self._searches: list[Search] | None = None
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
-        self.stepping = checked_names(stepping) | (self.config.eligible() & {"quantize_states"})
+        self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
         self.hardware = timed(asked, model)
         self._link = link_rates(self.hardware, self.config)
@@ -187,11 +187,12 @@ class DecisionEngine:
 
     def about(self) -> dict[str, str]:
         """All that its answers depend on."""
+        stepping = sorted(self.stepping.items(), key=repr)
         return {
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.streams} {self._nominal} {sorted(self.stepping)} {self.made_for}",
+            "asked": f"{self.accumulate} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
     @property
@@ -207,7 +208,7 @@ class DecisionEngine:
             return self.steps.profile(plan)
 
         config = everything(self.config) if self.config.auto_policy else self.config
-        allowed = self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping
+        allowed = self._techniques(config) | (self.config.eligible() & {"cast"}) | self.stepping.keys()
         return Proofs(simulate, self.plain, self.hardware, allowed)
 
     # -- searches -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.algebra import Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
@@ -30,7 +31,7 @@ def plan(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
-    stepping: Collection[str] = (),
+    stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
     parallel: Parallel | None = None,
     world: int | None = None,
@@ -63,9 +64,10 @@ def plan(
             the model's own, bit for bit except that `tile` adds gradients in another order.
         hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
             that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
-        stepping: what the plan may do with the optimizer, by name: any of ``"step_in_groups"``, ``"offload_states"``,
-            ``"quantize_states"`` (not exact) and ``"step_in_backward"``. ``Config(use_8bit_optimizer=True)`` allows the
-            third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
+        stepping: what the plan may do with the optimizer: any of ``"step_in_groups"``, ``"offload_states"``,
+            ``"quantize_states"`` (not exact) and ``"step_in_backward"``, or such a transform with options of its own,
+            as ``step_in_backward(max_norm=1.0)`` for a loop of two passes. ``Config(use_8bit_optimizer=True)`` allows
+            the third by itself. Such a plan is applied with ``transform(model, plan, optimizer=optimizer)``.
         progress: called before each simulation with what it is about, how many are done, and None.
         parallel, world, shard, tensor: as in `memscale.profile`: the step is one process's of several, and the plan is
             the same for all of them. Apply it to the plain model, then distribute what `transform` returns.
@@ -111,7 +113,7 @@ def frontier(
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
     points: int = POINTS,
-    stepping: Collection[str] = (),
+    stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
     parallel: Parallel | None = None,
     world: int | None = None,

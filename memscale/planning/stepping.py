@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,45 +54,53 @@ class Way:
         return "step_in_backward" not in repr(self.how)
 
 
-def checked_names(stepping: Iterable[str]) -> frozenset[str]:
-    """The names of optimizer transforms that a plan may use.
+def checked(stepping: Iterable[str | Transform]) -> dict[str, Transform | None]:
+    """The optimizer transforms that a plan may use, by name, each with the caller's own options where it has any.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: one is none, or there twice.
     """
-    names = [stepping] if isinstance(stepping, str) else list(stepping)
-    if wrong := [name for name in names if name not in NAMES]:
-        raise ConfigError(
-            f"plan(stepping=...) takes names of optimizer transforms, {', '.join(NAMES)}; got {shown(wrong[0])}"
-        )
-    return frozenset(names)
+    found: dict[str, Transform | None] = {}
+    for each in [stepping] if isinstance(stepping, (str, Transform)) else stepping:
+        name = each if isinstance(each, str) else getattr(each, "spelling", "")
+        if name not in NAMES:
+            raise ConfigError(
+                f"plan(stepping=...) takes optimizer transforms or their names, {', '.join(NAMES)}; got {shown(each)}"
+            )
+        if name in found:
+            raise ConfigError(f"plan(stepping=...) has {name} twice; choose one")
+        found[name] = None if isinstance(each, str) else each
+    return found
 
 
-def hows(optimizer: torch.optim.Optimizer | None, names: Collection[str], *, moves: bool) -> list[Transform]:
-    """What may be done to `optimizer`, of the transforms in `names`; nothing to one that they do not apply to.
+def hows(
+    optimizer: torch.optim.Optimizer | None, allowed: Mapping[str, Transform | None], *, moves: bool
+) -> list[Transform]:
+    """What may be done to `optimizer`, of what is allowed; nothing to one that it does not apply to.
 
     Args:
-        optimizer: of the step.
-        names: of what is allowed.
+        optimizer: of the step. One that is under transforms already has made its choice, but for those of rounding,
+            which stand inside of all others.
+        allowed: as `checked` returns it.
         moves: whether there is a tier below the device whose speed is known.
     """
-    if optimizer is None or isinstance(optimizer, TransformedOptimizer):
+    if optimizer is None or (isinstance(optimizer, TransformedOptimizer) and not optimizer.only_rounds):
         return []
     nbytes = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
     group_bytes = max(1, min(_MOST_GROUP_BYTES, int(nbytes * _GROUP_SHARE)))
-    late: list[Transform] = [step_in_groups(group_bytes=group_bytes)] if "step_in_groups" in names else []
-    if "quantize_states" in names:
-        late.append(quantize_states())
-    if "offload_states" in names and moves:
-        late.append(offload_states())
-        if "quantize_states" in names:
-            late.append(compose(offload_states(), quantize_states()))
-    found = list(late)
-    if "step_in_backward" in names:
-        # With it a group is one parameter anyway.
-        apart = [each for each in late if "step_in_groups" not in repr(each)]
-        found += [step_in_backward(), *(compose(step_in_backward(), each) for each in apart)]
+    groups = _of(allowed, "step_in_groups", step_in_groups(group_bytes=group_bytes))
+    small = _of(allowed, "quantize_states", quantize_states())
+    below = _of(allowed, "offload_states", offload_states()) if moves else []
+    late = [*groups, *small, *below, *(compose(one, other) for one in below for other in small)]
+    # With it a group is one parameter anyway.
+    apart = [each for each in late if each not in groups]
+    early = _of(allowed, "step_in_backward", step_in_backward())
+    found = [*late, *early, *(compose(one, other) for one in early for other in apart)]
     return [how for how in found if _applies(how, optimizer)]
+
+
+def _of(allowed: Mapping[str, Transform | None], name: str, usual: Transform) -> list[Transform]:
+    return [allowed[name] or usual] if name in allowed else []
 
 
 def ways(

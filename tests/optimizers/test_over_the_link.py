@@ -73,6 +73,24 @@ def test_a_copy_that_fails_is_made_by_pytorch(how, expected):
         assert numbers(model, optimizer)[0] == expected, seed
 
 
+@pytest.mark.parametrize("inner", [ms.round_stochastically(), ms.compensate_rounding()], ids=repr)
+@pytest.mark.parametrize("how", [HOWS["step"], HOWS["in backward"], HOWS["disk"]], ids=["step", "in backward", "disk"])
+def test_what_rounds_rounds_the_same_there(monkeypatch, how, inner):
+    def run(transform, make):
+        model = network().to(torch.bfloat16)
+        optimizer = transform(make(model.parameters()))
+        for number in range(3):
+            model(batch(number).to(torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(model, optimizer)[0]
+
+    caps = {"pinned": 1 << 16, "disk": 1 << 18}
+    found = run(ms.compose(how, inner).on(runtime(5, caps=caps, debug=False)), adamw)
+    monkeypatch.setattr(on_host, "device_type", lambda _: "cpu")
+    assert found == run(inner, lambda parameters: adamw(parameters, fused=True))
+
+
 def fails_at(model, number):
     """Let the backward of `model` fail once at one of its layers."""
 

@@ -80,8 +80,58 @@ def test_8_bit_states_are_for_those_who_allow_them(alone):
     assert plan.evidence.planned.taken_bytes < 0.9 * alone.taken_bytes
 
 
-@pytest.mark.parametrize("wrong", ["offload", ("step_in_groups", "adamw")])
-def test_names_that_are_none_are_refused(wrong):
-    with pytest.raises(ms.ConfigError, match=r"plan\(stepping=\.\.\.\) takes names of optimizer transforms, .*; got"):
+def test_two_passes_that_clip_are_for_those_who_write_such_a_loop(alone):
+    made = engine((ms.step_in_backward(max_norm=0.01),))
+    plan = made.plan(int(0.9 * alone.taken_bytes))
+    assert plan.of_optimizers() == ms.Plan({"": ms.step_in_backward(max_norm=0.01)})
+    evidence = plan.evidence  # with the second backward in its time
+    assert 1.3 * evidence.plain.step_seconds < evidence.planned.step_seconds
+    model, optimizer = copy.deepcopy((made.model, made.optimizer))
+    fit, stepping = ms.transform(made.model, plan, optimizer=made.optimizer)
+    for _ in range(2):
+        loss(model(torch.ones(64, 256)), None).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        there = loss(fit(torch.ones(64, 256)), None)
+        there.backward(retain_graph=True)
+        there.backward()
+        for each in (optimizer, stepping):
+            each.step()
+            each.zero_grad()
+    assert bits(dict(fit.state_dict())) == bits(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("rounds", [ms.compensate_rounding(), ms.round_stochastically()], ids=repr)
+def test_plans_go_around_how_an_optimizer_rounds(rounds):
+    def made(how):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)) for _ in range(3)]).bfloat16()
+        return model, how(rounds(torch.optim.AdamW(model.parameters())))
+
+    (model, optimizer), batch = made(ms.identity), torch.ones(8, 256, dtype=torch.bfloat16)
+    step = {"optimizer": optimizer, "loss": loss, "hardware": CARD, "stepping": EXACT}
+    asked = ms.DecisionEngine(model, batch, **step, config=ms.Config(mode="conservative"), streams=False)
+    plan = asked.smallest()
+    assert plan.evidence.planned.taken_bytes < 0.8 * plan.evidence.plain.taken_bytes
+    [rule] = plan.of_optimizers().rules
+    fit, stepping = ms.transform(model, plan, optimizer=optimizer)
+    other, expected = made(rule.transform)  # the plan's rule by hand
+    for module, its in ((other, expected), (fit, stepping)):
+        for _ in range(2):
+            loss(module(batch), None).backward()
+            its.step()
+            its.zero_grad()
+    assert bits(dict(fit.state_dict())) == bits(dict(other.state_dict()))
+    # Whoever has chosen how to step already is left alone.
+    model, chosen = made(ms.step_in_groups(group_bytes=1))
+    assert not ms.DecisionEngine(model, batch, **step | {"optimizer": chosen}).ways
+
+
+@pytest.mark.parametrize(
+    "wrong", ["offload", ("step_in_groups", "adamw"), [ms.checkpoint()], [ms.compensate_rounding()]]
+)
+def test_what_is_no_way_to_step_is_refused(wrong):
+    with pytest.raises(ms.ConfigError, match=r"stepping=\.\.\.\) takes optimizer transforms or their names, .*; got"):
         engine(wrong)
+    with pytest.raises(ms.ConfigError, match="has step_in_backward twice; choose one"):
+        engine(("step_in_backward", ms.step_in_backward(max_norm=1.0)))
     assert len(NAMES) == 4
