@@ -43,8 +43,12 @@ Content = dict[Any, Any] | list[Any]
 
 def read(place: Place) -> Content:
     """A copy of what `place` holds now: a dictionary for named entries, a list otherwise."""
-    if isinstance(place, dict):
+    if type(place) is dict:
         return dict(place)
+    if isinstance(place, dict):
+        # Past a `__getitem__` of its own: transformers' ACT2FN makes a new module of each class that it is asked for.
+        own: Any = OrderedDict if isinstance(place, OrderedDict) else dict
+        return dict(own.items(place))
     if isinstance(place, Attributes):
         return {key: value for key, value in place.mapping.items() if key not in INTERNAL}
     if isinstance(place, types.CellType):

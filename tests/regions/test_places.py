@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.regions.places import holds
+from memscale.regions.places import holds, read, write
 from memscale.regions.scope import Scope, put_back
 from tests.support.checks import bits
 
@@ -212,3 +212,24 @@ def test_what_a_hook_of_all_modules_collects_is_collected_once():
         return seen
 
     assert step(ms.checkpoint()) == step(ms.identity)
+
+
+@pytest.mark.parametrize("base", [OrderedDict, dict])
+def test_a_dictionary_that_makes_what_it_is_asked_for_keeps_its_classes(base):
+    class Making(base):
+        def __getitem__(self, key):
+            return super().__getitem__(key)()
+
+    activations = Making(tanh=nn.Tanh, relu=nn.ReLU)
+    content = read(activations)
+    assert content == {"tanh": nn.Tanh, "relu": nn.ReLU}
+    assert holds(activations, content)
+    write(activations, content)
+    assert list(activations.values()) == [nn.Tanh, nn.ReLU]
+
+    class Chooses(nn.Linear):
+        def forward(self, x):
+            return activations["tanh"](super().forward(x))
+
+    ms.profile(Chooses(2, 2), torch.ones(2), loss=lambda y, _: y.sum())
+    assert list(activations.values()) == [nn.Tanh, nn.ReLU]

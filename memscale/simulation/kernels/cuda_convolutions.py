@@ -78,6 +78,17 @@ def by_products(args: Sequence[Any]) -> bool:
     return not args[8] == args[0].size(1) > 1
 
 
+def _channel_by_channel(args: Sequence[Any]) -> bool:
+    """Whether PyTorch's own kernel for that does it, which begins with the weight's gradient; float16 goes to cuDNN.
+
+    Source: ``conv_depthwise2d_backward_cuda_out`` in aten/src/ATen/native/cuda/DepthwiseConv2d.cu.
+    """
+    image, weight, _, _, _, _, transposed, _, groups = args
+    if transposed or image.dim() > 4 or image.dtype is torch.float16 or has_channels_last(image):
+        return False
+    return bool(groups == image.size(1) > 1 and not weight.size(0) % groups)
+
+
 def _columns(args: Sequence[Any], *, always: bool = False) -> int:
     """The patches of one image of the batch, as PyTorch's own convolution lays them out for a matrix product.
 
@@ -115,8 +126,10 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
         copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)
         of_image = convolved.result_bytes(capability) if args[7] else convolved.image_bytes(capability)
         of_weight = convolved.weight_bytes(capability)
-    parts: Program = Result(0), *briefly(of_image * wanted[0]), Result(1), *briefly(of_weight * wanted[1])
-    return *copies, *parts, *(-nbytes for nbytes in reversed(copies)), *of_bias
+    parts: list[Program] = [(Result(0), *briefly(of_image * wanted[0])), (Result(1), *briefly(of_weight * wanted[1]))]
+    if _channel_by_channel(given):
+        parts.reverse()
+    return *copies, *parts[0], *parts[1], *(-nbytes for nbytes in reversed(copies)), *of_bias
 
 
 def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, with_image: bool) -> Program:

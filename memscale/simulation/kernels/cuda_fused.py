@@ -194,6 +194,20 @@ def _histogram(input: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor
     return counted.to(input.dtype)
 
 
+def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(0)  # a buffer is for CPUs
+
+
+def _margin_loss(
+    x: torch.Tensor, target: torch.Tensor, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    return x.new_empty(()) if reduction or x.dim() < 2 else x.new_empty(x.size(0))
+
+
+def _margin_gradient(grad: torch.Tensor, x: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 #: What computes the values of an operator that a CPU has for other dtypes only.
 COMPUTED: Mapping[OpOverload, Callable[..., Any]] = {aten.histc.default: _histogram}
 RESULTS_OF_FUSED: Mapping[OpOverload, Callable[..., Any]] = {
@@ -203,6 +217,9 @@ RESULTS_OF_FUSED: Mapping[OpOverload, Callable[..., Any]] = {
     _LSTM_CELL_BACKWARD: _lstm_gradients,
     _GRU_CELL: _gru_state,
     _GRU_CELL_BACKWARD: _gru_gradients,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.multi_margin_loss.default: _margin_loss,
+    aten.multi_margin_loss_backward.default: _margin_gradient,
     **COMPUTED,
 }
 

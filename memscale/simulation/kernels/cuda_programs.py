@@ -280,6 +280,37 @@ def _mean_loss(args: Sequence[Any], capability: Capability, multiprocessors: int
     return RESULTS, each.nbytes, *scratch
 
 
+def _margin_loss(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``soft_margin_loss_out`` in aten/src/ATen/native/Loss.cpp: the sum of what the result is made of."""
+    if (args[2] if len(args) > 2 else 1) == 0:
+        return PLAIN
+    total = torch.empty((), dtype=args[0].dtype, device="meta")
+    return RESULTS, total.itemsize, *reduced("aten.sum.default", (args[0],), total, capability, multiprocessors)
+
+
+def _margin_loss_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``soft_margin_loss_backward_out``: the exponential of a product, then what it is divided by."""
+    each = args[1].nbytes
+    return RESULTS, each, each, -each, each
+
+
+def _multi_margin_loss(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``multi_margin_loss_cuda_out`` in aten/src/ATen/native/cuda/MultiMarginLoss.cu."""
+    rows = args[0].size(0) * args[0].itemsize if args[0].dim() > 1 else 0
+    reduces = args[5] if len(args) > 5 else 1
+    return RESULTS, *taken(rows if reduces else 0)
+
+
+def _patches(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Source: ``im2col_cuda``, whose result is made as large as the image, and then grows."""
+    image = args[0].numel() * args[0].itemsize
+    return *taken(image, copied(args[0])), RESULTS
+
+
+def _folded(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    return RESULTS, *taken(copied(args[0]))
+
+
 def _roll(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """One dimension after the other. Source: ``roll_cuda`` in aten/src/ATen/native/cuda/TensorTransformations.cu."""
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
@@ -316,4 +347,9 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten.huber_loss.default": _mean_loss,
     "aten.binary_cross_entropy.default": _mean_loss,
     "aten.roll.default": _roll,
+    "aten.soft_margin_loss.default": _margin_loss,
+    "aten.soft_margin_loss_backward.default": _margin_loss_backward,
+    "aten.multi_margin_loss.default": _multi_margin_loss,
+    "aten.im2col.default": _patches,
+    "aten.col2im.default": _folded,
 }

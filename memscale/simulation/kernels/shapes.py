@@ -184,6 +184,10 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     """`layout`, where the fake kernel is known to differ from the real one."""
     if op in _REDUCED_LATE:
         return _with_whole_storage(layout, args)
+    if op is torch.ops.aten.col2im.default:
+        # Made as large as its argument, and then shrunk (``col2im_cuda``, ``col2im_cpu``).
+        columns = args[0].numel() * args[0].itemsize
+        return replace(layout, storage_bytes=(max(columns, *layout.storage_bytes, 0),))
     accumulates = on_cuda and op in _ACCUMULATED and args[0].dtype in (torch.float16, torch.bfloat16)
     if accumulates:
         layout = _with_statistics(layout, torch.float32)

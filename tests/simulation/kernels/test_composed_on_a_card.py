@@ -40,7 +40,31 @@ def attended(model, y):
     return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
 
 
+def folded(model, y):
+    patches = F.unfold(y.view(8, 6, 64, 64), 4, stride=2, padding=1)
+    return F.fold(patches.transpose(1, 2).exp().transpose(1, 2), (64, 64), 4, stride=2, padding=1)
+
+
+def margins(model, y):
+    rows = torch.zeros(y.size(0), dtype=torch.long, device=y.device)
+    halves = y.to(torch.bfloat16)
+    found = F.soft_margin_loss(halves, torch.ones_like(halves)) + F.multi_margin_loss(halves, rows)
+    return found + F.logsigmoid(y).mean()
+
+
+def convolved(model, y):
+    return model.parts(y.view(8, 24, 32, 32).to(torch.bfloat16))
+
+
+def separable():
+    each = nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.Conv2d(24, 48, 1)
+    return Applied(convolved, parts=nn.Sequential(*each).to(torch.bfloat16))
+
+
 STEPS = {
+    "folded": (lambda: Applied(folded), None),
+    "margins": (lambda: Applied(margins), None),
+    "convolved": (separable, None),
     "distances": (lambda: Applied(distances, autocast=True, pair=nn.Bilinear(96, 96, 8)), None),
     "losses": (lambda: Applied(losses), None),
     "cdist": (lambda: Applied(lambda model, y: torch.cdist(y, y)), None),
@@ -55,6 +79,9 @@ STEPS = {
         ("distances", (98730496, 106954752)),
         ("losses", (23444992, 29360128)),
         ("cdist", (102611456, 134217728)),
+        ("folded", (28947968, 48234496)),
+        ("margins", (21101568, 25165824)),
+        ("convolved", (27388416, 46137344)),
         ("attention", (25870848, 31457280)),
     ],
 )
