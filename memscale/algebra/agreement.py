@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from memscale.algebra.plan import Plan
-from memscale.algebra.region import placing_in
-from memscale.core import PlanError, TransformError, internals, simulating
+from memscale.algebra.region import Transformed, placing_in
+from memscale.core import PlanError, TransformError, assembled_in, internals, simulating
 
 # The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
 _PATIENCE = timedelta(seconds=120)
@@ -63,6 +63,8 @@ class Agreement:
                 "fully_shard() took them after that: two cannot decide where they live. Leave what='params' out of the "
                 "plan, and shard with CPUOffloadPolicy() for parameters in the host's memory"
             )
+        if mesh is not None:
+            _refuse_around_sharded(model)
         if simulating():
             return
         parallel, ranks = _ranks_of(mesh) if is_several else ("", ())
@@ -86,14 +88,25 @@ class Agreement:
         )
 
 
+def _refuse_around_sharded(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        regions = [part for part in assembled_in(module.__dict__.get("forward")) if isinstance(part, Transformed)]
+        if not (why := next((region.not_around_sharded for region in regions if region.not_around_sharded), "")):
+            continue
+        for name, each in module.named_modules(prefix=path):
+            if each is not module and internals.fsdp_groups_of(each):
+                raise TransformError(
+                    f"{regions[0].how!r} of {path or 'the model'!r} is around {name!r}, which fully_shard() took: "
+                    f"{why}. Say it of the modules that fully_shard() takes, or of what is inside them"
+                )
+
+
 def _mesh_of(model: nn.Module) -> Any:
     """The mesh that FSDP2 has sharded parts of this model over, if it has; with that of weights split besides."""
     found: list[Any] = []
-    if _FSDP2 in sys.modules:
-        for module in model.modules():
-            state = sys.modules[_FSDP2]._get_module_fsdp_state(module)
-            for group in () if state is None else internals.fsdp_groups(state):
-                found += [group.mesh_info.mesh, *(each.sharded_param.device_mesh for each in group.fsdp_params)]
+    for module in model.modules() if _FSDP2 in sys.modules else ():
+        for group in internals.fsdp_groups_of(module):
+            found += [group.mesh_info.mesh, *(each.sharded_param.device_mesh for each in group.fsdp_params)]
     return max(found, key=lambda mesh: mesh.size(), default=None)
 
 

@@ -44,6 +44,7 @@ class Transformed(Assembled):
 
     how: Any  # each transform's own class
     keeps_inputs_only = False  # whether it runs its function again for backward, from inputs that it owns
+    not_around_sharded = ""  # why not around modules whose parameters FSDP2 gathers and frees, if that is so
 
     def __init__(self, fn: Callable[..., Any], how: Transform) -> None:
         self.fn = fn

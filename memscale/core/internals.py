@@ -416,3 +416,10 @@ def fsdp_groups(state: Any) -> list[Any]:
     if groups is None:
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return groups
+
+
+def fsdp_groups_of(module: Any) -> list[Any]:
+    """Those of a module that ``fully_shard`` took; none of any other."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state = None if fsdp is None else fsdp._get_module_fsdp_state(module)
+    return [] if state is None else fsdp_groups(state)

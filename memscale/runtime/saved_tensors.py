@@ -202,5 +202,6 @@ class _Parts:
             return self._kind.__tensor_unflatten__(parts, self._context, self._size, self._stride)  # type: ignore[no-any-return]
 
 
-def _is_of_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_of_numbers(part: Any) -> bool:
+    # A DTensor names its mesh among its parts.
+    return isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex())

@@ -43,13 +43,42 @@ def wrap_ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
+def split(model: nn.Module) -> nn.Module:
+    """Weights over both processes, as DTensors whose parts the operators see."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model[:2]:
+        whole = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(block, mesh, {"0": whole, "3": RowwiseParallel(input_layouts=Replicate())})
+    return model
+
+
+def shard_all(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[2])
+    return shard(model)
+
+
 OFFLOAD = ms.offload(min_bytes=0)
+DOTS = ms.checkpoint(policy=ms.policies.dots_saveable)
 
 # Regions around several sharded modules; those inside of one are in orders.py.
 SHAPES = {
     "fsdp root": (shard, {"": ms.checkpoint()}),
     "fsdp root offload": (shard, {"": OFFLOAD}),
+    "split weights": (split, {"0": DOTS, "1": OFFLOAD}),
     "fsdp root offload, blocks checkpoint": (shard, {"": OFFLOAD, "0": ms.checkpoint(), "1": ms.checkpoint()}),
+}
+
+# Regions around modules whose parameters come and go in their middle, or that need a weight when it has gone.
+AROUND = {
+    "policy": (shard, {"": DOTS}, "among which a policy does not find its own"),
+    "tile": (shard, {"": ms.tile(chunks=2)}, "gathered and freed with every piece"),
+    "head": (shard_all, {"2": ms.tile(chunks=2)}, "whose weight is freed after its forward"),
 }
 
 # Of the optimizer: each rank's part of a gradient is complete once it was averaged over all.
@@ -144,6 +173,8 @@ def run(rank: int, folder: str) -> dict[str, object]:
             train(distribute(build()), rank, how)
         except ms.TransformError as error:
             found[name] = str(error)
+    for name, (distribute, plan, _) in AROUND.items():
+        found[name] = agreed(distribute, (plan, plan), rank)
     for name, (distribute, *plans) in PLANS.items():
         found[name] = agreed(distribute, plans, rank)
     plain, ours = (saved(shard, plan) for plan in (None, {"0": ms.checkpoint(), "1": OFFLOAD}))

@@ -73,6 +73,12 @@ def test_optimizers_that_would_see_something_else_are_refused(by_fsdp: Any, name
     assert fsdp.REFUSED[name][2] in found[name]
 
 
+@pytest.mark.parametrize("name", fsdp.AROUND)
+def test_regions_that_parameters_leave_too_early_are_refused(by_fsdp: Any, name: str) -> None:
+    for found in by_fsdp:
+        assert fsdp.AROUND[name][2] in found[name]
+
+
 @pytest.mark.parametrize("name", fsdp.PLANS)
 def test_processes_with_different_plans_are_told_on_each(by_fsdp: Any, name: str) -> None:
     for found in by_fsdp:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import internals
+from memscale.core import internals, pytrees
 from memscale.policies import BATCH_DIMS, BY_BATCH_DIMS, Policy, Recompute, Site
 from memscale.regions import ChosenWatch, can_choose, functorch_state
 from memscale.runtime import Runtime
@@ -56,8 +56,9 @@ class ChosenRecorder(ChosenWatch):
             return
         index = self.count
         self.count += 1
-        # What `torch.func` makes of it later has a version of its own.
-        if functorch_state.active():
+        # What `torch.func` makes of it later has a version of its own. And a subclass that runs operators itself, as a
+        # DTensor does, comes before the key that answers: what would be answered to is its call for its part.
+        if functorch_state.active() or (type(result) is not torch.Tensor and _is_of_subclasses(result)):
             self._lost = True
         else:
             self.results.keep(index, op, result)
@@ -71,6 +72,11 @@ class ChosenRecorder(ChosenWatch):
     def replayer(self, inputs: object) -> ChosenReplayer:
         """What answers in a recompute."""
         return ChosenReplayer(self._kept_ops, self.results)
+
+
+def _is_of_subclasses(result: Any) -> bool:
+    kinds: Iterator[Any] = map(type, pytrees.tensors(result))
+    return any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in kinds)
 
 
 class ChosenReplayer(ChosenWatch):

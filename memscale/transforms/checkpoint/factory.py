@@ -57,6 +57,13 @@ class Checkpointed(Transformed):
         """Whether it runs its function again for backward, from inputs that it owns."""
         return not isinstance(self.how.policy, EverythingSaveable)
 
+    @property
+    def not_around_sharded(self) -> str:  # type: ignore[override]
+        """A policy that looks at operators numbers them."""
+        if isinstance(self.how.policy, (NothingSaveable, EverythingSaveable)):
+            return ""
+        return "it gathers parameters by other operators in the recompute, among which a policy does not find its own"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
         # on a Python object, say) it leaves this frame to Python, where `is_compiling` is false. Outside a `try` it

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, by_name, factory, internals, is_of_modules, pytrees
+from memscale.core import ConfigError, TransformError, by_name, factory, internals, is_of_modules, modules_in, pytrees
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -158,6 +158,7 @@ class Tiled(Transformed):
     """
 
     how: Tile
+    not_around_sharded = "its parameters would be gathered and freed with every piece"
 
     def __init__(self, fn: Callable[..., Any], how: Tile) -> None:
         super().__init__(fn, how)
@@ -191,6 +192,7 @@ class Tiled(Transformed):
         if not compiling and not functorch_state.active() and functorch_state.forward_ad():
             return self.fn(*args, **kwargs)  # what puts pieces together knows nothing of tangents
         if self._is_projection(args, kwargs):
+            self._refuse_freed_weight()
             return defer(self.fn, args[0], self.how)
         cut = Cut(self.how, args, kwargs)
         if len(cut.ranges) <= 1:
@@ -252,6 +254,16 @@ class Tiled(Transformed):
             return result
 
         return run
+
+    def _refuse_freed_weight(self) -> None:
+        """Logits that are made when the loss asks for them need the weight then."""
+        below = [module for root in modules_in(self.fn) for module in root.modules()]
+        if any(group.post_forward_mesh_info is not None for each in below for group in internals.fsdp_groups_of(each)):
+            raise TransformError(
+                f"{self.how!r} around a projection that fully_shard() took by itself, and whose weight is freed after "
+                "its forward, before a loss asks for it; leave it to the root's fully_shard(), or say "
+                "fully_shard(head, reshard_after_forward=False)"
+            )
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Tiled:
         region = super().reassembled(remap)
