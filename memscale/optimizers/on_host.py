@@ -102,7 +102,7 @@ class StepOnHost(StepPart):
                 assert parameter.grad is not None, "it steps"
                 copies = [self._below.copy_of(each, parameter) for each in (parameter, parameter.grad)]
                 self._coming[id(parameter)] = _Coming(*copies)
-        return bool(self._coming)
+        return any(id(parameter) in self._coming for parameter in parameters)
 
     def settle(self) -> None:
         """See `StepPart.settle`."""

@@ -64,6 +64,16 @@ def test_a_step_waits_for_what_it_takes_and_whoever_reads_for_what_it_makes(how,
 
 
 @pytest.mark.parametrize("how", [HOWS["step"], HOWS["in backward"]], ids=["step", "in backward"])
+def test_parameters_on_the_host_step_beside_those_that_come(monkeypatch, how, expected):
+    """As those that stream do beside a loss head that stays."""
+    monkeypatch.setattr(on_host, "device_type", lambda tensor: "cuda" if tensor.dim() == 2 else "cpu")
+    model = network()
+    optimizer = how.on(runtime(2))(adamw(model.parameters(), fused=True))
+    train(model, optimizer, range(3))
+    assert numbers(model, optimizer)[0] == expected
+
+
+@pytest.mark.parametrize("how", [HOWS["step"], HOWS["in backward"]], ids=["step", "in backward"])
 def test_a_copy_that_fails_is_made_by_pytorch(how, expected):
     for seed in range(6):
         model = network()
