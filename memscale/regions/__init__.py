@@ -5,7 +5,7 @@ from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import moved, refused, storages, takes_batch_statistics
-from memscale.regions.places import Attributes, Content, Place, holds, read, write
+from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.rewind import Rewind
@@ -42,6 +42,7 @@ __all__ = [
     "can_choose",
     "code_names",
     "counted_states",
+    "differing",
     "functorch_state",
     "hidden_changes",
     "holds",

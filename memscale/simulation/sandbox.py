@@ -153,6 +153,8 @@ class Simulation:
         self.clock.end_step()
         self.mark_gradients()
         self._forget_former_contents()
+        for tensor in self.scope.replaced(self._tensors):
+            self.mode.storages.gone(tensor.untyped_storage())
 
     def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import NOWHERE, Attributes, Scope
+from memscale.regions import NOWHERE, Attributes, Scope, differing, read
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
 _DEEPEST = 6
 _MOST_OBJECTS = 20_000
+_HOLDS_NOTHING = (torch.Tensor, int, float, str, type(None))
 _NOT_STATE = (type, nn.Module, torch.Tensor, torch.Generator, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -65,6 +67,26 @@ class StepScope(Scope):
                     self._visit_hooks(parameter._backward_hooks)
                     self._visit_hooks(parameter._post_accumulate_grad_hooks)
 
+    def replaced(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `tensors` that a module had as plain attributes, and has others for by now, and nothing else holds.
+
+        A weight that a hook of `torch.nn.utils.weight_norm` makes is one: the first step of a loop lets go of the one
+        from before, and here the caller's stays. What may be in a container that the step made stays, too.
+        """
+        former: list[torch.Tensor] = []
+        held: set[int] = set()
+        for place, content in zip(self.places, self.contents, strict=True):
+            now = read(place)
+            values = now.values() if isinstance(now, dict) else now
+            held.update(value.untyped_storage()._cdata for value in values if _has_storage(value))
+            if isinstance(place, Attributes) and isinstance(content, dict) and isinstance(now, dict):
+                changed = differing(content, now)
+                if not all(isinstance(now.get(name), _HOLDS_NOTHING) for name in changed):
+                    return []
+                former += [value for name in changed if isinstance(value := content.get(name), torch.Tensor)]
+        known = {tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)}
+        return [tensor for tensor in former if _has_storage(tensor) and tensor.untyped_storage()._cdata in known - held]
+
     def _visit_hooks(self, hooks: dict[int, Any] | None) -> None:
         if hooks:
             self._add(hooks)
@@ -94,3 +116,7 @@ class StepScope(Scope):
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 self._add(state)
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and not value.is_meta

@@ -519,3 +519,28 @@ def test_what_was_there_before_lies_in_the_order_in_which_it_was_moved_there():
     assert [record.path for record in records[:4]] == ["inner.0.weight", "inner.1.weight", "inner.1.bias", "scale"]
     product = next(at for at, record in enumerate(records) if record.category == "workspace")
     assert (records[product - 1].shape, records[product].path) == ((2, 8), "cuBLAS")
+
+
+class Caching(nn.Linear):
+    """Has what its last step made of a weight as an attribute, as the hook of `torch.nn.utils.weight_norm` has."""
+
+    keeps = False
+
+    def forward(self, x):
+        if self.keeps:
+            self.earlier = [self.made]
+        self.made = self.weight * 2
+        return x @ self.made
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_attribute_that_the_step_replaces_goes(keeps):
+    def peak(made):
+        model = Caching(64, 64)
+        model.made, model.keeps = made, keeps
+        found = ms.profile(model, torch.ones(4, 64), loss=lambda y, _: y.sum())
+        assert model.made is made
+        return found.peak_bytes
+
+    # In a list of the step's own it may be held by anything: the caller's counts as long as the profile lasts.
+    assert peak(torch.ones(1 << 16)) - peak(torch.ones(64, 64)) == keeps * ((1 << 16) - 64 * 64) * 4
