@@ -71,6 +71,8 @@ class Costs:
         effects: in the same order.
         fixed_seconds: the time of the optimizer.
         rejected: candidates that cannot be, with the reason.
+        together_bytes: [station] what the update makes for a moment because it is one of all parameters at once, which
+            it is not once some of them live on another tier; None is nothing.
     """
 
     stations: tuple[Station, ...]
@@ -79,6 +81,7 @@ class Costs:
     effects: tuple[tuple[Effect, ...], ...]
     fixed_seconds: float
     rejected: Mapping[Candidate, str]
+    together_bytes: Bytes | None = None
 
     @property
     def as_it_is(self) -> Assignment:
@@ -95,7 +98,12 @@ class Costs:
         """[station] what the step holds at most under an assignment."""
         chosen = [menu[number] for menu, number in zip(self.effects, assignment, strict=True)]
         held: Bytes = np.sum([each.held_bytes - each.slack_bytes for each in chosen], axis=0)
-        return held
+        return held - self.together_bytes if self.together_bytes is not None and self.streams(assignment) else held
+
+    def streams(self, assignment: Assignment) -> bool:
+        """Whether some parameters live on another tier under an assignment."""
+        chosen = (menu[number] for menu, number in zip(self.candidates, assignment, strict=True))
+        return any("stream" in each.techniques for each in chosen)
 
     def seconds(self, assignment: Assignment) -> float:
         """The time of the step under an assignment."""
@@ -112,6 +120,7 @@ def measured_costs(
     trials: Trials,
     *,
     most: int,
+    loop_share: float,
 ) -> Costs:
     """The costs of the candidates in `menus`, one menu for each part and one for what is outside.
 
@@ -122,6 +131,7 @@ def measured_costs(
         simulate: a step with rules, of the model without some parts.
         trials: of candidates that were tried before; those that are tried here are added.
         most: the simulations that may be made for it; candidates that are left then are not tried.
+        loop_share: of what the update makes for a moment, what it makes where some parameters live on another tier.
     """
     paths = [part.path for part in parts]
     base = plain.attribution(paths)
@@ -150,7 +160,16 @@ def measured_costs(
         tuple(effects),
         update_seconds,
         rejected,
+        _moment_bytes(base) - (loop_share * _moment_bytes(base)).astype(np.int64),
     )
+
+
+def _moment_bytes(base: Attribution) -> Bytes:
+    """[station] what is held for a moment while the optimizer steps."""
+    outside = base.held_bytes[-1]
+    steps = np.array([station.phase is Phase.OPTIMIZER for station in base.stations])
+    found: Bytes = np.where(steps, np.maximum(0, outside - outside[0]), 0)
+    return found
 
 
 def _effect(
@@ -174,12 +193,10 @@ def _effect(
     # Small parameters of a streamed part stay where they are, and only they have states and updates on the device.
     parameters_bytes = int(base.parameters_bytes[row])
     stays = min(1.0, found.parameters_bytes[donor] / parameters_bytes) if parameters_bytes else 1.0
-    share, before = parameters_bytes / max(1, base.parameters_bytes.sum()), base.held_bytes[-1, 0]
     for at, (station, source) in enumerate(zip(base.stations, sources, strict=True)):
         if station.phase is Phase.OPTIMIZER:
-            # Trials do not update; what lives on another tier is updated there, and so are its temporaries.
-            temporaries = share * max(0, base.held_bytes[-1, at] - before)
-            held[at] = int(stays * base.held_bytes[row, at] - (1 - stays) * temporaries)
+            # Trials do not update; what lives on another tier is updated there.
+            held[at] = int(stays * base.held_bytes[row, at])
         elif source is None:  # before its forward and after its backward a part holds the same, whatever is done to it
             held[at] = int(stays * base.held_bytes[row, at])
         else:

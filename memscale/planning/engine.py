@@ -19,7 +19,7 @@ from memscale.core import (
     format_bytes,
 )
 from memscale.hardware import Hardware
-from memscale.planning.candidates import Menu
+from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of, rejected_of, trace_of
 from memscale.planning.evidence import Decision, Evidence, Figures
@@ -32,9 +32,10 @@ from memscale.planning.refusal import Refusal
 from memscale.planning.search import Found, Proven, Search, leaves_margin
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
-from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, ways
+from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
+from memscale.planning.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks
+from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -95,6 +96,7 @@ class DecisionEngine:
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
         self.hardware = timed(asked, model)
         self._link = link_rates(self.hardware, self.config)
+        self._loop_share = loop_share(optimizer, self.hardware)
         self._nominal = self.hardware != asked
         distributed = self.ranks is None and self.made_for is not None
         self.steps = StepSimulator(
@@ -223,12 +225,26 @@ class DecisionEngine:
             link = self._link
             moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
             menu = Menu.of({"checkpoint", "tile"} | moves, self._dtype(), self.batch)
-            self._searches = [Search(self.model, self.steps.simulate, menu, link=link, plain=self.plain_step)]
+            self._searches = [self._search_among(menu, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
                 always = (("", cast(compute=menu.dtype)),)
-                self._searches.append(Search(self.model, self.steps.simulate, casting, always=always, link=link))
+                self._searches.append(self._search_among(casting, always=always))
         return self._searches
+
+    def _search_among(
+        self, menu: Menu, *, always: Rules = (), plain: SimulatedStep | None = None, trials: Trials | None = None
+    ) -> Search:
+        return Search(
+            self.model,
+            self.steps.simulate,
+            menu,
+            always=always,
+            link=self._link,
+            plain=plain,
+            trials=trials,
+            loop_share=self._loop_share,
+        )
 
     @property
     def ways(self) -> list[Way]:
@@ -242,12 +258,9 @@ class DecisionEngine:
         """The searches, in a step that goes that way."""
         if way not in self._stepping:
             self._stepping[way] = [
-                Search(
-                    self.model,
-                    self.steps.simulate,
+                self._search_among(
                     each.menu,
                     always=(*each.always, *way.rules),
-                    link=self._link,
                     plain=None if each.always else way.plain,
                     trials=each.trials if way.keeps_trials else None,
                 )

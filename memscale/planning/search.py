@@ -14,6 +14,7 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
 from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
+from memscale.planning.ladder import Ladder
 from memscale.planning.parts import Part, parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.solver import Chooser, Floats, LinkRates
@@ -21,12 +22,14 @@ from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
 from memscale.simulation import Profile, SimulatedStep
 
-# A plan that uses this share of the budget is not worth another round.
-_USED = 0.97
-# Nor is one that is as fast as was thought; of copies less is known.
-_AS_THOUGHT, _AS_THOUGHT_WITH_MOVES = 1.005, 1.02
+# A plan that uses this share of the budget is not worth another round, unless that may find one that is faster by the
+# other: what streams does so in large steps.
+_USED, _WORTH = 0.97, 0.03
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
-# Of a budget, what the allocator is thought to keep beside what is allocated, at most.
+# Rounds go as far along the ladder as the one before was off; after so many in a row on one side of the budget, by
+# halves; and from above it by this share further at first, or many would end just above it.
+_HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
+# Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
 _KEPT = 0.1
 # What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
 _FASTER = 1e-3
@@ -41,7 +44,8 @@ def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
     return taken_bytes <= int(budget_bytes * (1 - _MARGIN))
 
 
-_LOOKS = 3
+# Small plans are looked for among the first so many sets of techniques.
+_SMALL, _LOOKS = 2, 3
 # A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
 # are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
 _MOST_OPERATORS, _FEWEST = 500_000, 2
@@ -119,6 +123,7 @@ class Search:
         link: between the device and the tier below; None if nothing moves.
         plain: the step with `always`, if that is known already.
         trials: what another search of this step has tried.
+        loop_share: see `memscale.planning.stepping.loop_share`.
 
     Attributes:
         menu, always: as given.
@@ -136,6 +141,7 @@ class Search:
         link: LinkRates | None = None,
         plain: SimulatedStep | None = None,
         trials: Trials | None = None,
+        loop_share: float = 1.0,
     ) -> None:
         self.menu, self.always = menu, always
         self._model = model
@@ -150,8 +156,9 @@ class Search:
                 f"a step of {operators} operators takes long to simulate, so that {self.patience} choices were tried; "
                 "one that was not may be better",
             )
-        self._link = link
+        self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
+        self._ladders: dict[frozenset[str], Ladder] = {}
         self._small: dict[frozenset[str], dict[Assignment, Proven]] = {}
 
     @functools.cached_property
@@ -176,6 +183,7 @@ class Search:
             lambda rules, away: self._simulate(self._with(rules), False, away),
             self._trials,
             most=self.patience,
+            loop_share=self._loop_share,
         )
 
     @property
@@ -201,7 +209,7 @@ class Search:
         bounds = []
         for subset in self._subsets(among):
             bounds += self._descend(subset, safe_bytes, tried, below_seconds)
-        if below_seconds == np.inf and not any(each.taken_bytes <= budget_bytes for each in tried.values()):
+        if below_seconds == np.inf and self._asks_small(among, safe_bytes, self._best(tried, safe_bytes)):
             tried |= self._small_ones(among)
         found: list[Found] = []
         # Where nothing leaves the margin, what fits without it is better than nothing.
@@ -254,6 +262,7 @@ class Search:
             link=self._link,
             plain=self.plain,
             trials=trials,
+            loop_share=self._loop_share,
         )
 
     def _subsets(self, among: frozenset[str]) -> list[frozenset[str]]:
@@ -286,62 +295,68 @@ class Search:
     def _descend(
         self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
     ) -> list[float]:
-        """Choose among these techniques and simulate until a step uses the budget, or none can be faster.
+        """Simulate choices among these techniques, up and down their ladder, until one uses the budget or the next
+        faster one is over it.
 
-        What steps of other techniques took has no say in what is chosen, only in whether it is worth a simulation: so
-        that it is chosen wherever these are allowed.
+        What those of other techniques took has no say in where to look, only in whether it is worth a simulation.
 
         Args:
             among: the techniques.
             safe_bytes: what a step may take.
             tried: the choices for this budget; those of here are added.
-            below: the time of a step that is known besides.
+            below: the time of a step that is known besides; what is not thought to be faster is not simulated.
 
         Returns:
-            The time that no choice is below, as far as is thought; nothing if none was faster than what is in `tried`.
+            The time that no choice is below, as far as is thought; nothing if none was found to fit.
         """
-        chooser = self._chooser(safe_bytes)
-        lacked = spare = misses = 0  # what choices that turned out not to fit lacked, and how many there were
-        rounds = _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS
-        as_thought = _AS_THOUGHT_WITH_MOVES if among & MOVES else _AS_THOUGHT
-        bound: list[float] = []
-        mine: dict[Assignment, Proven] = {}
+        ladder = self._ladder(among)
         fitting = self._best(tried, safe_bytes)
         below = below if fitting is None else min(below, fitting.seconds)
-        for _ in range(min(self.patience, rounds)):
-            choice = chooser.fastest(safe_bytes - spare, among)
-            if choice is None and misses:
-                # What some choices were seen to take is not taken by all: back to what was thought, with room to spare.
-                chooser, spare, misses = self._chooser(safe_bytes), 0, 0
-                for room in (lacked, lacked // 2, lacked // 4):
-                    choice = choice or chooser.fastest(safe_bytes - room, among)
-            if choice is None or choice.assignment in mine:
-                break
-            thought = chooser.seconds(choice.assignment)
-            if thought >= below * (1 - _FASTER):
-                break
-            bound = [choice.bound]
-            found = tried[choice.assignment] = mine[choice.assignment] = self.prove(choice.assignment)
-            found.correct(chooser)
-            # From here on only what these techniques have shown themselves.
-            own = self._best(mine, safe_bytes)
-            below = np.inf if own is None else own.seconds
-            lacked = found.taken_bytes - safe_bytes
-            if lacked > 0:
-                # What it takes is known now; of what is chosen next more was not foreseen.
-                misses += 1
-                spare += lacked if misses > 1 else 0
+        bound: list[float] = []
+        shown: set[Assignment] = set()
+        rounds = min(self.patience, _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS)
+        over, fits = -1, ladder.last + 1  # the lowest rung that is known to be over the budget, the highest that fits
+        rung = ladder.rung(safe_bytes)
+        run, slower = 0, 1.0  # rounds in a row on one side of the budget; seconds over what was thought, at least
+        while over < rung < fits:
+            choice = ladder.choice(rung)
+            thought = ladder.seconds(choice)
+            if choice.assignment in shown and over >= 0:  # it fits, or `over` would be below
+                fits, rung = rung, (over + rung) // 2
                 continue
-            if found.seconds <= as_thought * thought and found.taken_bytes >= _USED * safe_bytes:
+            if slower * thought >= below * (1 - _FASTER) or len(shown) == rounds:
                 break
-            spare = 0
+            found = tried[choice.assignment] = self.prove(choice.assignment)
+            slower = min(slower, found.seconds / thought) if shown else found.seconds / thought
+            shown.add(choice.assignment)
+            aim = safe_bytes / found.taken_bytes
+            if found.taken_bytes <= safe_bytes:
+                fits, run, below = rung, min(-1, run - 1), min(below, found.seconds)
+                bound = [choice.bound]
+            else:
+                over, run = ladder.until(choice, rung), max(1, run + 1)
+                aim *= 1 - _BEYOND * 4 ** (run - 1)
+            # What a step takes need not follow what is thought of it: by halves, if it does not.
+            halves = abs(run) >= _HALVES and over >= 0 and fits <= ladder.last
+            rung = (over + fits) // 2 if halves else ladder.rung(ladder.limit_bytes(rung) * max(aim, _LEAST_AIM))
+            rung = min(max(rung, over + 1), fits - 1)
+            if over + 1 == fits or not _USED * safe_bytes <= found.taken_bytes <= safe_bytes:
+                continue
+            if ladder.seconds(ladder.choice(over + 1 if over >= 0 else rung)) >= (1 - _WORTH) * thought:
+                break
         return bound
 
-    def _chooser(self, most_bytes: int) -> Chooser:
+    def _ladder(self, among: frozenset[str]) -> Ladder:
+        if among not in self._ladders:
+            most_bytes = self.prove(self.costs.as_it_is).taken_bytes
+            self._ladders[among] = Ladder(self._chooser(), most_bytes, among)
+        return self._ladders[among]
+
+    def _chooser(self) -> Chooser:
         """One that knows of the step as it is."""
-        chooser = Chooser(self.costs, self._link)
+        chooser, as_it_is = Chooser(self.costs, self._link), self.prove(self.costs.as_it_is)
         # What an allocator keeps beside the largest tensors says little of steps that do without them.
-        self.prove(self.costs.as_it_is).correct(chooser, int(_KEPT * most_bytes))
+        as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
         return chooser
 
     def smallest(self, among: frozenset[str]) -> Proven:
@@ -356,18 +371,27 @@ class Search:
             found.append(self.uncut.smallest(among - {"tile"}))
         return min(found, key=lambda each: (each.taken_bytes, each.seconds))
 
+    def _asks_small(self, among: frozenset[str], safe_bytes: int, best: Proven | None) -> bool:
+        """Whether small plans may be faster than the best for a budget: a smaller budget would be given one of them."""
+        if best is None:
+            return True
+        ladders = [self._ladder(subset) for subset in self._subsets(among)[:_SMALL]]
+        return any(
+            best.seconds > ladder.seconds(ladder.least) and ladder.last > ladder.rung(safe_bytes) for ladder in ladders
+        )
+
     def _small_ones(self, among: frozenset[str]) -> dict[Assignment, Proven]:
         """Small plans, the smallest among them."""
         if among not in self._small:
             found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-            for subset in self._subsets(among)[:2]:
+            for subset in self._subsets(among)[:_SMALL]:
                 self._shrink(subset, found)
             self._small[among] = found
         return self._small[among]
 
     def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven]) -> None:
         """Choose what takes least among these techniques and simulate until a step is what was thought of it."""
-        chooser = self._chooser(tried[self.costs.as_it_is].taken_bytes)
+        chooser = self._chooser()
         seen: set[Assignment] = set()
         for _ in range(min(self.patience, _ROUNDS)):
             choice = chooser.smallest(among)

@@ -83,6 +83,9 @@ class Chooser:
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moving = np.array([effect.moving_seconds for effect in flat])
         self._techniques = [candidate.techniques for menu in costs.candidates for candidate in menu]
+        self._streams = np.array(["stream" in each for each in self._techniques])
+        together = costs.together_bytes if self._streams.any() else None
+        self._together = np.zeros(len(costs.stations)) if together is None else together / _MIB
         # Of activations: while forward runs they go out, while backward runs they come back. A trial in which one part
         # moves does not show what it is to share the link with all others.
         self._shared = np.array(
@@ -171,6 +174,15 @@ class Chooser:
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
 
+    def held_bytes(self, assignment: Assignment) -> float:
+        """The most that the step is thought to hold under an assignment."""
+        return float(self._held_of(self._held_now(), self._columns(assignment)).max() * _MIB)
+
+    def _held_of(self, held: Floats, columns: list[int]) -> Floats:
+        """[station] what these candidates hold together, of what each of them holds."""
+        found: Floats = held[columns].sum(axis=0)
+        return found - self._together if self._streams[columns].any() else found
+
     def _held_now(self) -> Floats:
         """[candidate, station] with the corrections, in MiB."""
         held = self._held.copy()
@@ -209,12 +221,15 @@ class Chooser:
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
             solver.addRow(1.0, 1.0, high - low, np.arange(low, high), np.ones(high - low))
         columns_held = self._held_now()
-        for at in _stations_that_matter(columns_held):
+        apart = self._add_streaming(solver) if self._together.any() else -1
+        for at in _stations_that_matter(columns_held, self._together):
             held = columns_held[:, at]
             which = np.flatnonzero(held)
             held = held[which]
             if least:
                 which, held = np.r_[which, columns], np.r_[held, -1.0]
+            if self._together[at]:
+                which, held = np.r_[which, apart], np.r_[held, -self._together[at]]
             solver.addRow(-infinity, 0.0 if limit is None else limit, len(which), which, held)
         counts = self._count_streamed(solver, highspy)
         cap_bytes = None if self.link is None else self.link.cap_bytes
@@ -251,7 +266,7 @@ class Chooser:
         )
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        polished = self._streaming_late(self._polished(assignment, limit, allowed), limit)
+        polished = self._in_order(self._polished(assignment, limit, allowed), limit)
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
@@ -263,6 +278,15 @@ class Chooser:
             if chosen.any() and (not freed or part % freed):
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
+
+    def _add_streaming(self, solver: Any) -> int:
+        """A variable that is 1 if any part streams, and 0 if none does; returns its number."""
+        which = np.flatnonzero(self._streams)
+        solver.addVar(0.0, 1.0)
+        apart: int = solver.getNumCol() - 1
+        ones = np.ones(len(which))
+        solver.addRow(0.0, float(len(which)), len(which) + 1, np.r_[which, apart], np.r_[ones, -1.0])
+        return apart
 
     def _count_streamed(self, solver: Any, highspy: Any) -> int:
         """How many of those that are alike stream is an integer of its own; returns how many such there are.
@@ -288,16 +312,19 @@ class Chooser:
     def _polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
         held = self._held_now()
-        held = held[:, _stations_that_matter(held)]
+        # Whether any part streams stays as it is: no two are exchanged that do not move the same.
+        limits = limit + self._together * self._streams[self._columns(assignment)].any()
+        matter = _stations_that_matter(held, self._together)
+        held, limits = held[:, matter], limits[matter]
         seconds, moves = self._seconds, self._out
         part_of = np.repeat(np.arange(len(assignment)), np.diff(self._offsets))
         chosen = np.array([offset + number for offset, number in zip(self._offsets, assignment, strict=False)])
         for _ in range(len(assignment)):
             now = chosen[part_of]  # of each candidate, the one in whose place it would be
-            free = limit - held[chosen].sum(axis=0)
+            free = limits - held[chosen].sum(axis=0)
             faster = seconds[now] - seconds  # by how much each exchange is
             more = held - held[now]
-            same = (moves == moves[now]) & (allowed > 0)
+            same = (moves == moves[now]) & (self._streams == self._streams[now]) & (allowed > 0)
             single = np.where(same & (more <= free).all(axis=1), faster, 0.0)
             best = single.max(initial=0.0)
             pair: tuple[int, ...] = (int(single.argmax()),)
@@ -313,27 +340,30 @@ class Chooser:
                 chosen[part_of[each]] = each
         return tuple((chosen - np.array(self._offsets[:-1])).tolist())
 
-    def _streaming_late(self, assignment: Assignment, limit: float) -> Assignment:
-        """The assignment in which, of parts that are alike, the late ones stream, where that fits as well.
+    def _in_order(self, assignment: Assignment, limit: float) -> Assignment:
+        """The assignment in which, of parts that are alike, the early ones change and the late ones stream, where that
+        fits as well: of many that are as fast always the same one.
 
-        Their gradients are there first, and what is on the host is updated behind the backward of the others.
+        Gradients of late parts are there first, and what is on the host is updated behind the backward of the others.
         """
         found = list(assignment)
         for rows in self._families.values():
             menu = self.costs.candidates[rows[0]]
-            chosen = sorted((found[row] for row in rows), key=lambda number: "stream" in menu[number].techniques)
+            places = {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
+            chosen = sorted((found[row] for row in rows), key=places.__getitem__)
             for row, number in zip(rows, chosen, strict=True):
                 found[row] = number
-        held = self._held_now()[self._columns(tuple(found))].sum(axis=0)
+        held = self._held_of(self._held_now(), self._columns(tuple(found)))
         return tuple(found) if (held <= limit).all() else assignment
 
 
-def _stations_that_matter(held: Floats) -> list[int]:
-    """The stations, of [candidate, station], where some choice can hold most: what another one covers is left out."""
+def _stations_that_matter(held: Floats, together: Floats) -> list[int]:
+    """The stations, of [candidate, station], where some choice can hold most: what another one covers is left out, also
+    by what it holds without what is there only together."""
     kept: list[int] = []
     columns = held.T
     for at in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
-        if not any((columns[other] >= columns[at]).all() for other in kept):
+        if not any((columns[other] >= columns[at]).all() and together[other] <= together[at] for other in kept):
             kept.append(at)
     return sorted(kept)
 
