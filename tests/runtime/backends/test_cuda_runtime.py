@@ -603,7 +603,7 @@ def test_side_streams_on_a_device(tmp_path):
         back = backend.copy(buffer, target, "in", after=[backend.record(), out])
         backend.wait(back)
         total = target.sum(dtype=torch.int64)
-    assert total.item() == 3 * source.nbytes
+        assert total.item() == 3 * source.nbytes  # read on this stream: others do not wait for it
     assert back.done()
     (_, out_end), (back_begin, _) = out.span(), back.span()
     assert out_end <= back_begin + 1e-3
