@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memscale.hardware.convolution_rates import CONVOLUTIONS, of_convolution
 from memscale.hardware.work import Work
 
 # How often a kernel goes over its numbers, with the time that it loses on the way: in 16 bits, and in 32.
@@ -42,10 +43,11 @@ _PASSES: dict[str, tuple[float, float]] = {
     "masked_fill": (1.7, 1.8),
     "max_pool2d_with_indices": (2.5, 1.6),
     "max_pool2d_with_indices_backward": (5.0, 3.2),
-    "native_batch_norm": (4.5, 2.8),
-    "native_batch_norm_backward": (3.5, 2.4),
+    "native_batch_norm": (4.5, 1.95),
+    "native_batch_norm_backward": (3.5, 2.7),
     "native_group_norm": (3.3, 2.1),
     "native_group_norm_backward": (3.7, 2.1),
+    "roll": (4.4, 3.0),
     "sort": (9.5, 9.5),
     "upsample_nearest2d": (2.9, 1.8),
     "upsample_nearest2d_backward": (1.8, 1.2),
@@ -53,9 +55,11 @@ _PASSES: dict[str, tuple[float, float]] = {
 
 # The same of norms, and what more it is of a row of one number: narrow rows are slower. In 16 bits, and in 32.
 _PASSES_BY_WIDTH: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
-    "native_layer_norm": ((1.15, 500.0), (1.2, 85.0)),
-    "native_layer_norm_backward": ((1.8, 980.0), (1.9, 200.0)),
+    "native_layer_norm": ((1.1, 640.0), (0.9, 400.0)),
+    "native_layer_norm_backward": ((2.5, 300.0), (1.9, 90.0)),
 }
+# Of rows that one warp holds, as those of attention's scores mostly are, a softmax is one pass.
+_OF_SHORT_ROWS, _SHORT_ROW = {"_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"}, 1024
 
 # Of element-wise kernels whose operands do not lie as their results: they are repeated along a dimension or permuted.
 # A copy of columns into rows is slower still: each number comes with others that nobody wants.
@@ -72,17 +76,16 @@ _SHARES: dict[str, tuple[float, float]] = {
     "_scaled_dot_product_efficient_attention": (0.5, 0.22),
     "_scaled_dot_product_efficient_attention_backward": (0.4, 0.14),
     "_grouped_mm": (0.7, 0.7),
-    "convolution": (0.4, 0.4),
-    "convolution_backward": (0.3, 0.3),
 }
 # Of 32-bit numbers, which go without tensor cores.
 _SHARES_32 = {
     "_scaled_dot_product_efficient_attention": 0.55,
     "_scaled_dot_product_efficient_attention_backward": 0.52,
-    "convolution": 0.4,
-    "convolution_backward": 0.3,
 }
 
+# The memory-efficient kernels work on blocks of so many tokens; windows of 49 of them take all of one.
+_EFFICIENT_TOKENS = 64
+_EFFICIENT = {"_scaled_dot_product_efficient_attention": 0, "_scaled_dot_product_efficient_attention_backward": 1}
 # Hopper's attention of cuDNN works on rows of so many tokens, and its time is that of its arithmetic and that of its
 # traffic, which it goes over so often, one after the other.
 _TOKENS = 128
@@ -123,6 +126,10 @@ def on_card(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int
         passes = wide + of_one / max(1, args[0].shape[-1])
     elif op in _ELEMENTWISE:
         passes = _passes_of_layouts(op, args)[at]
+    elif op in _OF_SHORT_ROWS and args[0].dim() and args[0].stride(-1) == 1 and args[0].shape[-1] <= _SHORT_ROW:
+        passes = 1.0
+    elif op in CONVOLUTIONS:
+        return of_convolution(op, args, work)
     since_hopper = capability is not None and capability >= (9, 0)
     share = _SHARES.get(op, (1.0, 1.0))[since_hopper] if in_halves else _SHARES_32.get(op, 1.0)
     if since_hopper and op in _PRODUCTS:
@@ -130,8 +137,10 @@ def on_card(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int
             share *= _aligned_share([args[at] for at in _PRODUCTS[op]])
         elif work.dtype == "float32":
             share *= _SHARE_OF_PLAIN_32
+    elif op in _EFFICIENT:
+        share *= _whole_share(args[_EFFICIENT[op]], _EFFICIENT_TOKENS)
     elif since_hopper and op in _ATTENTION:
-        share *= _whole_share(args[0 if not op.endswith("backward") else 1])
+        share *= _whole_share(args[0 if not op.endswith("backward") else 1], _TOKENS)
     if passes == share == 1.0:
         return work
     return replace(work, flops=round(work.flops / share), nbytes=round(work.nbytes * passes))
@@ -194,10 +203,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _whole_share(query: torch.Tensor) -> float:
+def _whole_share(query: torch.Tensor, block: int) -> float:
     """The share of its blocks of tokens that attention has tokens for, along queries and keys."""
     tokens = query.shape[-2]
-    return float((tokens / (-(-tokens // _TOKENS) * _TOKENS)) ** 2)
+    return float((tokens / (-(-tokens // block) * block)) ** 2)
 
 
 def _aligned_share(factors: list[torch.Tensor]) -> float:

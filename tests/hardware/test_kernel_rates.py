@@ -45,8 +45,21 @@ def test_what_goes_over_its_numbers_more_than_once(op, args, microseconds):
     assert predicted(op, *args) == pytest.approx(microseconds * 1e-6, rel=0.12)
 
 
-# In steps of ViT-B (128 images, bfloat16), GPT-2 XL, Llama and BERT (float32) on an H100, so that some are cached.
-VIT, BERT = (25216, 768), (16384, 768)
+def conv(channels, width, kernel, groups=1, dtype=torch.float32, layout=torch.contiguous_format, backward=None):
+    """A convolution of 128 images that keeps their width, or, backward, what it gives image and weight."""
+    images = [empty(128, n, width, width, dtype=dtype).contiguous(memory_format=layout) for n in channels]
+    weight = empty(channels[1], channels[0] // groups, kernel, kernel, dtype=dtype)
+    rest = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], groups)
+    if backward is None:
+        return aten.convolution.default, (images[0], weight, None, *rest)
+    return aten.convolution_backward.default, (images[1], images[0], weight, None, *rest, [*backward, False])
+
+
+LAST = torch.channels_last
+# In steps of ViT-B, Swin-T (128 images, bfloat16), GPT-2 XL, Llama, T5 and BERT, ResNet-50 and ConvNeXt-T (float32, 128
+# images) on an H100, so that some are cached.
+VIT, BERT, SWIN = (25216, 768), (16384, 768), (128, 3136, 96)
+SCORES = empty(16, 12, 512, 512, dtype=torch.float32)
 HEADS = [empty(128, 12, 197, 64)] * 3
 OF_STEPS = {
     "columns, ViT": (aten.sum.dim_IntList, (empty(*VIT), [0], True), 45),
@@ -64,6 +77,12 @@ OF_STEPS = {
         aten.mm.default, (empty(*BERT, dtype=torch.float32), empty(768, 3072, dtype=torch.float32)), 1610,
     ),
     "attention, 197 tokens": (aten._scaled_dot_product_cudnn_attention.default, (*HEADS, None, True), 88),
+    "norm, Swin": (aten.native_layer_norm.default, (empty(*SWIN), [96], empty(96), empty(96), 1e-5), 466),
+    "rows of scores": (aten._softmax_backward_data.default, (SCORES, SCORES.clone(), -1, SCORES.dtype), 200),
+    "of depths": (*conv((96, 96), 56, 7, groups=96, layout=LAST), 724),
+    "of depths, backward": (*conv((96, 96), 56, 7, groups=96, layout=LAST, backward=(True, True)), 9980),
+    "of depths, narrow": (*conv((192, 192), 28, 7, groups=192, layout=LAST, backward=(True, True)), 5114),
+    "of rows and columns": (*conv((64, 64), 56, 3), 306),
     "moments": (aten._foreach_mul_.Scalar, ([empty(86_000_000)], 0.9), 148),
 }  # fmt: skip
 
