@@ -16,6 +16,7 @@ class HostSeconds(NamedTuple):
         plain: of one that Python calls and autograd takes no note of, as an optimizer's.
         backward: of one that autograd calls, with its share of the node around it.
         view: of an operator that launches nothing.
+        listed: of each tensor of the lists that an operator of an optimizer takes.
         module: of a module, with its share of what its forward does between operators.
         region: of a transformed module, and again where its forward runs under saved-tensor hooks, recomputes too.
         saved: of such hooks for a tensor.
@@ -28,6 +29,7 @@ class HostSeconds(NamedTuple):
     plain: float
     backward: float
     view: float
+    listed: float
     module: float
     region: float
     saved: float
@@ -36,16 +38,16 @@ class HostSeconds(NamedTuple):
     chosen: float
 
 
-# What a virtual machine with an H100 and 16 cores took (torch 2.11): the steps of Hugging Face's GPT-2 XL, ViT and T5
-# that its host held up, predicted with these at 0.70 to 1.03 of their time (before at 0.48 to 0.74, with 8 µs an
-# operator and nothing else). Their ratios are those of the host's time of four such models, forward and backward, on
-# the stand-in libraries, which they meet within 7 %; a launch took 5 µs more there.
-_DEFAULT = {"operator": 19e-6, "backward": 19e-6, "view": 4.4e-6, "module": 40e-6}
+# What a virtual machine with an H100 and 16 cores took (torch 2.11): steps of 27 small models of the zoo, which its host
+# holds up, as they are and with `checkpoint()`, policies, `offload()` and both, give the ratios; steps of GPT-2 XL, T5,
+# Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the times.
+_DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
+_LISTED = 0.45  # of a view: AdamW of 11 to 133 tensors
 
-# In the time of an operator and a module, of those models with `checkpoint()` on the stand-ins; a copy on that machine.
-_REGION, _SAVED, _COPY = 6.5, 0.4, 3.4
-# Likewise, of a small GPT-2 on a CPU: 18 µs of 18, and 250 to 410 for a region of one to five kept results.
-_WATCHED, _CHOSEN = 1.0, 16.0
+# In the time of an operator and a module: of regions, hooks, copies, looks at operators, and watches for a few. For a
+# card in the same steps. On a CPU, where these two are shorter, regions of GPT-2; a copy on that machine; the last, 18 µs
+# of 18, and 250 to 410 for a region of one to five kept results.
+_OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 1.0, 5.9), (6.5, 0.4, 3.4, 1.0, 16.0)
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:
@@ -54,5 +56,8 @@ def host_calls(hardware: Hardware) -> HostSeconds:
     default = dict.fromkeys(CALLS, 0.0) if is_host else _DEFAULT
     operator, backward, view, module = (hardware.call_seconds.get(kind, default[kind]) for kind in CALLS)
     plain = view if is_host else operator  # of a CPU the operator by itself is in `launch_seconds`
-    times = (_REGION, _SAVED, _COPY, _WATCHED, _CHOSEN)
-    return HostSeconds(operator, plain, backward, view, module, *(each * (operator + module) for each in times))
+    listed = 0.0 if is_host else _LISTED * view  # of a CPU they are operators of their own
+    times = _OF_CPUS if is_host else _OF_CARDS
+    return HostSeconds(
+        operator, plain, backward, view, listed, module, *(each * (operator + module) for each in times)
+    )

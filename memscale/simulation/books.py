@@ -108,7 +108,8 @@ class Books:
                 uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
             seconds = None if effect.seconds is None else effect.seconds.at(uncached_share)
             by_autograd = in_backward and not (records or self.modules)
-            seconds = self._called(operator, seconds, "backward" if by_autograd else "operator" if records else "plain")
+            kind = "backward" if by_autograd else "operator" if records else "plain"
+            seconds = self._called(operator, seconds, kind, effect.listed)
             self._clock.operator(seconds)
         # Half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
@@ -139,7 +140,7 @@ class Books:
             ledger.death(number)
         return result
 
-    def _called(self, operator: Operator, seconds: float | None, kind: str) -> float | None:
+    def _called(self, operator: Operator, seconds: float | None, kind: str, listed: int) -> float | None:
         """The seconds of an operator with those of the host before it, where it is the host that computes."""
         if self._host is not None:
             between = self._host.taken(operator.name)
@@ -148,6 +149,8 @@ class Books:
             self.calls("view")
             return seconds
         self.calls(kind)
+        if listed:
+            self._clock.calls(listed * self._clock.host.listed)
         return seconds + self._clock.between()
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:

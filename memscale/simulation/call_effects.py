@@ -52,6 +52,7 @@ class CallEffect:
         workspaces: of libraries, that stay.
         draws: whether it moves the generator that the step has.
         has_numbers: whether a result is one number, for which a value can stand in.
+        listed: how many tensors it takes in a list, as optimizers' operators do.
     """
 
     layout: ResultLayout
@@ -62,6 +63,7 @@ class CallEffect:
     workspaces: Mapping[str, int]
     draws: bool = False
     has_numbers: bool = False
+    listed: int = 0
 
     def results(self, hollow: HollowStorages, tensors: list[torch.Tensor]) -> Any:
         """The results of a call with these tensors, hollow."""
@@ -122,6 +124,7 @@ class CallEffects:
             # The generator of a card has its state on the host.
             draws=self._kernels.device_type == "cpu" and operator.draws and not _drops_nothing(op, args, kwargs),
             has_numbers=any(map(stands_in, results_of(shown))),
+            listed=len(args[0]) if args and isinstance(args[0], (list, tuple)) else 0,
         )
         if key is not None:
             operator.effects[key] = effect
