@@ -21,6 +21,9 @@ _PRODUCT_SPLITS, _MOST_PRODUCT_BYTES = 128, 32 * 1024**2
 _PADDED_SPLITS = 4
 # The positions that it takes until several blocks share the sum, in half precision.
 _SHARED_POSITIONS = 16_384
+# Channel by channel with the channels last, as ConvNeXt has it. In float32, of wider images, each channel is padded to
+# what tensor cores read at once, as if it were a group; in 16 bits there are so many partial sums of each image.
+_WIDE_PLACES, _DEPTH_SUMS_BYTES, _DEPTH_SPLITS = 400, 10 * 1024**2, 8
 # Colours, say: in float32 cuDNN has kernels for so few channels that read the image as it lies.
 _FEW_CHANNELS, _LARGE_KERNEL = 4, 7
 
@@ -64,6 +67,8 @@ class Convolution:
 
     def weight_bytes(self, capability: Capability) -> int:
         """The workspace of the weight's gradient."""
+        if self._is_of_depths and self.channels_last:
+            return self._of_depths(capability)
         if not self._on_tensor_cores(capability):
             return 0
         if not self._is_product:
@@ -71,6 +76,13 @@ class Convolution:
         if self.channels_last or self._places % (32 // self.image.itemsize) == 0:
             return min(_PRODUCT_SPLITS * 4 * self.kernel.numel(), _MOST_PRODUCT_BYTES)
         return self._images_bytes + self._sums_bytes
+
+    def _of_depths(self, capability: Capability) -> int:
+        if self.image.itemsize == 2 and capability >= (7, 0):
+            return _DEPTH_SPLITS * self.image.size(0) * 4 * self.kernel.numel()
+        if not self._multiplies_32(capability) or self._places < _WIDE_PLACES:
+            return 0
+        return 16 // self.image.itemsize * self._images_bytes + _DEPTH_SUMS_BYTES
 
     @property
     def _sums_bytes(self) -> int:
@@ -83,12 +95,20 @@ class Convolution:
         return 0 if self.image.itemsize == 2 and positions <= _SHARED_POSITIONS else few
 
     def _on_tensor_cores(self, capability: Capability) -> bool:
-        if self.groups == self.image.size(1) > 1:  # channel by channel: PyTorch's own kernel, or one without copies
+        if self._is_of_depths:  # PyTorch's own kernel, or one without copies
             return False
         if self.image.dtype is torch.float32:
-            allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-            return capability >= (8, 0) and allowed and self.image.size(1) > 1
+            return self._multiplies_32(capability) and self.image.size(1) > 1
         return self.image.itemsize == 2 and capability >= (7, 0)
+
+    def _multiplies_32(self, capability: Capability) -> bool:
+        allowed = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+        return self.image.dtype is torch.float32 and capability >= (8, 0) and bool(allowed)
+
+    @property
+    def _is_of_depths(self) -> bool:
+        """Whether it goes channel by channel."""
+        return self.groups == self.image.size(1) > 1
 
     @property
     def _has_few_channels(self) -> bool:
