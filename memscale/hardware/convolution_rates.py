@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
-
-import torch
 
 from memscale.hardware.work import Work
 

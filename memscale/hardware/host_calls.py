@@ -38,15 +38,15 @@ class HostSeconds(NamedTuple):
     chosen: float
 
 
-# What a virtual machine with an H100 and 16 cores took (torch 2.11): steps of 27 small models of the zoo, which its host
-# holds up, as they are and with `checkpoint()`, policies, `offload()` and both, give the ratios; steps of GPT-2 XL, T5,
-# Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the times.
+# What a virtual machine with an H100 and 16 cores took (torch 2.11). Steps of 27 small models of the zoo, which its
+# host holds up, as they are and with `checkpoint()`, policies, `offload()` and both, give the ratios; those of GPT-2
+# XL, T5, Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the times.
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
 _LISTED = 0.45  # of a view: AdamW of 11 to 133 tensors
 
-# In the time of an operator and a module: of regions, hooks, copies, looks at operators, and watches for a few. For a
-# card in the same steps. On a CPU, where these two are shorter, regions of GPT-2; a copy on that machine; the last, 18 µs
-# of 18, and 250 to 410 for a region of one to five kept results.
+# In the time of an operator and a module: of regions, hooks, copies, looks at operators, and watches for a few. Beside
+# a card in the same steps. On a CPU, where these two are shorter: regions of GPT-2, a copy on that machine, 18 µs of 18
+# for a look, and 250 to 410 for a region of one to five kept results.
 _OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 1.0, 5.9), (6.5, 0.4, 3.4, 1.0, 16.0)
 
 
@@ -58,6 +58,4 @@ def host_calls(hardware: Hardware) -> HostSeconds:
     plain = view if is_host else operator  # of a CPU the operator by itself is in `launch_seconds`
     listed = 0.0 if is_host else _LISTED * view  # of a CPU they are operators of their own
     times = _OF_CPUS if is_host else _OF_CARDS
-    return HostSeconds(
-        operator, plain, backward, view, listed, module, *(each * (operator + module) for each in times)
-    )
+    return HostSeconds(operator, plain, backward, view, listed, module, *(each * (operator + module) for each in times))

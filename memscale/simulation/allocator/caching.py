@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, internals
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 
@@ -24,6 +24,7 @@ _ROUND_LARGE_BYTES = 2 * _MIB  # kRoundLarge
 # Without a capacity an expandable segment has room for everything; with one it gets 9/8 of it, as in
 # ExpandableSegment's constructor.
 _UNLIMITED_SPACE_BYTES = 1 << 50
+_TOP = 1 << (ADDRESS_BITS - 1)
 
 _DEFAULTS = AllocatorSettings()
 _ONE_STREAM: Mapping[int, int] = {}
@@ -69,6 +70,7 @@ def replay(
     settings: AllocatorSettings = _DEFAULTS,
     capacity_bytes: int | None = None,
     streams: Mapping[int, int] = _ONE_STREAM,
+    torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> Replay:
     """Return what PyTorch's caching allocator would hand out and reserve for ``events``.
 
@@ -89,17 +91,19 @@ def replay(
             reached, cached segments are given back and the request is tried again, as PyTorch does.
         streams: the stream that a block is allocated on, by its id, where that is not stream 0. What one stream has
             cached is not handed out to another.
+        torch_version: whose allocator, (major, minor).
 
     Raises:
         ConfigError: an event allocates a live id or frees one that is not live, or the capacity is below 1.
 
     Cost: about 2 microseconds an event.
-    Source: ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp``. Addresses of segments are
-    taken to grow with each ``cudaMalloc``; they only break ties between free blocks of one size.
+    Source: ``DeviceCachingAllocator`` in ``c10/cuda/CUDACachingAllocator.cpp``. Of free blocks of
+    one size it takes that of the oldest segment; before torch 2.12 the one at the lowest address, and each
+    ``cudaMalloc`` is taken to give the highest that has room, as an H100 does.
     """
     if capacity_bytes is not None and capacity_bytes < 1:
         raise ConfigError(f"replay(capacity_bytes={capacity_bytes}) must be at least 1, or None for no limit")
-    allocator = _Allocator(settings, capacity_bytes)
+    allocator = _Allocator(settings, capacity_bytes, older_first=torch_version >= (2, 12))
     live: dict[int, Block] = {}
     block_bytes: dict[int, int] = {}
     reserved_peak = fragmentation = segments = 0
@@ -143,7 +147,7 @@ def replay(
 class _Allocator:
     """The state of ``DeviceCachingAllocator``: two pools and the bytes taken from the device."""
 
-    def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None) -> None:
+    def __init__(self, settings: AllocatorSettings, capacity_bytes: int | None, *, older_first: bool = True) -> None:
         self.settings = settings
         self.capacity = capacity_bytes
         self.allowed: int | None = None
@@ -156,7 +160,8 @@ class _Allocator:
         self.reserved = self.reserved_peak = 0
         self.segments = 0
         self.retries = 0
-        self.next_address = 0
+        self.older_first = older_first
+        self.ranges: list[tuple[int, int]] = []  # of addresses, of all segments, from the top down
 
     def malloc(self, nbytes: int, stream: int) -> Block | None:
         size = self.settings.rounded_bytes(nbytes)
@@ -248,14 +253,33 @@ class _Allocator:
         return True
 
     def _new_segment(self, pool: Pool, nbytes: int, *, mapped: bool = True) -> Block:
-        # Aligned, so that the pages of an expandable segment are those of its addresses.
-        address = round_up(self.next_address, pool.segment_bytes)
-        self.next_address = address + nbytes
+        """A new segment lies above all others, for which an older one comes first; before that, where a card puts it.
+
+        Aligned, so that the pages of an expandable segment are those of its addresses.
+        """
+        align = _ROUND_LARGE_BYTES if mapped else pool.segment_bytes
+        if self.older_first:
+            address = round_up(self.ranges[0][1] if self.ranges else 0, align)
+            self.ranges.insert(0, (address, address + nbytes))
+        else:
+            address = self._highest_room(nbytes, align)
         self.segments += 1
         return Block(pool, address, nbytes, mapped=mapped)
 
+    def _highest_room(self, nbytes: int, align: int) -> int:
+        end, place = _TOP, 0
+        for begin, above in self.ranges:
+            if end - nbytes >= above:
+                break
+            end = begin
+            place += 1
+        address = (end - nbytes) // align * align
+        self.ranges.insert(place, (address, address + nbytes))
+        return address
+
     def _release_block(self, block: Block) -> None:
         block.pool.remove(block)
+        self.ranges.remove((block.address, block.address + block.size))
         self.reserved -= block.size
         self.segments -= 1
 

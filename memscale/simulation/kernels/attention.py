@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, internals
 from memscale.simulation.process_state import patched
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
@@ -30,7 +30,6 @@ _DEFAULT_ORDER: tuple[Kernel, ...] = ("flash", "efficient", "math", "cudnn")
 _NAMES: Mapping[int, Kernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # aten/src/ATen/SDPBackend.h
 # What the wheels of PyPI bring along, in cuDNN's own numbering: nvidia-cudnn-cu12 or -cu13 in the requirements
 # of torch 2.10.0 to 2.14.1. A newer PyTorch is taken to bring at least the last of these.
-_TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 _BUNDLED_CUDNN = {"2.10": 91002, "2.11": 91900, "2.12": 92000, "2.13": 92000, "2.14": 92400}
 
 
@@ -215,7 +214,7 @@ def _takes_cudnn(call: _AttentionCall, capability: Capability, flags: AttentionF
         return False
     # check_cudnn_dropout: its kernels round the probability to sixteenths (pytorch/pytorch#174245, merged after the
     # branch of 2.11 was cut; seen in the selector of 2.13).
-    if _TORCH >= (2, 12) and call.dropout_p * 16 % 1:
+    if internals.TORCH_VERSION >= (2, 12) and call.dropout_p * 16 % 1:
         return False
     queries, keys = call.query.size(2), call.key.size(2)
     head, value_head = call.query.size(3), call.value.size(3)

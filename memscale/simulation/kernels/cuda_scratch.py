@@ -17,16 +17,19 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from memscale.core import internals
 from memscale.simulation.kernels.cuda_programs import cuda_program
 from memscale.simulation.kernels.programs import Capability, most_held
 from memscale.simulation.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_TORCH: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 
 def cublas_workspace_bytes(
-    capability: Capability, *, environ: Mapping[str, str] = os.environ, torch_version: tuple[int, int] = _TORCH
+    capability: Capability,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> int:
     """Return the bytes that PyTorch allocates for one cuBLAS handle and stream at its first matrix product.
 
@@ -56,7 +59,10 @@ def cublas_workspace_bytes(
 
 
 def cublaslt_workspace_bytes(
-    capability: Capability, *, environ: Mapping[str, str] = os.environ, torch_version: tuple[int, int] = _TORCH
+    capability: Capability,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    torch_version: tuple[int, int] = internals.TORCH_VERSION,
 ) -> int:
     """Return what cuBLASLt takes in addition, for one handle and stream, at its first product.
 

@@ -12,7 +12,7 @@ from memscale.hardware import COLLECTIVES, Direction, Hardware, HostSeconds, cop
 #: device computes is not ready, or a collective is not over.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
-_NO_SECONDS = HostSeconds(*[0.0] * len(HostSeconds._fields))
+_NO_SECONDS = HostSeconds(*[0.0] * 11)
 
 # A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
 _MOST_QUEUED = 1024

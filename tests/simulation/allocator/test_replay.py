@@ -682,3 +682,18 @@ def test_a_stream_keeps_what_it_has_cached():
     # Until the device is full, when all streams give back theirs.
     full = replay(events, streams={2: 1}, capacity_bytes=40 * MIB)
     assert (full.out_of_memory_at, full.retries) == (None, 1)
+
+
+@pytest.mark.parametrize(("release", "begins"), [((2, 11), "last"), ((2, 12), "first")])
+def test_of_two_free_blocks_of_one_size_the_release_decides(release, begins):
+    """Blocks of 24 and 64 MiB are left with 4 MiB each; who takes 2 of them leaves the other a block of 4."""
+    rests = [(1, 24), (2, 64), (3, 40), (1, -1), (4, 20), (2, -1), (5, 60), (6, 2)]
+    # What is freed next to the one that was cut makes up 22 or 62 MiB; the other one makes up a whole segment.
+    freed = {"last": (4, 24), "first": (5, 64)}[begins]
+    events = [*rests, (freed[0], -1), (7, freed[1])]
+    found = replay([(name, size * MIB) for name, size in events], torch_version=release)
+    assert found.reserved_peak_bytes == (24 + 64 + 40) * MIB
+    other = replay(
+        [(name, size * MIB) for name, size in [*rests, (9 - freed[0], -1), (7, 88 - freed[1])]], torch_version=release
+    )
+    assert other.reserved_peak_bytes > (24 + 64 + 40) * MIB

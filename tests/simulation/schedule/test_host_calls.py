@@ -46,7 +46,7 @@ def test_a_checkpoint_calls_its_modules_again_and_takes_time_itself(hardware):
     assert 1 <= again <= 4  # the weight of the product is transposed again, and what is kept is cut off from its graph
     # The transformed forward, and two runs under hooks; two modules in it, run again; two tensors saved, twice.
     more = seconds(hardware, plan, module=1.0) - seconds(hardware, module=1.0)
-    calls = host_calls(dataclasses.replace(CARD, call_seconds={"module": 1.0}))
+    calls = host_calls(dataclasses.replace(hardware, call_seconds={"module": 1.0}))
     assert more == pytest.approx(2 + 3 * calls.region + 4 * calls.saved, rel=1e-3)
     more = seconds(hardware, plan, operator=1.0) - seconds(hardware, operator=1.0)
     assert more == pytest.approx(2 + 3 * calls.region + 4 * calls.saved, rel=1e-3)  # that product and the relu again
@@ -54,7 +54,7 @@ def test_a_checkpoint_calls_its_modules_again_and_takes_time_itself(hardware):
 
 @pytest.mark.parametrize("hardware", [CARD, CPU], ids=("card", "host"))
 def test_policies_take_time_to_look(hardware):
-    calls = host_calls(dataclasses.replace(CARD, call_seconds={"module": 1.0}))
+    calls = host_calls(dataclasses.replace(hardware, call_seconds={"module": 1.0}))
     took = {
         policy: seconds(hardware, {"0": ms.checkpoint(policy=policy)}, module=1.0)
         for policy in (None, ms.policies.dots_saveable, ms.policies.save_only_these_names("none"))
