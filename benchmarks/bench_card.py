@@ -127,7 +127,10 @@ def _whisper() -> tuple[nn.Module, Any]:
         decoder_ffn_dim=3072,
         use_cache=False,
     )
-    batch = {"input_features": torch.randn(16, 80, 3000), "labels": torch.zeros(16, 256, dtype=torch.long).random_(51865)}
+    batch = {
+        "input_features": torch.randn(16, 80, 3000),
+        "labels": torch.zeros(16, 256, dtype=torch.long).random_(51865),
+    }
     return transformers.WhisperForConditionalGeneration(config), batch
 
 
