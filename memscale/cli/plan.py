@@ -220,7 +220,10 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[Decision
 
 def nothing_fits(error: BudgetError) -> int:
     """Say so, and return the exit status."""
-    print(f"memscale: {error}", file=sys.stderr)
+    said = str(error)
+    for name, field in _SWITCHES.items():  # as it is typed here
+        said = said.replace(f"Config({field}=True)", f"--allow {name}")
+    print(f"memscale: {said}", file=sys.stderr)
     return DOES_NOT_FIT
 
 

@@ -15,6 +15,7 @@ from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
 from memscale.planning.heads import loss_head
 from memscale.planning.parts import Part
+from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import SimulatedStep
 from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
 
@@ -24,6 +25,8 @@ _CHUNKS, _FINE_CHUNKS = 4, 16
 _HEAD_CHUNKS = (4, 16, 64)
 # Of a piece of a whole part: one row would be a product of a vector, as slow as one of several.
 _FEWEST_ROWS = 2
+# Of a parameter: smaller ones stay where they are, and `transform` warns of a plan that moves none.
+_FEWEST_BYTES = AsyncOffloadConfig().min_bytes
 
 # Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
 _ROW_BY_ROW = frozenset(
@@ -150,7 +153,7 @@ class Menu:
                 yield Candidate(((whole, compose(offload(), checkpoint(policy=policies.dots_saveable))),))
                 for child in cut:
                     yield Candidate(((whole, compose(offload(), again)), (child, pieces)))
-        if may("stream"):
+        if may("stream") and any(each.nbytes >= _FEWEST_BYTES for each in part.module.parameters()):
             streamed = offload(what="params")
             yield Candidate(((whole, streamed),))
             if may("checkpoint"):

@@ -104,7 +104,7 @@ def test_what_a_plan_may_use(folder, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "the smallest peak within reach is" in shown.err
-    assert "Config(enable_checkpointing=True) would lower it" in shown.err
+    assert "; --allow checkpoint would lower it" in shown.err, "as it is typed"
     assert command("plan", *STEP, "--budget", "1.9MiB", "--allow", "cast", "--json", "plan.json") == 0
     assert "cast" in repr(ms.Plan.from_json(Path("plan.json").read_text()))
     assert "cast" in capsys.readouterr().out
