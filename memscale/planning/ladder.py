@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Protocol
 
+from memscale.planning.costs import Assignment
 from memscale.planning.solver import Choice, Chooser
 
 # By how much a rung is below the one before: finer than what is asked of the use of a budget, and coarser than the
 # solver's own distance from the best.
 _STEP = 2e-3
 _ROUNDING = 1 + 1e-9
+# A plan that uses this share of the budget is not worth another round, unless that may find one that is faster by the
+# other: what streams does so in large steps.
+_USED, _WORTH = 0.97, 0.1
+# Rounds go as far along the ladder as the one before was off; after so many in a row on one side of the budget, by
+# halves; and from above it by this share further at first, or many would end just above it.
+_HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
+# What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
+_FASTER = 1e-3
+
+
+class Shown(Protocol):
+    """What a simulated step takes."""
+
+    @property
+    def taken_bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
 
 
 class Ladder:
@@ -60,6 +81,51 @@ class Ladder:
     def seconds(self, choice: Choice) -> float:
         """What it is thought to take."""
         return self._chooser.seconds(choice.assignment)
+
+    def look(self, prove: Callable[[Assignment], Shown], limit_bytes: int, below: float, rounds: int) -> list[float]:
+        """Simulate choices, up and down the ladder, until one uses what there is or the next faster one takes more.
+
+        Args:
+            prove: simulates the step with a choice.
+            limit_bytes: what it may take.
+            below: the time of a step that is known besides; what is not thought to be faster is not simulated.
+            rounds: at most so many simulations.
+
+        Returns:
+            The time that no choice is below, as far as is thought; nothing if none was found to fit.
+        """
+        bound: list[float] = []
+        shown: set[Assignment] = set()
+        over, fits = -1, self.last + 1  # the lowest rung that is known to take more, the highest that fits
+        rung = self.rung(limit_bytes)
+        run, slower = 0, 1.0  # rounds in a row on one side of the limit; seconds over what was thought, at least
+        while over < rung < fits:
+            choice = self.choice(rung)
+            thought = self.seconds(choice)
+            if choice.assignment in shown and over >= 0:  # it fits, or `over` would be below
+                fits, rung = rung, (over + rung) // 2
+                continue
+            if slower * thought >= below * (1 - _FASTER) or len(shown) == rounds:
+                break
+            found = prove(choice.assignment)
+            slower = min(slower, found.seconds / thought) if shown else found.seconds / thought
+            shown.add(choice.assignment)
+            aim = limit_bytes / found.taken_bytes
+            if found.taken_bytes <= limit_bytes:
+                fits, run, below = rung, min(-1, run - 1), min(below, found.seconds)
+                bound = [choice.bound]
+            else:
+                over, run = self.until(choice, rung), max(1, run + 1)
+                aim *= 1 - _BEYOND * 4 ** (run - 1)
+            # What a step takes need not follow what is thought of it: by halves, if it does not.
+            halves = abs(run) >= _HALVES and over >= 0 and fits <= self.last
+            rung = (over + fits) // 2 if halves else self.rung(self.limit_bytes(rung) * max(aim, _LEAST_AIM))
+            rung = min(max(rung, over + 1), fits - 1)
+            if over + 1 == fits or not _USED * limit_bytes <= found.taken_bytes <= limit_bytes:
+                continue
+            if self.seconds(self.choice(over + 1 if over >= 0 else rung)) >= (1 - _WORTH) * thought:
+                break
+        return bound
 
     def _solved(self, rung: int) -> Choice | None:
         if rung not in self._choices:

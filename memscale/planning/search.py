@@ -22,17 +22,9 @@ from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
 from memscale.simulation import Profile, SimulatedStep
 
-# A plan that uses this share of the budget is not worth another round, unless that may find one that is faster by the
-# other: what streams does so in large steps.
-_USED, _WORTH = 0.97, 0.03
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
-# Rounds go as far along the ladder as the one before was off; after so many in a row on one side of the budget, by
-# halves; and from above it by this share further at first, or many would end just above it.
-_HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
 _KEPT = 0.1
-# What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
-_FASTER = 1e-3
 # A smallest plan that holds no more than this share of what was thought to be the least is it.
 _LEAST = 1.005
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
@@ -295,8 +287,7 @@ class Search:
     def _descend(
         self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
     ) -> list[float]:
-        """Simulate choices among these techniques, up and down their ladder, until one uses the budget or the next
-        faster one is over it.
+        """Simulate choices among these techniques for a budget.
 
         What those of other techniques took has no say in where to look, only in whether it is worth a simulation.
 
@@ -309,42 +300,15 @@ class Search:
         Returns:
             The time that no choice is below, as far as is thought; nothing if none was found to fit.
         """
-        ladder = self._ladder(among)
         fitting = self._best(tried, safe_bytes)
         below = below if fitting is None else min(below, fitting.seconds)
-        bound: list[float] = []
-        shown: set[Assignment] = set()
         rounds = min(self.patience, _ROUNDS_WITH_MOVES if among & MOVES else _ROUNDS)
-        over, fits = -1, ladder.last + 1  # the lowest rung that is known to be over the budget, the highest that fits
-        rung = ladder.rung(safe_bytes)
-        run, slower = 0, 1.0  # rounds in a row on one side of the budget; seconds over what was thought, at least
-        while over < rung < fits:
-            choice = ladder.choice(rung)
-            thought = ladder.seconds(choice)
-            if choice.assignment in shown and over >= 0:  # it fits, or `over` would be below
-                fits, rung = rung, (over + rung) // 2
-                continue
-            if slower * thought >= below * (1 - _FASTER) or len(shown) == rounds:
-                break
-            found = tried[choice.assignment] = self.prove(choice.assignment)
-            slower = min(slower, found.seconds / thought) if shown else found.seconds / thought
-            shown.add(choice.assignment)
-            aim = safe_bytes / found.taken_bytes
-            if found.taken_bytes <= safe_bytes:
-                fits, run, below = rung, min(-1, run - 1), min(below, found.seconds)
-                bound = [choice.bound]
-            else:
-                over, run = ladder.until(choice, rung), max(1, run + 1)
-                aim *= 1 - _BEYOND * 4 ** (run - 1)
-            # What a step takes need not follow what is thought of it: by halves, if it does not.
-            halves = abs(run) >= _HALVES and over >= 0 and fits <= ladder.last
-            rung = (over + fits) // 2 if halves else ladder.rung(ladder.limit_bytes(rung) * max(aim, _LEAST_AIM))
-            rung = min(max(rung, over + 1), fits - 1)
-            if over + 1 == fits or not _USED * safe_bytes <= found.taken_bytes <= safe_bytes:
-                continue
-            if ladder.seconds(ladder.choice(over + 1 if over >= 0 else rung)) >= (1 - _WORTH) * thought:
-                break
-        return bound
+
+        def prove(assignment: Assignment) -> Proven:
+            tried[assignment] = self.prove(assignment)
+            return tried[assignment]
+
+        return self._ladder(among).look(prove, safe_bytes, below, rounds)
 
     def _ladder(self, among: frozenset[str]) -> Ladder:
         if among not in self._ladders:

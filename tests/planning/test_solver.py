@@ -11,12 +11,12 @@ from memscale.planning.candidates import AS_IT_IS, Candidate
 from memscale.planning.costs import Costs, Effect
 from memscale.planning.solver import Chooser, LinkRates
 from memscale.simulation import Phase, Station
-from memscale.transforms import checkpoint
+from memscale.transforms import checkpoint, offload
 
 _STATIONS = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(4))
 
 
-def _costs(seed, parts, menu):
+def _costs(seed, parts, menu, together=False):
     random = np.random.default_rng(seed)
     effects = tuple(
         tuple(
@@ -32,8 +32,10 @@ def _costs(seed, parts, menu):
         )
         for part in range(parts)
     )
-    candidates = ((AS_IT_IS, *[Candidate((("", checkpoint()),))] * (menu - 1)),) * parts
-    return Costs(_STATIONS, (), candidates, effects, 0.5, {})
+    last = offload(what="params") if together else checkpoint()
+    others = [Candidate((("", how),)) for how in ([checkpoint()] * (menu - 2) + [last])]
+    moment = random.integers(0, 1 << 31, len(_STATIONS)) * together
+    return Costs(_STATIONS, (), ((AS_IT_IS, *others),) * parts, effects, 0.5, {}, moment)
 
 
 def _all(costs):
@@ -41,9 +43,16 @@ def _all(costs):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10_000), st.integers(2, 8), st.floats(0.3, 1.1), st.sampled_from([None, LinkRates(1e9, 1e9)]))
-def test_the_fastest_is_that_of_all(seed, parts, share, link):
-    costs = _costs(seed, parts, 3)
+@given(
+    st.integers(0, 10_000),
+    st.integers(2, 8),
+    st.floats(0.3, 1.1),
+    st.sampled_from([None, LinkRates(1e9, 1e9)]),
+    st.booleans(),
+)
+def test_the_fastest_is_that_of_all(seed, parts, share, link, together):
+    """Also where what is held for a moment is not, once any part streams."""
+    costs = _costs(seed, parts, 3, together)
     limit = share * costs.held_bytes(costs.as_it_is).max()
     fitting = [each for each in _all(costs) if costs.held_bytes(each).max() <= limit]
     choice = Chooser(costs, link).fastest(limit)
