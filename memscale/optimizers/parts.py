@@ -21,8 +21,8 @@ from memscale.optimizers.separability import Separability, own_step
 
 Group = dict[str, Any]
 
-# Of all parameters, as many bytes may be due to step at once, or those of the largest one.
-_SHARE = 16
+# Of all parameters, this share may be due to step at once, up to so many bytes.
+_SHARE, _MOST_BYTES = 16, 2**28
 _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
 
 
@@ -146,8 +146,7 @@ class PartedOptimizer(torch.optim.Optimizer):
 
     def _attend(self) -> None:
         self._catch_up()
-        sizes = [parameter.nbytes for parameter in parameters_of(self.param_groups)]
-        self._most_due = max([sum(sizes) // _SHARE, *sizes])
+        self._most_due = _most_due([parameter.nbytes for parameter in parameters_of(self.param_groups)])
         own = self._assigned.split(parameters_of(self.param_groups))
         for number, top in enumerate(self._tops):
             for part in reversed(list(top.with_inner())):  # states are quantised before they leave
@@ -227,6 +226,8 @@ class PartedOptimizer(torch.optim.Optimizer):
         if self._following != (task := torch._C._current_graph_task_id()):
             self._following = task
             torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+        if parameter.nbytes > self._most_due:
+            self._catch_up()
         while sum(each.nbytes for _, each in self._due) > self._most_due:
             self._advance_first()
 
@@ -298,6 +299,19 @@ class PartedOptimizer(torch.optim.Optimizer):
             for names in [group.get("param_names")]
             for position, parameter in enumerate(group["params"])
         }
+
+
+def _most_due(sizes: list[int]) -> int:
+    """How many bytes of parameters may be due: what hides copies, and less than an embedding, which steps at once.
+
+    At least one of those sizes that half of all bytes are in parameters of, or less.
+    """
+    total, passed, middle = sum(sizes), 0, 0
+    for middle in sorted(sizes):
+        passed += middle
+        if 2 * passed >= total:
+            break
+    return max(middle, min(total // _SHARE, _MOST_BYTES))
 
 
 def parameters_of(groups: list[Group]) -> list[torch.Tensor]:

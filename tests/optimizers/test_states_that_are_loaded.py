@@ -16,7 +16,7 @@ DISK = ms.offload_states(tier="disk")
 # What the first is around the second changes nothing of the second's numbers.
 COMPOSED = {
     f"{outer!r} {inner!r}": (outer, inner)
-    for outer in (DISK, ms.offload_states(), ms.compose(ms.step_in_backward(), DISK))
+    for outer in (DISK, ms.compose(ms.step_in_backward(), ms.offload_states()))
     for inner in (SMALL, ms.compensate_rounding(), ms.compose(SMALL, ms.round_stochastically()))
 }
 MAKERS = {
