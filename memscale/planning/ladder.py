@@ -16,7 +16,7 @@ _STEP = 2e-3
 _ROUNDING = 1 + 1e-9
 # A plan that uses this share of the budget is not worth another round, unless that may find one that is faster by the
 # other: what streams does so in large steps.
-_USED, _WORTH = 0.97, 0.1
+_USED, _WORTH = 0.97, 0.03
 # Rounds go as far along the ladder as the one before was off; after so many in a row on one side of the budget, by
 # halves; and from above it by this share further at first, or many would end just above it.
 _HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
