@@ -194,7 +194,7 @@ def _as_real(op: OpOverload, layout: ResultLayout, args: Sequence[Any], *, on_cu
     if on_cuda and op in _NORMALISES_BATCHES and not (args[1] is not None and normalises_by_cudnn(*args[:2])):
         # `batch_norm_cuda` makes room for statistics in evaluation, too.
         layout = _with_statistics(layout, layout.outputs[1].dtype, (args[0].shape[1],))
-    if op in _ORDERED_AS:
+    if op in _ORDERED_AS and not (on_cuda and op in _KEEPS_LAYOUT_ON_CUDA):
         decides = _ORDERED_AS[op]
         return _in_order(layout, torch.contiguous_format if decides is None else suggest_memory_format(args[decides]))
     if op is torch.ops.aten.native_layer_norm.default and args[2] is not None and not accumulates:
@@ -207,6 +207,8 @@ _NORMALISES_BATCHES = {
     torch.ops.aten.native_batch_norm.default,
     torch.ops.aten._native_batch_norm_legit.default,
 }
+# Its own kernel on a card makes its result as the batch lies, and cuDNN gets none that lies otherwise.
+_KEEPS_LAYOUT_ON_CUDA = {*_NORMALISES_BATCHES, torch.ops.aten.native_batch_norm_backward.default}
 # On CUDA their statistics are in the dtype that they accumulate in.
 _ACCUMULATED = {torch.ops.aten.native_layer_norm.default, *_NORMALISES_BATCHES}
 

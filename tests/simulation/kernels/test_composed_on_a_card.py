@@ -56,6 +56,10 @@ def convolved(model, y):
     return model.parts(y.view(8, 24, 32, 32).to(torch.bfloat16))
 
 
+def normed(model, y):
+    return model.norm(y.view(8, 256, 96).transpose(1, 2).to(torch.bfloat16)).transpose(1, 2)
+
+
 def separable():
     each = nn.Conv2d(24, 24, 3, padding=1, groups=24), nn.Conv2d(24, 48, 1)
     return Applied(convolved, parts=nn.Sequential(*each).to(torch.bfloat16))
@@ -65,6 +69,7 @@ STEPS = {
     "folded": (lambda: Applied(folded), None),
     "margins": (lambda: Applied(margins), None),
     "convolved": (separable, None),
+    "normed": (lambda: Applied(normed, norm=nn.BatchNorm1d(96)), None),
     "distances": (lambda: Applied(distances, autocast=True, pair=nn.Bilinear(96, 96, 8)), None),
     "losses": (lambda: Applied(losses), None),
     "cdist": (lambda: Applied(lambda model, y: torch.cdist(y, y)), None),
@@ -82,6 +87,7 @@ STEPS = {
         ("folded", (28947968, 48234496)),
         ("margins", (21101568, 25165824)),
         ("convolved", (27388416, 46137344)),
+        ("normed", (22269952, 27262976)),
         ("attention", (25870848, 31457280)),
     ],
 )
