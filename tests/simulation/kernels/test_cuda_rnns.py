@@ -20,7 +20,8 @@ from memscale.simulation.kernels.programs import Result
 from memscale.simulation.kernels.rnn_weights import flattened_bytes
 
 H100 = (9, 0)
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())["rows"]
+RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/cudnn-rnns.json").read_text())
+MEASURED, PROJECTED = RESULTS["rows"], RESULTS["projections"]
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 MODES = {"lstm": 2, "gru": 3, "rnn": 1}
 
@@ -28,7 +29,8 @@ MODES = {"lstm": 2, "gru": 3, "rnn": 1}
 def network(row, **options):
     shape = row["input"], row["hidden"], row["layers"]
     kind = KINDS[row["mode"]]
-    return kind(*shape, bidirectional=row["bidirectional"], batch_first=True, **options)
+    projection = {"proj_size": row["projection"]} if row.get("projection") else {}
+    return kind(*shape, bidirectional=row["bidirectional"], batch_first=True, **projection, **options)
 
 
 def arguments(row, *, flat=None):
@@ -36,13 +38,14 @@ def arguments(row, *, flat=None):
     with torch.device("meta"):
         module = network(row, dtype=getattr(torch, row["dtype"]))
         data = torch.empty(row["batch"], row["steps"], row["input"], dtype=module.weight_ih_l0.dtype)
-        states = [data.new_empty(row["layers"] * (1 + row["bidirectional"]), row["batch"], row["hidden"])] * 2
+        layers, projection = row["layers"] * (1 + row["bidirectional"]), row.get("projection", 0)
+        states = [data.new_empty(layers, row["batch"], width) for width in (projection or row["hidden"], row["hidden"])]
     cx = states[1] if row["mode"] == "lstm" else None
     flat = row["dtype"] != "bfloat16" if flat is None else flat
     weights = [weight.data for weight in module.parameters()]
     options = row["layers"], True, 0.0, True, row["bidirectional"], [], None
-    first = data, weights, 4, weights[0] if flat else None, states[0], cx
-    return *first, MODES[row["mode"]], row["hidden"], 0, *options
+    first = data, weights, 5 if projection else 4, weights[0] if flat else None, states[0], cx
+    return *first, MODES[row["mode"]], row["hidden"], projection, *options
 
 
 def blocks(*tensors):
@@ -99,6 +102,12 @@ def test_reserve_and_peaks_of_measured_networks(row):
     assert -(1 << 20) < at_most - row["backward_peak"] <= 1 << 15
     if row["dtype"] == "bfloat16":
         assert abs(peak / row["forward_peak"] - 1) < 0.002
+
+
+def test_reserve_of_measured_projections():
+    assert len(PROJECTED) == 24
+    for row in PROJECTED:
+        assert reserve_bytes(Recurrence.of(arguments(row))) == row["reserve"], row
 
 
 SEEN = io.StringIO()  # a simulation puts back what it finds in modules, lists and dicts
@@ -206,11 +215,11 @@ def test_what_cudnn_does_not_run_stays_as_it_was(way, monkeypatch):
 def test_projections(bias):
     lstm = nn.LSTM(8, 16, proj_size=4, bias=bias)
     profile, saved = profiled(lstm, torch.ones(9, 3, 8))
-    assert ("uint8", (256 + 9 * 3 * 16 * 5 * 4,)) in saved
+    assert ("uint8", (256 + 9 * 3 * (16 * 6 + 4) * 4,)) in saved
     assert {shape for _, shape in saved} >= {(9, 3, 4), (1, 3, 4), (1, 3, 16)}  # what is given on is projected
     room_for_biases = 0 if bias else 2 * 4 * 16 * 4
     assert flattened_bytes(lstm) == sum(weight.nbytes for weight in lstm.parameters()) + room_for_biases
-    assert any("projections was not measured" in note for note in profile.notes)
+    assert any("projections is taken to work in" in note for note in profile.notes)
 
 
 @pytest.mark.parametrize("plan", [None, {"module": ms.checkpoint()}], ids=["plain", "checkpoint"])
