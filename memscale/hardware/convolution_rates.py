@@ -36,6 +36,7 @@ _OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
 def of_convolution(op: str, args: Sequence[Any], work: Work) -> Work:
     """`work`, by `work_of`, with as much arithmetic as takes its time at the rate of products.
 
+    >>> import torch
     >>> image, kernel = torch.empty(64, 96, 56, 56, device="meta"), torch.empty(96, 1, 7, 7, device="meta")
     >>> call = (image, kernel, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 96)
     >>> of_convolution("convolution", call, Work(2 * image.numel() * 49, 2 * image.nbytes, "tfloat32")).dtype

@@ -62,7 +62,7 @@ class Ladder:
 
     def rung(self, limit_bytes: float) -> int:
         """The first with no more than these bytes."""
-        return max(0, math.ceil(math.log(limit_bytes / self._most_bytes) / math.log(1 - _STEP) - 1e-9))
+        return max(0, math.ceil(math.log(max(1, limit_bytes) / self._most_bytes) / math.log(1 - _STEP) - 1e-9))
 
     def limit_bytes(self, rung: int) -> float:
         """Of a rung."""

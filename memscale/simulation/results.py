@@ -236,7 +236,7 @@ class Profile:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1))
         >>> profile = ms.profile(model, torch.ones(8, 64), loss=lambda y, _: y.sum(), hardware="t4")
         >>> [line.split()[0] for line in profile.table(by="time").splitlines()]
-        ['by', '0', '2', '1', '(top', '(the']
+        ['by', '2', '0', '1', '(top', '(the']
 
         Args:
             by: what the rows are sorted by, the largest first: ``"bytes"`` or ``"time"``.

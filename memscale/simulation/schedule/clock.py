@@ -97,7 +97,7 @@ class Clock:
     >>> clock.come_after(back)
     >>> clock.operator(1e-3)
     >>> f"{clock.ends[-1] * 1e3:.2f} ms", [stall.cause for stall in clock.stalls]
-    ('3.02 ms', ['host', 'input'])
+    ('3.03 ms', ['host', 'input'])
 
     Args:
         hardware: what it is the clock of.
