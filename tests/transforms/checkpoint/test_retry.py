@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
 
 import memscale as ms
 from memscale import checkpoint, compose, identity, offload, policies
@@ -302,7 +303,10 @@ def test_values_kept_inside_another_region_come_back_without_arguments_to_ask_fo
 
 
 @pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_backwards_of_one_graph_in_several_threads(how):
+def test_backwards_of_one_graph_in_several_threads(how, monkeypatch):
+    # PyTorch keeps for the whole process whether a mode is active, and threads that leave theirs at once leave it set.
+    for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+        monkeypatch.setattr(_python_dispatch, name, getattr(_python_dispatch, name))
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)])
     loss = ms.transform(model, {"*": how})(numbers(3, 8)).sum()
     parameters = list(model.parameters())
