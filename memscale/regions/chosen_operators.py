@@ -63,6 +63,9 @@ class ChosenWatch:
     def after(self, op: internals.OpOverload, result: Any) -> None:
         """Called with what `op` gave, in so far as it is run or answered for inside this watch."""
 
+    def lose(self) -> None:
+        """Called when the watch has missed what it is there for, so that the next run is another's."""
+
 
 @found_once
 def _keys() -> tuple[Any, ...]:

@@ -32,12 +32,14 @@ class Books:
     Attributes:
         modules: the paths of the modules that are running, innermost last.
         course: how far the step has come.
+        settled: whether the next step goes the way of this one, as far as regions have said.
         used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
     """
 
     def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
         self.modules: list[str] = []
         self.course = Course()
+        self.settled = True
         self.used: list[tuple[StorageRecord, int]] = []
         self._storages = storages
         self._ledger = storages.ledger

@@ -59,9 +59,13 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
         calls("chosen")
         return watch(chosen)
 
+    def lost(chosen: ChosenWatch) -> None:
+        books.settled = False
+
     with (
         patched(OperatorWatch, "__torch_dispatch__", looked),
         patched(ChosenWatch, "__enter__", watched),
+        patched(ChosenWatch, "lose", lost),
         patched(nn.Module, "__call__", module_run),
         patched(Method, "__call__", region_run),
         patched(internals.autograd, "_push_saved_tensors_default_hooks", pushed),

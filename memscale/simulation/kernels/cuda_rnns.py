@@ -361,7 +361,5 @@ def recurrence_notes(modules: Iterable[nn.Module]) -> list[str]:
     elif found:
         notes.append(f"{names}: without cuDNN, simulated with the CPU's kernels")
     if any(module.proj_size for module in found) and torch.backends.cudnn.enabled:
-        notes.append(
-            "an LSTM with projections is taken to work in what one without does: within 5 % for 24 on an H100"
-        )
+        notes.append("an LSTM with projections is taken to work in what one without does: within 5 % for 24 on an H100")
     return notes

@@ -66,6 +66,8 @@ class ChosenRecorder(ChosenWatch):
     def conclude(self, moved: Collection[torch.Generator]) -> bool:
         """After the run. Whether it kept what the policy says."""
         lost = self.results.drop_changed() or self._lost
+        if lost:
+            self.lose()
         self.results.conclude(self.needed, moved)
         return not lost
 

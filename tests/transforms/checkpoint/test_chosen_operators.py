@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -159,3 +161,29 @@ def test_what_a_region_in_another_keeps_is_the_same_in_the_recompute_of_that_one
         x = torch.linspace(-1, 1, 64).view(2, 4, 8)
         found.append(bits(torch.autograd.grad(run(x, x, x)[0].sum(), list(plain.parameters()))))
     assert found[1:] == found[:1] * 3
+
+
+class Biased(nn.Module):
+    """Attention that keeps its scores where a policy keeps products, and adds its bias to them in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, 2, 64, 64))
+
+    def forward(self, x):
+        RUNS.write(".")
+        q = x.unflatten(-1, (2, 32)).transpose(1, 2)
+        with sdpa_kernel(SDPBackend.MATH):
+            return x + F.scaled_dot_product_attention(q, q, q, self.bias).transpose(1, 2).flatten(2)
+
+
+RUNS = io.StringIO()  # which a simulation does not put back
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("nothing_saveable", 2), ("dots_saveable", 3)])
+def test_a_profile_goes_on_until_its_regions_go_the_way_of_later_steps(policy, steps):
+    """The first run sees a sum out of place, the second one loses what it kept, and the third one is watched again."""
+    plan = {"0": ms.checkpoint(policy=getattr(ms.policies, policy))}
+    began = RUNS.tell()
+    ms.profile(nn.Sequential(Biased()), torch.ones(4, 64, 64), loss=lambda y, _: y.sum(), plan=plan, hardware="h100")
+    assert RUNS.tell() - began == 2 * steps  # and as many recomputes
