@@ -43,6 +43,7 @@ def expected(batch_fn, **fields):
     return tuner.tune(batch_fn, confirm=False, **fields)
 
 
+@pytest.mark.deep
 def test_the_result_is_that_of_the_library(capsys):
     files = ("--json", "best.json", "--html", "best.html", "--plot", "best.svg", "--python", "script.py")
     options = ("--seq", 64, "--objective", "batch", "--budget", "768KiB", "--at-most", 12, *files)

@@ -190,9 +190,8 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mlps" else pytest.param(name, marks=pytest.mark.deep) for name in MORE]
-)
+@pytest.mark.deep  # by default `test_monotone.py` has a case of it
+@pytest.mark.parametrize("name", MORE)
 def test_more_budget_is_never_slower(name):
     """Nor is it refused, in plans that know nothing of each other: their costs tell the time of each choice exactly."""
     model, batch = MORE[name][0](), MORE[name][1]()
