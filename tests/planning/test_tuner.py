@@ -276,6 +276,7 @@ def test_tensors_on_meta_are_made_real_for_the_real_step():
     assert best.confirmation.peak_bytes == same.confirmation.peak_bytes
 
 
+@pytest.mark.deep
 def test_no_batch_is_made_that_cannot_fit(monkeypatch):
     asked = []
 
