@@ -16,12 +16,12 @@ from torch import nn
 
 from memscale.algebra.plan import Plan
 from memscale.algebra.region import Transformed, placing_in
-from memscale.core import PlanError, TransformError, assembled_in, internals, simulating
+from memscale.core import PlanError, TransformError, assembled_in, fsdp_groups_of, simulating
 
 # The processes have met a moment ago, in the collectives of FSDP2's root or of DDP's buffers.
 _PATIENCE = timedelta(seconds=120)
 _LONGEST_PLAN = 200
-_DDP, _FSDP2 = "torch.nn.parallel.distributed", "torch.distributed.fsdp._fully_shard._fsdp_state"
+_DDP = "torch.nn.parallel.distributed"
 
 # How many models these processes have compared plans of, so that each has keys of its own in the store.
 _numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(itertools.count)
@@ -94,7 +94,7 @@ def _refuse_around_sharded(model: nn.Module) -> None:
         if not (why := next((region.not_around_sharded for region in regions if region.not_around_sharded), "")):
             continue
         for name, each in module.named_modules(prefix=path):
-            if each is not module and internals.fsdp_groups_of(each):
+            if each is not module and fsdp_groups_of(each):
                 raise TransformError(
                     f"{regions[0].how!r} of {path or 'the model'!r} is around {name!r}, which fully_shard() took: "
                     f"{why}. Say it of the modules that fully_shard() takes, or of what is inside them"
@@ -104,8 +104,8 @@ def _refuse_around_sharded(model: nn.Module) -> None:
 def _mesh_of(model: nn.Module) -> Any:
     """The mesh that FSDP2 has sharded parts of this model over, if it has; with that of weights split besides."""
     found: list[Any] = []
-    for module in model.modules() if _FSDP2 in sys.modules else ():
-        for group in internals.fsdp_groups_of(module):
+    for module in model.modules():
+        for group in fsdp_groups_of(module):
             found += [group.mesh_info.mesh, *(each.sharded_param.device_mesh for each in group.fsdp_params)]
     return max(found, key=lambda mesh: mesh.size(), default=None)
 

@@ -16,6 +16,7 @@ from memscale.core.errors import (
     TransformError,
 )
 from memscale.core.folders import filesystem_of, folder_on_disk, is_in_memory
+from memscale.core.fsdp2 import fsdp_groups, fsdp_groups_of
 from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
 from memscale.core.misuse import by_name, shown
 from memscale.core.modes import found_once
@@ -70,6 +71,8 @@ __all__ = [
     "format_seconds",
     "found_once",
     "from_data",
+    "fsdp_groups",
+    "fsdp_groups_of",
     "history_path",
     "integer",
     "internals",

@@ -407,21 +407,3 @@ else:
     TorchDispatchMode = named("torch.utils._python_dispatch.TorchDispatchMode")
 
 disable_current_modes = named("torch.utils._python_dispatch._disable_current_modes")
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers for a module with this state.
-
-    Before torch 2.12 a module had one at most, under another name.
-    """
-    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return groups
-
-
-def fsdp_groups_of(module: Any) -> list[Any]:
-    """Those of a module that ``fully_shard`` took; none of any other."""
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    state = None if fsdp is None else fsdp._get_module_fsdp_state(module)
-    return [] if state is None else fsdp_groups(state)

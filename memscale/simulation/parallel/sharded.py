@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import ConfigError, internals
+from memscale.core import ConfigError, fsdp_groups
 from memscale.regions import Place, read, write
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import patched
@@ -59,7 +59,7 @@ class Sharded:
 
     @property
     def _groups(self) -> list[Any]:
-        return [group for state in self._states for group in internals.fsdp_groups(state)]
+        return [group for state in self._states for group in fsdp_groups(state)]
 
     @property
     def _parameters(self) -> list[Any]:
@@ -81,7 +81,7 @@ class Sharded:
             return
         for state in self._states:
             state._device_handle = streams
-            for group in internals.fsdp_groups(state):
+            for group in fsdp_groups(state):
                 group.device_handle = streams
                 for owner in (group, group.comm_ctx):
                     for name, value in list(vars(owner).items()):
@@ -115,7 +115,7 @@ class Sharded:
     def begin(self) -> None:
         """Bring everything to where it is before a first step, with memory of the simulation's for what comes."""
         for state in self._states:
-            for group in internals.fsdp_groups(state):
+            for group in fsdp_groups(state):
                 for parameter in group.fsdp_params:
                     # It frees what was gathered by resizing its memory, and would do that to the caller's.
                     parameter._setattr_on_modules(parameter.sharded_param)
@@ -166,7 +166,7 @@ def _fsdp_states(modules: Sequence[nn.Module]) -> list[Any]:
 def mesh_of(module: nn.Module) -> Any:
     """The mesh that FSDP2 has sharded this module's own group over; None if it has not."""
     for state in _fsdp_states([module]):
-        for group in internals.fsdp_groups(state):
+        for group in fsdp_groups(state):
             return group.mesh_info.mesh
     return None
 

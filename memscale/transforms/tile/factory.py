@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import ConfigError, TransformError, by_name, factory, internals, is_of_modules, modules_in, pytrees
+from memscale.core import (
+    ConfigError,
+    TransformError,
+    by_name,
+    factory,
+    fsdp_groups_of,
+    internals,
+    is_of_modules,
+    modules_in,
+    pytrees,
+)
 from memscale.policies import everything_saveable, nothing_saveable
 from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -258,7 +268,7 @@ class Tiled(Transformed):
     def _refuse_freed_weight(self) -> None:
         """Logits that are made when the loss asks for them need the weight then."""
         below = [module for root in modules_in(self.fn) for module in root.modules()]
-        if any(group.post_forward_mesh_info is not None for each in below for group in internals.fsdp_groups_of(each)):
+        if any(group.post_forward_mesh_info is not None for each in below for group in fsdp_groups_of(each)):
             raise TransformError(
                 f"{self.how!r} around a projection that fully_shard() took by itself, and whose weight is freed after "
                 "its forward, before a loss asks for it; leave it to the root's fully_shard(), or say "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
-from memscale.core import internals
+from memscale.core import fsdp_groups
 from memscale.simulation.analysis import analyse
 from tests.support.checks import bits
 from tests.support.whole_run import true_peaks, with_own_buckets
@@ -170,7 +170,7 @@ def state_of(model):
         if state is None:
             continue
         found[path, "state"] = {name: id(value) for name, value in vars(state).items()}
-        for number, group in enumerate(internals.fsdp_groups(state)):
+        for number, group in enumerate(fsdp_groups(state)):
             found[path, "group", number] = {name: id(value) for name, value in vars(group).items()}
             for parameter in group.fsdp_params:
                 kept = {name: id(value) for name, value in vars(parameter).items()}
@@ -452,7 +452,7 @@ def test_what_cannot_be_followed_is_named(group):
     class Elsewhere:
         device_type = "xpu"
 
-    info = internals.fsdp_groups(_get_module_fsdp_state(model))[0].mesh_info
+    info = fsdp_groups(_get_module_fsdp_state(model))[0].mesh_info
     info.mesh, mesh = Elsewhere(), info.mesh
     try:
         with pytest.raises(ms.ConfigError, match=r"over a mesh of 'xpu' devices, .* init_device_mesh\('cpu'"):
