@@ -12,7 +12,7 @@ from memscale.hardware import COLLECTIVES, Direction, Hardware, HostSeconds, cop
 #: device computes is not ready, or a collective is not over.
 CAUSES = ("input", "room", "disk", "host", "stream", *COLLECTIVES)
 
-_NO_SECONDS = HostSeconds(*[0.0] * 11)
+_NO_SECONDS = HostSeconds(**dict.fromkeys(HostSeconds.__annotations__, 0.0))
 
 # A launch waits while so many are queued: the size of CUDA's queue on the cards that it was tried on.
 _MOST_QUEUED = 1024

@@ -684,16 +684,18 @@ def test_a_stream_keeps_what_it_has_cached():
     assert (full.out_of_memory_at, full.retries) == (None, 1)
 
 
-@pytest.mark.parametrize(("release", "begins"), [((2, 11), "last"), ((2, 12), "first")])
-def test_of_two_free_blocks_of_one_size_the_release_decides(release, begins):
-    """Blocks of 24 and 64 MiB are left with 4 MiB each; who takes 2 of them leaves the other a block of 4."""
-    rests = [(1, 24), (2, 64), (3, 40), (1, -1), (4, 20), (2, -1), (5, 60), (6, 2)]
-    # What is freed next to the one that was cut makes up 22 or 62 MiB; the other one makes up a whole segment.
-    freed = {"last": (4, 24), "first": (5, 64)}[begins]
-    events = [*rests, (freed[0], -1), (7, freed[1])]
-    found = replay([(name, size * MIB) for name, size in events], torch_version=release)
-    assert found.reserved_peak_bytes == (24 + 64 + 40) * MIB
-    other = replay(
-        [(name, size * MIB) for name, size in [*rests, (9 - freed[0], -1), (7, 88 - freed[1])]], torch_version=release
-    )
-    assert other.reserved_peak_bytes > (24 + 64 + 40) * MIB
+@pytest.mark.parametrize(("release", "older_first"), [((2, 11), False), ((2, 12), True)])
+def test_of_two_free_blocks_of_one_size_the_release_decides(release, older_first):
+    """Segments of 24 and 64 MiB have 4 MiB left each, and 2 are taken from one of them."""
+    older, newer = (4, 20), (5, 60)
+    taken = [(1, 24), (2, 64), (1, -1), older, (2, -1), newer, (6, 2)]
+
+    def reserved(freed):
+        """With a request for the 4 MiB and the block beside them, which has room only where nothing was taken."""
+        name, size = freed
+        events = [*taken, (name, -1), (7, size + 4)]
+        return replay([(each, mib * MIB) for each, mib in events], torch_version=release).reserved_peak_bytes // MIB
+
+    whole, cut = (newer, older) if older_first else (older, newer)
+    assert reserved(whole) == 24 + 64
+    assert reserved(cut) == 24 + 64 + cut[1] + 4
