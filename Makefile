@@ -53,6 +53,7 @@ gpu: $(READY)
 	$(PYTHON) benchmarks/bench_cast.py --device cuda
 	$(PYTHON) benchmarks/bench_predict.py --device cuda --variant 'plain|checkpoint' --json benchmarks/results/predict-cuda.json
 	$(PYTHON) benchmarks/bench_offload.py --device cuda --json benchmarks/results/offload-cuda.json
+	$(PYTHON) benchmarks/bench_host.py
 	$(PYTHON) benchmarks/bench_operators.py
 	$(PYTHON) benchmarks/bench_operators.py --convolutions
 	$(PYTHON) benchmarks/bench_card.py --json benchmarks/results/card.json

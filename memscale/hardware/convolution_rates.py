@@ -23,9 +23,8 @@ class _Shares(NamedTuple):
     weight: float
 
 
-# In 16 bits, and in 32.
-_USUAL = _Shares(0.4, 0.3, 0.3), _Shares(0.4, 0.3, 0.3)
-# A stem reads images of three colours, and a kernel of patches does.
+_USUAL = _Shares(0.4, 0.3, 0.3)
+# A stem reads images of three colours, and a kernel of patches does. In 16 bits, and in 32.
 _FEW = 8
 _OF_FEW = _Shares(0.048, 0.024, 0.054), _Shares(0.076, 0.042, 0.078)
 # Of the rate without tensor cores; and of channels that lie last, as ConvNeXt has them.
@@ -46,7 +45,7 @@ def of_convolution(op: str, args: Sequence[Any], work: Work) -> Work:
     image, kernel = args[1:3] if is_backward else args[:2]
     transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
     at = 0 if work.dtype in ("bfloat16", "float16") else 1
-    shares = (_OF_FEW if kernel.shape[0 if transposed else 1] < _FEW else _USUAL)[at]
+    shares = _OF_FEW[at] if kernel.shape[0 if transposed else 1] < _FEW else _USUAL
     if groups > 1:
         last = not image.is_contiguous() and image.stride(1) == 1
         shares = (_OF_LAST_GROUPS if last else _OF_GROUPS)[at]

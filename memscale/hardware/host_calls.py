@@ -39,8 +39,9 @@ class HostSeconds(NamedTuple):
 
 
 # What a virtual machine with an H100 and 16 cores took (torch 2.11). Steps of 27 small models of the zoo, which its
-# host holds up, as they are and with `checkpoint()`, policies, `offload()` and both, give the ratios; those of GPT-2
-# XL, T5, Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the times.
+# host holds up, as they are and with `checkpoint()`, policies, `offload()` and both, give the ratios
+# (benchmarks/bench_host.py); GPT-2 XL, T5, Whisper and Swin, whose host is slower beside a busy card, took 1.2 of the
+# times.
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
 _LISTED = 0.45  # of a view: AdamW of 11 to 133 tensors
 
