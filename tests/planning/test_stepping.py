@@ -42,6 +42,7 @@ def alone():
     return engine().smallest().evidence.planned
 
 
+@pytest.mark.deep
 def test_more_ways_to_step_reach_less_and_are_never_slower(alone):
     least = alone.taken_bytes
     grouped, below = engine(("step_in_groups",)), engine(EXACT, enable_offloading=True)

@@ -90,6 +90,7 @@ def test_the_largest_is_the_largest_of_all(every, largest):
     assert best.confirmation.peak_bytes <= budget
 
 
+@pytest.mark.deep
 def test_the_fastest_is_the_fastest_of_all(every):
     budget, plans = every
     best = tuning(budget, at_most=MOST)
