@@ -147,6 +147,7 @@ class Rewind:
                 if id(tensor) not in made:
                     made[id(tensor)] = _like(tensor, then)
                 found[position, key] = made[id(tensor)]
+        self._fresh.extend(made.values())  # a parameter that came to the device for the run is there as another tensor
         return found
 
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:

@@ -22,7 +22,10 @@ def step(how, change, *, frozen=()):
     return bits([x.grad, *[p.grad for p in net.parameters()]])
 
 
-@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)])
+STREAMED = ms.compose(ms.checkpoint(), ms.offload(what="params", min_bytes=0))
+
+
+@pytest.mark.parametrize("how", [ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable), STREAMED])
 @pytest.mark.parametrize(
     ("frozen", "change"),
     [
