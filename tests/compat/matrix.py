@@ -2,6 +2,8 @@
 
     make compat                                    every row
     make compat ARGS="--only 2.12 --keep"          the rows of one PyTorch; environments stay, for a closer look
+    make compat ARGS="--only newest --python 3.13" one row of it
+    make compat ARGS="--workers 1"                 as many processes of tests at a time; else one a core
     make compat ARGS="--only 2.14 -- tests/laws"   some tests only, which the table then says
 
 Each row gets an environment in `.compat/`, with the CUDA build that the index has (6 to 8 GB on disk, deleted after the
@@ -92,7 +94,7 @@ def counts(summary: str) -> tuple[int, int, int]:
     return found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0)
 
 
-def run(row: Row, tests: list[str], keep: bool) -> str:
+def run(row: Row, tests: list[str], keep: bool, workers: str) -> str:
     """The line of `row` in the table; the whole output lies in `.compat/`."""
     name = "-".join(filter(None, ("py" + row.python, "torch" + (row.torch or "newest"), row.transformers)))
     folder, today = FOLDER / name, datetime.date.today().isoformat()
@@ -101,7 +103,8 @@ def run(row: Row, tests: list[str], keep: bool) -> str:
         python = install(row, folder)
         installed = [version(python, each) for each in ("torch", "transformers")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        pytest = [str(python), "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", *tests]
+        # The log names each test as it ends, so that a failure can be looked at while the others run.
+        pytest = [str(python), "-m", "pytest", "-v", "-n", workers, "--dist", "loadfile", *tests]
         with (FOLDER / f"{name}.log").open("w") as log:
             subprocess.run(pytest, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         results = counts((FOLDER / f"{name}.log").read_text().strip().rpartition("\n")[2])
@@ -140,13 +143,20 @@ def main() -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", help='the torch of a row, such as 2.12, or "newest"')
+    parser.add_argument("--python", action="append", help="the Python of a row, such as 3.13")
+    parser.add_argument("--workers", default="auto", help="processes that run tests, as pytest's -n")
     parser.add_argument("--keep", action="store_true", help="leave the environments in .compat")
     options = parser.parse_args(arguments[:cut])
-    rows = [row for row in ROWS if not options.only or (row.torch or "newest") in options.only]
+    rows = [
+        row
+        for row in ROWS
+        if (not options.only or (row.torch or "newest") in options.only)
+        and (not options.python or row.python in options.python)
+    ]
     FOLDER.mkdir(exist_ok=True)
     good = True
     for row in rows:
-        text = run(row, arguments[cut + 1 :], options.keep)
+        text = run(row, arguments[cut + 1 :], options.keep, options.workers)
         print(text, flush=True)
         write([text])
         good &= text.split("|")[-4].strip() == "0"
