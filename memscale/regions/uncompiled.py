@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +52,8 @@ def never_compiled(entry: F) -> F:
     return entry
 
 
+_c = torch._C
+
 # What CPython calls with each new frame.
 _dynamo_callback = internals.named("torch._C._dynamo.eval_frame.get_eval_frame_callback")
 
@@ -76,8 +79,32 @@ class OperatorWatch(internals.TorchDispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
+        with _as_without_a_mode(func) if torch.is_inference_mode_enabled() else nullcontext():
+            return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of `func`."""
         raise NotImplementedError
+
+
+def _as_without_a_mode(func: Any) -> AbstractContextManager[Any]:
+    """Where an operator made of others takes the kernels that it takes when no mode sees it, in inference mode.
+
+    There it comes to a mode whole, below the key that makes views. The view that `linear` makes of a weight would be
+    none of one that requires gradients, by which `matmul` chooses its kernel.
+    """
+    if not _is_made_of_others(func):
+        return nullcontext()
+    views = _c.DispatchKeySet(_c.DispatchKey.ADInplaceOrView)
+    guard: AbstractContextManager[Any] = _c._ForceDispatchKeyGuard(
+        _c._dispatch_tls_local_include_set(), _c._dispatch_tls_local_exclude_set() - views
+    )
+    return guard
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_made_of_others(func: Any) -> bool:
+    # Operators of higher order have no kernels.
+    return isinstance(func, internals.OpOverload) and _c._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "CompositeImplicitAutograd"
+    )

@@ -121,8 +121,10 @@ class Homes:
                 self.asked_in_backward(group)
             elif is_next:
                 self._load_forward()
-            # Detached, since a region may change what it is given in place, which PyTorch refuses for a view.
-            tensors = [home.layout.of(self._loader.arrived(home)).detach() for home in homes]
+            # Detached, since a region may change what it is given in place, which PyTorch refuses for a view. As the
+            # parameter, none of inference mode: PyTorch chooses kernels by what such a tensor's views would not say.
+            with torch.inference_mode(False):
+                tensors = [home.layout.of(self._loader.arrived(home)).detach() for home in homes]
             for home, tensor in zip(homes, tensors, strict=True):
                 visit.loaded[tensor.untyped_storage()._cdata] = home
             engine.transfers.pump()

@@ -83,6 +83,21 @@ def test_a_first_call_in_inference_mode(how):
         loss.backward()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_region_without_gradients_takes_the_kernels_of_one_that_stays(mode):
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.randn(3, 4, WIDTH).transpose(0, 1)
+    fit = ms.transform(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH)), {"*": offload(what="params", min_bytes=0)}, runtime=runtime_of()
+    )
+    ran = []
+    for each in (model, fit, fit):  # the first call is watched
+        with mode(), torch.profiler.profile(acc_events=True) as profiler:
+            each(x)
+        # `linear` makes one matrix of the rows where a view of its weight requires gradients.
+        ran.append({event.name for event in profiler.events()} & {"aten::mm", "aten::bmm"})
+    assert ran == [{"aten::mm"}] * 3
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
