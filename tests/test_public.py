@@ -124,7 +124,7 @@ memscale.regions: Attributes ChosenWatch Content Environment Habits Keeper NOWHE
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
     plot_timelines profile_text write_frontier write_held write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
-    Visit default_runtime home_of home_on_device hooks_here is_plain runtime_for runtimes_replaced
+    Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend
 memscale.runtime.checking:
 memscale.runtime.engine: Engine

@@ -3,6 +3,7 @@
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.config import AsyncOffloadConfig
 from memscale.runtime.engine.entry import Handle
+from memscale.runtime.parameters.gradients import is_alone
 from memscale.runtime.parameters.home import Home, Saved, Visit, home_of, home_on_device
 from memscale.runtime.parameters.homes import Homes
 from memscale.runtime.runtime import Runtime, default_runtime, runtime_for, runtimes_replaced
@@ -26,6 +27,7 @@ __all__ = [
     "home_of",
     "home_on_device",
     "hooks_here",
+    "is_alone",
     "is_plain",
     "runtime_for",
     "runtimes_replaced",

@@ -46,7 +46,7 @@ class Gradients:
                 parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
             )
             gradient = ordered.copy_(gradient)
-        elif not _is_alone(gradient):
+        elif not is_alone(gradient):
             gradient = gradient.clone()  # others may change theirs in place while ours is on its way
         with engine.lock:
             engine.follow_backward()
@@ -123,7 +123,7 @@ class Gradients:
         gradient.source = None
 
 
-def _is_alone(gradient: torch.Tensor) -> bool:
+def is_alone(gradient: torch.Tensor) -> bool:
     """Whether nobody else has `gradient`, or a view of its memory: not the caller, nor another edge of the graph."""
     return gradient._use_count() == _uses_by_python() and is_unshared(gradient)  # type: ignore[attr-defined]
 

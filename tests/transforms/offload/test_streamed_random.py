@@ -101,7 +101,7 @@ EFFECTS = {
     ),
     "a gradient that others have is not copied": (
         test_streamed_surprises.check_a_gradient_that_others_have_too_may_be_changed_in_place,
-        [(gradients.Gradients, "send", "elif not _is_alone(gradient):", "elif False:")],
+        [(gradients.Gradients, "send", "elif not is_alone(gradient):", "elif False:")],
     ),
     "the link takes all that it is asked for": (
         test_streamed.check_what_is_needed_at_once_overtakes_what_is_loaded_ahead,

@@ -11,13 +11,14 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 
 from memscale.core import compute_capability, device_type
-from memscale.transforms.tile.head.class_blocks import Rows
+from memscale.transforms.tile.head import late
+from memscale.transforms.tile.head.class_blocks import Rows, put_product
 from memscale.transforms.tile.head.loss import Loss, accumulator, without_hooks
 
 
@@ -72,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
     """The loss of every row, and its logsumexp in place."""
-    blocks = list(_blocks(rows))
+    blocks = list(rows.blocks())
     largest, total = rows.logsumexp.new_empty((2, len(blocks), len(hidden)))
     own = torch.full_like(rows.logsumexp, -torch.inf)
     rows.weight[:, 0].gather(0, rows.target)  # a target that is no class is refused as in the untiled head
@@ -96,24 +97,16 @@ def _loss(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
 
 def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
     """The gradient of the hidden states, and those of weight and bias by the identity of the tensor."""
-    weight, bias = rows.weight, rows.bias
-    factor = rows.own * rows.scale
-    sign, share = factor.sign().to(hidden.dtype), factor.abs()
-    shift, signed = (rows.logsumexp - share.log())[:, None], hidden * sign[:, None]
+    weight, bias, sign = rows.weight, rows.bias, _sign(rows, hidden)
     hidden_grad: torch.Tensor | None = None
-    weight_grad = torch.empty_like(weight)
-    bias_grad = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
-    for classes in _blocks(rows):
-        logits = rows.projection.product(hidden, classes)
-        position, inside = rows.position(classes)
-        exponents = logits - shift
-        own = exponents.gather(1, position).exp_() - (share * inside)[:, None]
-        torch.exp(exponents, out=logits)
-        del exponents
-        logits.scatter_(1, position, own.to(logits.dtype))
-        torch.mm(logits.t(), signed, out=weight_grad[classes])
+    weight_grad = None if rows.late else torch.empty_like(weight)
+    bias_grad = rows.bias_gradient()
+    signed = hidden * sign[:, None]
+    for classes, logits in _gradients_of_logits(rows, hidden):
+        if weight_grad is not None:
+            torch.mm(logits.t(), signed, out=weight_grad[classes])
         if hidden.requires_grad:
-            part = torch.mm(logits, weight[classes], out_dtype=shift.dtype)
+            part = torch.mm(logits, weight[classes], out_dtype=rows.logsumexp.dtype)
             hidden_grad = part if hidden_grad is None else hidden_grad.add_(part)
             del part
         if bias_grad is not None:
@@ -121,10 +114,34 @@ def _gradients(rows: Rows, hidden: torch.Tensor) -> tuple[torch.Tensor | None, d
         del logits
     if hidden_grad is not None:
         hidden_grad = hidden_grad.to(hidden.dtype).mul_(sign[:, None])
+    if weight_grad is None:
+        weight_grad = late.late_gradient(weight, hidden, partial(_fill, rows, hidden))
     return hidden_grad, {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
 
 
-def _blocks(rows: Rows) -> Iterator[slice]:
-    count = min(rows.pieces, len(rows.weight))
-    for start, stop in pairwise(index * len(rows.weight) // count for index in range(count + 1)):
-        yield slice(start, stop)
+def _fill(rows: Rows, hidden: torch.Tensor, weight_grad: torch.Tensor, *, add: bool) -> None:
+    """Write, or add, the gradient of the weight."""
+    signed = hidden * _sign(rows, hidden)[:, None]
+    for classes, logits in _gradients_of_logits(rows, hidden):
+        put_product(logits.t(), signed, weight_grad[classes], add=add)
+        del logits
+
+
+def _gradients_of_logits(rows: Rows, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of classes, and the gradient of their logits without the sign of each row's factor."""
+    share = (rows.own * rows.scale).abs()
+    shift = (rows.logsumexp - share.log())[:, None]
+    for classes in rows.blocks():
+        logits = rows.projection.product(hidden, classes)
+        position, inside = rows.position(classes)
+        exponents = logits - shift
+        own = exponents.gather(1, position).exp_() - (share * inside)[:, None]
+        torch.exp(exponents, out=logits)
+        del exponents
+        logits.scatter_(1, position, own.to(logits.dtype))
+        yield classes, logits
+        del logits  # or it would live beside the next block's
+
+
+def _sign(rows: Rows, hidden: torch.Tensor) -> torch.Tensor:
+    return (rows.own * rows.scale).sign().to(hidden.dtype)

@@ -14,12 +14,15 @@ the target's logit with logits recomputed in blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from memscale.core import device_type
+from memscale.transforms.tile.head import late
 from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_backward, without_hooks
 
 
@@ -32,6 +35,12 @@ def pay(loss: Loss) -> bool:
         return False
     sum_bytes = weight.numel() * accumulator(weight.dtype).itemsize
     return sum_bytes > loss.ranges[0][1] * weight.shape[0] * weight.element_size()
+
+
+def pays_late(loss: Loss, hidden: torch.Tensor) -> bool:
+    """Whether that gradient would wait for the rest of the graph's; see `late`."""
+    assert loss.projection.linear is not None
+    return late.pays(loss.projection.linear[0], hidden)
 
 
 def cross_entropy(
@@ -119,18 +128,32 @@ def _backward_piece(rows: Rows, hidden: torch.Tensor, piece: slice, hidden_grad:
 def _gradients_of_linear(rows: Rows, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     """The gradients of weight and bias, by the identity of the tensor."""
     weight, bias = rows.weight, rows.bias
-    weight_grad = torch.empty_like(weight)
-    bias_grad = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
-    count = min(rows.pieces, len(weight))
-    for start, stop in pairwise(index * len(weight) // count for index in range(count + 1)):
-        classes = slice(start, stop)
+    if rows.late and rows.bias_gradient() is None:
+        return {id(weight): late.late_gradient(weight, hidden, partial(_fill, rows, hidden, None))}
+    weight_grad, bias_grad = torch.empty_like(weight), rows.bias_gradient()
+    _fill(rows, hidden, bias_grad, weight_grad, add=False)
+    return {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
+
+
+def _fill(
+    rows: Rows, hidden: torch.Tensor, bias_grad: torch.Tensor | None, weight_grad: torch.Tensor, *, add: bool
+) -> None:
+    """Write, or add, the gradient of the weight, and write that of the bias."""
+    for classes in rows.blocks():
         logits = rows.projection.product(hidden, classes)
         _turn_into_gradient(rows, logits, 0, classes)
-        torch.mm(logits.t(), hidden, out=weight_grad[classes])
+        put_product(logits.t(), hidden, weight_grad[classes], add=add)
         if bias_grad is not None:
             torch.sum(logits, 0, out=bias_grad[classes])
         del logits  # or it would live beside the next block's
-    return {id(weight): weight_grad, **({} if bias_grad is None else {id(bias): bias_grad})}
+
+
+def put_product(left: torch.Tensor, right: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
+    """Write ``left @ right`` into `target`, or add it, rounded first: as autograd adds up two gradients."""
+    if add:
+        target += torch.mm(left, right)
+    else:
+        torch.mm(left, right, out=target)
 
 
 # 32-bit numbers in hand at a time, so that those of 16 bits are most of a piece. On a CPU also so few that they stay in
@@ -159,6 +182,7 @@ class Rows:
         assert loss.projection.linear is not None
         self.projection, self.pieces = loss.projection, len(loss.ranges)
         self.weight, self.bias = loss.projection.linear
+        self.late = loss.late
         self._after_steps = loss.after_steps
         self.logsumexp = logsumexp
         self.kept = target != loss.ignore_index
@@ -175,6 +199,16 @@ class Rows:
             even = loss.label_smoothing / loss.projection.width
             self.smooth = even * (logsumexp.new_ones(loss.projection.width) if class_weight is None else class_weight)
             self.total = self.own + kept * self.smooth.sum()
+
+    def blocks(self) -> Iterator[slice]:
+        """The classes, in as many blocks as there are pieces."""
+        count = min(self.pieces, len(self.weight))
+        for start, stop in pairwise(index * len(self.weight) // count for index in range(count + 1)):
+            yield slice(start, stop)
+
+    def bias_gradient(self) -> torch.Tensor | None:
+        """Room for the gradient of the bias; None where there is none."""
+        return None if self.bias is None or not self.bias.requires_grad else torch.empty_like(self.bias)
 
     def loss(self, logits: torch.Tensor, at: slice, *, replace: bool) -> torch.Tensor:
         """The loss of the rows `at`, whose logsumexp is filled in; `replace`: their logits by the gradient."""

@@ -23,6 +23,9 @@ class Loss:
         steps: what they went through since (casts, scaling), in order.
         ranges: the (start, length) of each piece of the rows.
         class_weight: these and the rest are arguments of `F.cross_entropy`.
+
+    Attributes:
+        late: whether the gradient of the weight is made when backward has what the rest of the graph adds to it.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Loss:
         self.class_weight = class_weight
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
+        self.late = False
 
     def after_steps(self, logits: torch.Tensor, classes: slice = ALL) -> torch.Tensor:
         """The logits of some classes after the casts and scalings that followed the projection."""

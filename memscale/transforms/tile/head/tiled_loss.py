@@ -56,10 +56,12 @@ def cross_entropy(
     differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
     if not differentiated or target.is_floating_point():
         value = loss.by_rows(hidden, flat_target, reduction)
-    elif class_blocks.pay(loss) and accelerated.takes(loss, hidden):
-        value = accelerated.cross_entropy(loss, reduction, hidden, flat_target)
     elif class_blocks.pay(loss):
-        value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
+        loss.late = class_blocks.pays_late(loss, hidden)
+        if accelerated.takes(loss, hidden):
+            value = accelerated.cross_entropy(loss, reduction, hidden, flat_target)
+        else:
+            value = class_blocks.cross_entropy(loss, reduction, hidden, flat_target, early=in_forward)
     elif in_forward:
         value = _Scalar.apply(  # type: ignore[no-untyped-call]
             loss, reduction, hidden, flat_target, *projection.captured

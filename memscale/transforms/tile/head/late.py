@@ -1,0 +1,156 @@
+"""The gradient of a head's weight that the rest of the graph uses too, made when backward has the rest of it.
+
+A tied embedding's gradient is complete last of all. What the head adds to it would wait for that through all of
+backward, in full: often the largest tensor of a step. It is made of little, the hidden states and a number for each
+row, so these wait instead, and the blocks of classes are added to what the embedding gives when that is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from memscale.core import changed_error, described, internals, version
+from memscale.runtime import home_of, is_alone
+
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+_SMALLER = 2  # so much smaller than the gradient has to be what waits
+
+
+class Fill(Protocol):
+    """What makes a gradient."""
+
+    def __call__(self, target: torch.Tensor, *, add: bool) -> None:
+        """Write it into `target`, or add it."""
+
+
+def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
+    """Whether the gradient of `weight` would wait, for `hidden` has come from `weight` too, and would be larger."""
+    if not weight.is_leaf or not weight.requires_grad or weight.nbytes < _SMALLER * hidden.nbytes:
+        return False
+    # Parameters that stream, or that FSDP gathers, may be gone by then.
+    if home_of(weight) is not None or _has_processes():
+        return False
+    return _leads_to(hidden, weight)
+
+
+def late_gradient(weight: torch.Tensor, hidden: torch.Tensor, fill: Fill) -> torch.Tensor:
+    """For a head's backward to return: what `fill` makes of these two, once the other gradients are there."""
+    made = LateGradient(weight, (_Unchanged(fill, weight, hidden),), None)
+    if weight._backward_hooks:  # the caller's, which would be called before ours
+        return made.settled()
+    _Settled(weight)
+    return made
+
+
+class LateGradient(torch.Tensor):
+    """A sum of gradients, some of which are yet to be made. Whatever else than autograd's sum asks gets the numbers."""
+
+    fills: tuple[Fill, ...]
+    made: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, fills: tuple[Fill, ...], made: torch.Tensor | None) -> LateGradient:
+        late = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        late.fills, late.made = fills, made
+        return late
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is _ADD and not kwargs and all(isinstance(each, torch.Tensor) for each in args):
+            one, other = args if isinstance(args[0], LateGradient) else args[::-1]
+            return one.plus(other)
+        if func is _ADD_IN_PLACE and not kwargs and not isinstance(args[0], LateGradient):
+            return args[1].added_to(args[0])
+        args, kwargs = internals.pytree.tree_map_only(LateGradient, LateGradient.settled, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def plus(self, other: torch.Tensor) -> LateGradient:
+        """The sum with another gradient."""
+        if isinstance(other, LateGradient):
+            mine = self if other.made is None else self.plus(other.made)
+            return LateGradient(self, mine.fills + other.fills, mine.made)
+        return LateGradient(self, self.fills, other if self.made is None else self.made + other)
+
+    def added_to(self, target: torch.Tensor) -> torch.Tensor:
+        """`target`, with all of it added."""
+        if self.made is not None:
+            target.add_(self.made)
+        for fill in self.fills:
+            fill(target, add=True)
+        return target
+
+    def settled(self) -> torch.Tensor:
+        """The sum itself."""
+        made, self.made = self.made, None
+        if made is None:
+            made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self.fills[0](made, add=False)
+            self.fills = self.fills[1:]
+        elif self.fills and not is_alone(made):  # as where one gradient goes to several tensors
+            made = made.clone()
+        for fill in self.fills:
+            fill(made, add=True)
+        self.made, self.fills = made, ()
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LateGradient({list(self.shape)}, {self.dtype})"
+
+
+class _Unchanged:
+    """A `Fill` that is refused once what it is made of is not what it was."""
+
+    def __init__(self, fill: Fill, *of: torch.Tensor) -> None:
+        self._fill, self._of, self._versions = fill, of, [version(tensor) for tensor in of]
+
+    def __call__(self, target: torch.Tensor, *, add: bool) -> None:
+        for tensor, expected, what in zip(self._of, self._versions, ("the weight", "the hidden states"), strict=True):
+            if (now := version(tensor)) != expected:
+                raise changed_error(
+                    described(f"{what} of a tiled output projection", tensor.dtype, tensor.shape),
+                    now,
+                    expected,
+                    "Backward, of which its gradient is the last part, has to end before",
+                )
+        self._fill(target, add=add)
+
+
+class _Settled:
+    """A hook for the next gradient of a leaf, which makes numbers of it before anybody else has it."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._handle = leaf.register_hook(self)
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        self._handle.remove()
+        return gradient.settled() if isinstance(gradient, LateGradient) else None
+
+
+def _leads_to(hidden: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether the graph behind `hidden` leads to `leaf`."""
+    wanted = torch.autograd.graph.get_gradient_edge(leaf).node
+    left = [hidden.grad_fn]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node is wanted:
+            return True
+        for following, _ in () if node is None else node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
+    return False
+
+
+def _has_processes() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
