@@ -239,6 +239,7 @@ INTERNALS = tuple(
         (f"{_ATEN}_thnn_fused_gru_cell_backward", "a recurrence on a card", _S),
         (f"{_ATEN}_thnn_fused_lstm_cell", "a recurrence on a card", _S),
         (f"{_ATEN}_thnn_fused_lstm_cell_backward_impl", "a recurrence on a card", _S),
+        (f"{_ATEN}_cudnn_init_dropout_state", "a recurrence on a card", _S),
         (f"{_ATEN}_cudnn_rnn", "a recurrence on a card", _S),
         (f"{_ATEN}_cudnn_rnn_backward", "a recurrence on a card", _S),
         ("torch._VF", "a recurrence on a card", _S),

@@ -5,6 +5,7 @@ All of that follows from the signature of the call, so it is found once for each
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,12 @@ class CallEffects:
         if key is not None:
             operator.effects[key] = effect
         return effect
+
+    def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
+        """What a call takes whose shapes follow from values: these are among `args`. Its time is not counted."""
+        if not self._kernels.is_cuda:
+            return NOTHING
+        return dataclasses.replace(NOTHING, program=self._kernels.program(op, args, kwargs, result, 0))
 
     def _layout(
         self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str

@@ -308,12 +308,13 @@ class HollowMode(TorchDispatchMode):
         ):
             raise NeedsValues(f"the shape of what {op} returns depends on values", self.books.path())
         self._assume(operator, deciding)
-        result = op(*exchanged(args, values), **exchanged(kwargs, values))
+        args, kwargs = exchanged(args, values), exchanged(kwargs, values)
+        result = op(*args, **kwargs)
         whole = result
         if not all(record.known or record.later for record in records):
             hollow = result_layout(result, tensors).build(self.hollow, tensors)
             result = integers_of(result, hollow) if operator.goes_by_lengths else hollow
-        self.books.enter(operator, result, NOTHING)
+        self.books.enter(operator, result, self._effects.by_values(op, args, kwargs, result))
         trusted = {id(tensor) for tensor in results_of(whole)}
         self.values.trust([tensor for tensor in results_of(result) if id(tensor) in trusted], guess_of(deciding))
         return result

@@ -70,7 +70,7 @@ def _rms_norm(
     return normed
 
 
-def _lstm_cell(
+def lstm_cell(
     input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     w_ih: torch.Tensor,
@@ -78,12 +78,13 @@ def _lstm_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``torch.lstm_cell``."""
     gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = _LSTM_CELL(*gates, hx[1], b_ih, b_hh)
     return hy, cy
 
 
-def _gru_cell(
+def gru_cell(
     input: torch.Tensor,
     hx: torch.Tensor,
     w_ih: torch.Tensor,
@@ -91,6 +92,7 @@ def _gru_cell(
     b_ih: torch.Tensor | None = None,
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """``torch.gru_cell``."""
     hy: torch.Tensor = _GRU_CELL(torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()), hx, b_ih, b_hh)[0]
     return hy
 
@@ -98,8 +100,8 @@ def _gru_cell(
 #: What runs on the device in place of an operator that is composed of others.
 FUSED: Mapping[OpOverload, Callable[..., Any]] = {
     aten.rms_norm.default: _rms_norm,
-    aten.lstm_cell.default: _lstm_cell,
-    aten.gru_cell.default: _gru_cell,
+    aten.lstm_cell.default: lstm_cell,
+    aten.gru_cell.default: gru_cell,
 }
 
 

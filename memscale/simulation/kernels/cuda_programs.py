@@ -26,7 +26,11 @@ _ORDER: Mapping[str, tuple[int, ...]] = {
     "aten._embedding_bag.default": (2, 1, 0, 3),
     **FUSED_ORDER,
 }
-_SEEDS_ON_HOST = {"aten._scaled_dot_product_efficient_attention.default": (2, 3)}
+_ON_HOST = {
+    "aten._scaled_dot_product_efficient_attention.default": (2, 3),  # seeds, but for a capture
+    "aten._pack_padded_sequence.default": (1,),
+    "aten._pad_packed_sequence.default": (1,),
+}
 
 
 def order_of(op: str) -> tuple[int, ...]:
@@ -47,8 +51,8 @@ def in_order(order: tuple[int, ...], results: list[torch.Tensor]) -> list[torch.
 
 
 def on_host(op: str) -> tuple[int, ...]:
-    """Which results of `op` a CUDA kernel leaves on the CPU: seeds, but for a capture."""
-    return _SEEDS_ON_HOST.get(op, ())
+    """Which results of `op` a CUDA kernel leaves on the CPU."""
+    return _ON_HOST.get(op, ())
 
 
 def cuda_program(
@@ -331,6 +335,22 @@ def _roll(args: Sequence[Any], capability: Capability, multiprocessors: int) -> 
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
 
 
+def _packed(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """The rows of the steps that have equally many sequences, whole, from which the result is joined.
+
+    Source: ``_pack_padded_sequence`` in aten/src/ATen/native/PackedSequence.cpp.
+    """
+    padded, lengths, batch_first = args
+    steps = padded.transpose(0, 1) if batch_first else padded
+    parts, begin = [], 0
+    for shorter, length in enumerate(reversed(lengths.tolist())):
+        if length > begin:
+            parts.append(steps[begin:length, : steps.size(1) - shorter])
+            begin = length
+    copies = taken(*map(copied, parts))
+    return *copies, RESULTS, *(-nbytes for nbytes in copies)
+
+
 #: The ops whose programs are known, by ``str(OpOverload)``; reductions have one rule for all.
 PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     **ATTENTION,
@@ -366,6 +386,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten.soft_margin_loss.default": _margin_loss,
     "aten.soft_margin_loss_backward.default": _margin_loss_backward,
     "aten.multi_margin_loss.default": _multi_margin_loss,
+    "aten._pack_padded_sequence.default": _packed,
     "aten.im2col.default": _patches,
     "aten.col2im.default": _folded,
 }

@@ -28,10 +28,12 @@ from memscale.simulation.kernels.rnn_weights import (
     halved_together,
     stand_in,
 )
+from memscale.simulation.kernels.rnns_by_cells import by_cells
 from memscale.simulation.process_state import patched
 
 RNN = torch.ops.aten._cudnn_rnn.default
 RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
+DROPOUT = torch.ops.aten._cudnn_init_dropout_state.default
 
 _LSTM = MODES["lstm"]
 _KEPT = (1, 1, 5, 6)  # numbers for each unit and position, for backward
@@ -181,12 +183,6 @@ def dropout_states_bytes(multiprocessors: int) -> int:
     return multiprocessors * 1024 * 48
 
 
-def drops(args: Sequence[Any]) -> bool:
-    """Whether a call of ``_cudnn_rnn`` draws numbers."""
-    call = Recurrence.of(args)
-    return call.trains and call.dropout > 0
-
-
 # What the operators return.
 
 
@@ -217,12 +213,20 @@ def _backward(*args: Any) -> tuple[Any, ...]:
     return dx, dhx, dcx, [part.view(weight.shape) for part, weight in zip(parts, call.weights, strict=True)]
 
 
+def _dropout(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)  # what it returns is kept beside tensors, as a workspace
+
+
 def _has_biases(call: Recurrence) -> bool:
     return call.stride >= 4
 
 
 #: The operators' results, by the arguments, for which PyTorch has no fake kernel or one that leaves the reserve out.
-RESULTS_OF_RNNS: Mapping[OpOverload, Callable[..., tuple[Any, ...]]] = {RNN: _forward, RNN_BACKWARD: _backward}
+RESULTS_OF_RNNS: Mapping[OpOverload, Callable[..., Any]] = {
+    RNN: _forward,
+    RNN_BACKWARD: _backward,
+    DROPOUT: _dropout,
+}
 
 
 # What they take.
@@ -302,10 +306,24 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
         data, batch_sizes = args[0], args[1].tolist() if packed else []
         hx, weights, has_biases, layers, dropout, trains, bidirectional = args[1 + packed : 8 + packed]
         states = list(hx) if mode == _LSTM else [hx, None]
-        if not _takes(data, states, weights, capability):
-            return original(*args)
         batch_first = False if packed else args[8]
+        if is_functorch_wrapped_tensor(data) or states[0] is None:
+            return original(*args)
+        if not data.numel() or not _takes(data.dtype, capability):
+            return by_cells(
+                data,
+                batch_sizes,
+                states if mode == _LSTM else states[:1],
+                weights,
+                mode=mode,
+                has_biases=has_biases,
+                dropout=dropout if trains else 0.0,
+                bidirectional=bidirectional,
+                batch_first=batch_first,
+            )
         options = (layers, batch_first, dropout, trains, bidirectional, batch_sizes, None)
+        if trains and dropout:  # asked for each time, made once; before autocast's copies of the weights
+            DROPOUT(dropout, True, 0, dtype=torch.uint8)
         # As `_cudnn_impl` tells an LSTM with projections, whose layers have a matrix more.
         hidden, state = (states[1] if mode == _LSTM else states[0]).size(2), states[0].size(2)
         projection = 0 if state == hidden else state
@@ -324,14 +342,10 @@ def _by_cudnn(original: Callable[..., Any], mode: int, capability: Capability) -
     return run
 
 
-def _takes(
-    data: torch.Tensor, states: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor], capability: Capability
-) -> bool:
+def _takes(dtype: torch.dtype, capability: Capability) -> bool:
     """``use_cudnn`` in aten/src/ATen/native/RNN.cpp."""
-    if not torch.backends.cudnn.enabled or not data.numel() or is_functorch_wrapped_tensor(data):
-        return False
-    has_dtype = data.dtype in FLATTENED or (data.dtype is torch.bfloat16 and capability >= (8, 0))
-    return has_dtype and states[0] is not None
+    has_dtype = dtype in FLATTENED or (dtype is torch.bfloat16 and capability >= (8, 0))
+    return bool(torch.backends.cudnn.enabled) and has_dtype
 
 
 def launches(op: OpOverload, args: Sequence[Any]) -> int:
@@ -340,7 +354,7 @@ def launches(op: OpOverload, args: Sequence[Any]) -> int:
     Measured: 4 times 5.5 µs for each step, layer and direction of the standard algorithm, 14 to 34 µs in nine of ten of
     59 networks forward, and a quarter of that where one kernel does all steps.
     """
-    if op not in RESULTS_OF_RNNS:
+    if op not in (RNN, RNN_BACKWARD):
         return 1
     backward = op is RNN_BACKWARD
     call = Recurrence.of(args, backward=backward)
@@ -348,18 +362,17 @@ def launches(op: OpOverload, args: Sequence[Any]) -> int:
     return each * call.steps * call.layers * call.directions
 
 
-def recurrence_notes(modules: Iterable[nn.Module]) -> list[str]:
-    """What is not known for sure of these modules on a card."""
-    found = [module for module in modules if isinstance(module, nn.RNNBase)]
+def recurrence_notes(modules: Iterable[nn.Module], capability: Capability) -> list[str]:
+    """What is not known for sure of these modules on a card: of those that cuDNN runs."""
+    recurrent = (module for module in modules if isinstance(module, nn.RNNBase))
+    found = [module for module in recurrent if _takes(next(module.parameters()).dtype, capability)]
     names = ", ".join(sorted({type(module).__name__ for module in found}))
     notes = []
-    if found and torch.backends.cudnn.enabled:
+    if found:
         notes.append(
             f"{names}: on CUDA cuDNN runs it, and only cuDNN knows what it keeps for backward and its "
             "workspace: both are by measurement on one card, an H100 with cuDNN 9.19; of other releases they may differ"
         )
-    elif found:
-        notes.append(f"{names}: without cuDNN, simulated with the CPU's kernels")
-    if any(module.proj_size for module in found) and torch.backends.cudnn.enabled:
+    if any(module.proj_size for module in found):
         notes.append("an LSTM with projections is taken to work in what one without does: within 5 % for 24 on an H100")
     return notes

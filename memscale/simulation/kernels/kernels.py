@@ -24,12 +24,11 @@ from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS, by_produ
 from memscale.simulation.kernels.cuda_fused import cuda_fused
 from memscale.simulation.kernels.cuda_programs import cuda_program, on_host, order_of
 from memscale.simulation.kernels.cuda_rnns import (
+    DROPOUT,
     DROPOUT_STATES,
     RESULTS_OF_RNNS,
-    RNN,
     cuda_rnns,
     dropout_states_bytes,
-    drops,
     launches,
     recurrence_notes,
 )
@@ -119,7 +118,7 @@ class Kernels:
 
     def workspaces(self, op: OpOverload, args: Any) -> dict[str, int]:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
-        if self.is_cuda and op is RNN and drops(args):
+        if self.is_cuda and op is DROPOUT:
             return {DROPOUT_STATES: dropout_states_bytes(self.multiprocessors)}
         if not self.is_cuda or not (op._opname in _PRODUCTS or self._convolves_by_products(op, args)):
             return {}
@@ -141,7 +140,7 @@ class Kernels:
         if not self.is_cuda:
             return []
         modules = list(modules)
-        found = recurrence_notes(modules)
+        found = recurrence_notes(modules, self.capability)
         if any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
                 "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "
