@@ -37,7 +37,7 @@ from memscale.simulation.kernels.shapes import (
 )
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
 from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
-from memscale.simulation.operators import Call, Operator
+from memscale.simulation.operators import Call, Operator, composition
 from memscale.simulation.parallel.collectives import (
     NAMESPACE,
     Works,
@@ -121,8 +121,8 @@ class HollowMode(TorchDispatchMode):
             if op.__class__ is not OpOverload:  # operators of higher order
                 return op(*args, **kwargs)
             if is_of_fsdp(op):
-                with self:  # a function in Python, of operators: one returns views of memory that it has copied to
-                    return op._op_dk(DispatchKey.CPU, *args, **kwargs)
+                with self:  # a function of operators: one returns views of memory that it has copied to
+                    return op._op_dk(composition(op, DispatchKey.CPU), *args, **kwargs)
             if is_wait(op):
                 self.works.awaited(args[0])
                 return args[0]

@@ -114,7 +114,7 @@ class Operator:
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
-            composed=_composition(op) if kernels.is_cuda and op in _COMPOSED else None,
+            composed=composition(op) if kernels.is_cuda and op in _COMPOSED else None,
             sums=op in _IN_PLACE_WITHOUT_MODE or op in OF_FORMULAS,
             written=written_arguments(op),
             order=kernels.order(op),
@@ -122,9 +122,10 @@ class Operator:
         )
 
 
-def _composition(op: OpOverload) -> DispatchKey:
+def composition(op: OpOverload, *before: DispatchKey) -> DispatchKey:
+    """The key of the kernel that composes `op` of others; that of the first of `before` that has one, if any has."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
+    keys = *before, DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
     return next(key for key in keys if has_kernel(op.name(), key.name))
 
 

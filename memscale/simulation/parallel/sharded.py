@@ -122,7 +122,8 @@ class Sharded:
                     parameter.sharded_state = type(parameter.sharded_state).SHARDED
                     parameter.all_gather_outputs = []
                     parameter.__dict__.pop("_unsharded_param", None)
-                    parameter.unsharded_accumulated_grad = None
+                    if "unsharded_accumulated_grad" in vars(parameter):  # else it is what the gathered one has
+                        parameter.unsharded_accumulated_grad = None
                 group._sharded_state = type(group._sharded_state).SHARDED
                 group._reset_sharded_params = False  # their memory is another one now
                 group._all_gather_result = group._partial_reduce_output = None
