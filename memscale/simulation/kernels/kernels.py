@@ -38,6 +38,7 @@ from memscale.simulation.kernels.cuda_scratch import (
     cuda_dropout,
     uses_cublaslt,
 )
+from memscale.simulation.kernels.products import products_unwatched
 from memscale.simulation.kernels.programs import RESULTS, Program, most_held, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 from memscale.simulation.process_state import patched
@@ -153,6 +154,7 @@ class Kernels:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
         with ExitStack() as stack:
             stack.enter_context(patched(F, "linear", linear))
+            stack.enter_context(products_unwatched())
             if self.is_cuda:
                 stack.enter_context(cuda_attention(self.capability))
                 stack.enter_context(cuda_dropout())
