@@ -60,7 +60,9 @@ def quantized(values: torch.Tensor, block: int, *, signed: bool) -> tuple[torch.
     """
     if device_type(values) != "cpu":
         found, largest = kernels().quantize_blockwise(values, _codes(values.device, signed), block)
-        return found if signed else torch.maximum(found, (values > 0).to(torch.uint8)), largest
+        if not signed:
+            torch.maximum(found, (values > 0).view(torch.uint8), out=found)
+        return found, largest
     whole = values.numel() // block * block
     rows = [values[:whole].view(-1, block), values[whole:].view(1, -1)]
     parts = [_by_table(part, signed) for part in rows if part.numel()]

@@ -12,13 +12,14 @@ import torch
 from memscale.core import ConfigError, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
+from memscale.optimizers.packed import Packed
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
 _LEAST = 4096  # numbers: fewer save nothing worth the rounding
 # Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved.
-_LEAST_BYTES, _MOST_BYTES, _SHARE = 2**20, 2**24, 16
+_LEAST_BYTES, _MOST_BYTES, _SHARE = 2**20, 2**24, 64
 _LARGEST = ".largest"  # of a block's magnitudes, beside the codes of a moment
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -89,6 +90,7 @@ class _Quantized(StepPart):
         self.how = how
         self._parameters: list[torch.Tensor] = []
         self._at_once = _MOST_BYTES
+        self._packed = Packed()
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
@@ -98,6 +100,9 @@ class _Quantized(StepPart):
         self._at_once = min(max(share, _LEAST_BYTES), _MOST_BYTES)
         for device in {parameter.device for parameter in parameters}:
             prepare(device)
+        # What another part moves elsewhere would leave a block behind that nothing frees.
+        stay = not any(part.places_states for part in self.optimizer.parts)
+        self._packed.attend(parameters, lambda each: self._width(each) * len(self._moments(each)) if stay else 0)
         for parameter in parameters:
             self._shrink(parameter)
 
@@ -199,12 +204,11 @@ class _Quantized(StepPart):
             finally:
                 after = state.pop(twin, {})
             for name, moment in moments.items():
-                codes, largest = quantized(after[name].detach().view(-1), block, signed=moment.signed)
                 if name not in found:
-                    found[name] = torch.empty_like(parameter, dtype=torch.uint8)
-                    found[f"{name}{_LARGEST}"] = largest.new_empty(-(-parameter.numel() // block))
-                found[name].view(-1)[part] = codes
-                found[f"{name}{_LARGEST}"][blocks] = largest
+                    codes, found[f"{name}{_LARGEST}"] = self._room(parameter, name)
+                    found[name] = codes.view(parameter.shape)
+                made = quantized(after.pop(name).detach().view(-1), block, signed=moment.signed)
+                _put(made, found[name].view(-1)[part], found[f"{name}{_LARGEST}"][blocks])
             small = {name: value for name, value in after.items() if name not in moments}
             group.update({**now, "params": [parameter]})
         state[parameter] = {**small, **found}
@@ -219,27 +223,41 @@ class _Quantized(StepPart):
             if (moment.dims, moment.of) == (parameter.dim(), self.inner.states_like(parameter))
         }
 
+    def _width(self, parameter: torch.Tensor) -> int:
+        """The bytes of a moment: its codes, and from where a number may begin, the largest of each block."""
+        if parameter.numel() < _LEAST:
+            return 0
+        return -(-parameter.numel() // 4) * 4 + 4 * -(-parameter.numel() // self.how.block)
+
+    def _room(self, parameter: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the codes of a moment, flat, and for the largest of each block."""
+        numel, blocks, width = parameter.numel(), -(-parameter.numel() // self.how.block), self._width(parameter)
+        if (room := self._packed.room(parameter)) is None:
+            return parameter.new_empty(numel, dtype=torch.uint8), parameter.new_empty(blocks, dtype=torch.float32)
+        start = sorted(self._moments(parameter)).index(name) * width
+        return room[start : start + numel], room[start + width - 4 * blocks : start + width].view(torch.float32)
+
     def _shrink(self, parameter: torch.Tensor) -> None:
         """Quantise the moments of `parameter` that are not yet."""
         optimizer = self.optimizer
         states = optimizer.state.get(parameter)
         if not isinstance(states, dict) or parameter.numel() < _LEAST:
             return
-        made: dict[str, torch.Tensor] = {}
+        made: set[str] = set()
         for name, moment in self._moments(parameter).items():
             value = states.get(name)
             if isinstance(value, torch.Tensor) and value.dtype == moment.dtype and _is_dense(value, parameter):
+                if not made:
+                    states = optimizer.state[parameter] = dict(states)
                 flat = value.detach().as_strided((value.numel(),), (1,))
-                codes, made[f"{name}{_LARGEST}"] = quantized(flat, self.how.block, signed=moment.signed)
-                made[name] = codes.as_strided(value.shape, value.stride())
-        if not made:
-            return
-        rest = {name: value for name, value in states.items() if name not in made}
-        if id(parameter) in optimizer._shared:  # whoever else has these keeps them
+                codes, largest = self._room(parameter, name)
+                _put(quantized(flat, self.how.block, signed=moment.signed), codes, largest)
+                states.update({name: codes.as_strided(value.shape, value.stride()), f"{name}{_LARGEST}": largest})
+                made |= {name, f"{name}{_LARGEST}"}
+                del value, flat  # before the next one's codes are there
+        if made and id(parameter) in optimizer._shared:  # whoever else has these keeps them
             optimizer._shared.discard(id(parameter))
-            rest = copied(rest)
-        order = [*states, *(name for name in made if name not in states)]
-        optimizer.state[parameter] = {name: made[name] if name in made else rest[name] for name in order}
+            states.update({name: copied(value) for name, value in states.items() if name not in made})
 
     def _restore(self, parameter: torch.Tensor) -> None:
         """Give `parameter` its moments as numbers."""
@@ -269,3 +287,8 @@ def _is_dense(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return value.dtype in kinds and last + 1 == value.numel()
+
+
+def _put(made: tuple[torch.Tensor, torch.Tensor], codes: torch.Tensor, largest: torch.Tensor) -> None:
+    codes.copy_(made[0])
+    largest.copy_(made[1])

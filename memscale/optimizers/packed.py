@@ -1,0 +1,53 @@
+"""Memory for what many parameters keep, in few blocks.
+
+A caching allocator hands out whole blocks, and one of several MiB has up to one more than was asked for: with two
+tensors for each parameter that is some percent of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+_BLOCK_BYTES = 2**26  # taken when the first parameter in it needs it: those that never step are mostly neighbours
+_ALIGNED = 256
+
+
+class Packed:
+    """Room for bytes of parameters, in blocks for those that are next to each other."""
+
+    def __init__(self) -> None:
+        # By the id of the parameter: its block, where in it, and how many bytes.
+        self._places: dict[int, tuple[_Block, int, int]] = {}
+
+    def attend(self, parameters: Sequence[torch.Tensor], nbytes: Callable[[torch.Tensor], int]) -> None:
+        """There is to be room of `nbytes` for each of these, and for no others; none is taken yet."""
+        known, self._places = self._places, {}
+        open_blocks: dict[torch.device, _Block] = {}
+        for parameter in parameters:
+            size = nbytes(parameter)
+            place = known.get(id(parameter))
+            if size and (place is None or place[2] != size):
+                block = open_blocks.get(parameter.device)
+                if block is None or block.nbytes + size > _BLOCK_BYTES:
+                    block = open_blocks[parameter.device] = _Block()
+                place = block, block.nbytes, size
+                block.nbytes += -(-size // _ALIGNED) * _ALIGNED
+            if size and place is not None:
+                self._places[id(parameter)] = place
+
+    def room(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of a parameter; None for one that was not attended to, or is to have none."""
+        if (place := self._places.get(id(parameter))) is None:
+            return None
+        block, start, size = place
+        if block.memory is None:
+            block.memory = torch.empty(block.nbytes, dtype=torch.uint8, device=parameter.device)
+        return block.memory[start : start + size]
+
+
+class _Block:
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.memory: torch.Tensor | None = None
