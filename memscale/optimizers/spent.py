@@ -12,6 +12,8 @@ from memscale.core import TransformError
 class SpentGradient(torch.Tensor):
     """The gradient of a parameter that has stepped already.
 
+    It says nothing of parts that it is made of: so a compiler leaves code that reads it to Python, where it raises.
+
     Not None: clipping would find nothing to clip, a loss scaler no gradient to look at, and a second backward would
     begin a new sum, all of them without a word.
     """
@@ -37,7 +39,9 @@ class SpentGradient(torch.Tensor):
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        """What PyTorch's optimizers ask before they change anything."""
+        """What PyTorch's optimizers ask before they change anything, and Dynamo of each parameter's gradient."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return False  # a compiler describes the parameter, whose gradient its graph does not read
         raise self._gone("is_sparse")
 
     def _gone(self, asked: str) -> TransformError:
@@ -47,14 +51,6 @@ class SpentGradient(torch.Tensor):
             "step_in_backward(accumulate=...), clipping by their norm takes step_in_backward(max_norm=...); "
             "what else needs them at once, as a loss scale does, goes without step_in_backward()"
         )
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """The tensors that it is made of: none."""
-        return [], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts: Any, context: Any, shape: Any, strides: Any) -> SpentGradient:
-        raise TransformError("a gradient that step_in_backward() has used up cannot be part of a compiled function")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SpentGradient({self.title})"

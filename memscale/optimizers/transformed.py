@@ -16,6 +16,7 @@ from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
 from memscale.optimizers.separability import Separability, check_separable
 from memscale.optimizers.spent import SpentGradient
+from memscale.regions import uncompiled
 
 
 class OptimizerTransform(Transform):
@@ -261,6 +262,9 @@ def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).step(self, *args, **kwargs)
     self._is_stepping = True
     try:
+        if self.steps_in_backward:
+            why = "step_in_backward() has stepped in backward: what is left is books, and no work for a compiler"
+            return uncompiled(_hooked_step, why, self, *args, **kwargs)
         return _hooked_step(self, *args, **kwargs)
     finally:
         self._is_stepping = False

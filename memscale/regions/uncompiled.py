@@ -14,15 +14,15 @@ from memscale.core import internals
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def uncompiled(run: Callable[..., Any], why: str, *arguments: Any) -> Any:
-    """``run(*arguments)``, at the price of a graph break where Dynamo traces it; `why` is what Dynamo reports then."""
+def uncompiled(run: Callable[..., Any], why: str, *arguments: Any, **named: Any) -> Any:
+    """``run(*arguments, **named)``, at the price of a graph break where Dynamo traces it; `why` is what Dynamo reports then."""
     # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
     try:
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=why)
     finally:
         pass
-    return without_dynamo(run)(*arguments)
+    return without_dynamo(run)(*arguments, **named)
 
 
 def without_dynamo(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,12 +91,12 @@ def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[
 
 
 def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others."""
+    """The tensors that have storages: a wrapper subclass has none of its own, and is made of others or of nothing."""
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             found += with_storages([part for part in wrapped(tensor).values() if isinstance(part, torch.Tensor)])
-        else:
+        elif tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0:
             found.append(tensor)
     return found
 

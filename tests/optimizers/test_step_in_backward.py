@@ -351,3 +351,37 @@ def test_a_simulated_step_has_both_passes():
     ]
     assert profiles[1].flops > 1.5 * profiles[0].flops
     assert profiles[1].peak_bytes <= 1.02 * profiles[0].peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
+def test_compiled_between_and_around_steps():
+    """Gradients that are used up are there while a model is compiled for a batch of another size, or a whole step is."""
+
+    def losses(how, *, compiled_step):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        optimizer = how(ADAMW(model.parameters()))
+        forward = torch.compile(model, backend="eager")
+
+        def step(x):
+            loss = forward(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = torch.compile(step, backend="eager") if compiled_step else step
+        return [run(torch.ones(rows, 4)).item() for rows in (2, 3, 4)]
+
+    for compiled_step in (False, True):
+        torch._dynamo.reset()
+        assert losses(HOW, compiled_step=compiled_step) == losses(ms.identity, compiled_step=False)
+
+    model = deep()
+    optimizer = HOW(ADAMW(model.parameters()))
+    model(torch.ones(2, SIZE)).sum().backward()
+    norm = torch.compile(lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]), backend="eager")
+    with pytest.raises(ms.TransformError, match=r"the gradient of parameter 0 .* is gone"):
+        norm()
+    optimizer.step()
+    torch._dynamo.reset()
