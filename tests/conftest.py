@@ -68,6 +68,14 @@ def _own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_workspace():
+    """Bytes of a step on a card are the same with every release: from 2.12 on PyTorch has one workspace unless told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_known_plans():
     """A test that plans does so from scratch."""

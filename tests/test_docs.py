@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from memscale.core import internals
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A Python block, and the text block right after it when there is one: what the Python block prints.
@@ -19,6 +21,13 @@ BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.
 # The numbers of a page are those of these releases; by others a step may take a few bytes or a rounding more or less.
 PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 AS_PINNED = all(f"{name}=={version(name).partition('+')[0]}" in PINS for name in ("torch", "transformers"))
+
+
+# What a page says of a compiler that can do more, or chooses for a model that other releases build otherwise.
+OTHERWISE = {
+    "cast.md": not internals.has("torch._dynamo.variables.dicts.DunderDictVariable"),
+    "tutorial.md": version("transformers").startswith("4."),  # its GPT-2 keeps a mask for each layer
+}
 
 
 def shown(text):
@@ -43,7 +52,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_it_says(page, tmp_path
             printed = io.StringIO()
             with redirect_stdout(printed):
                 exec(code, namespace.__dict__)
-            if block["output"] is not None:
+            if block["output"] is not None and not OTHERWISE.get(page.name):
                 assert shown(printed.getvalue()) == shown(block["output"]), f"{page.name}, the block at line {line + 1}"
     finally:
         if "torch._dynamo" in sys.modules:

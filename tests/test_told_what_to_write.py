@@ -154,6 +154,7 @@ assert dist.group.WORLD._get_sequence_number_for_group() > numbers
 def test_a_simulated_step_sends_no_gradient_to_other_processes_and_one_that_has_to_run_logs_nothing():
     code = REPORTS_TO_NOBODY + "ms.measure(lambda: torch.ones(9))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stdout == "static\n", ran.stderr
+    # Gloo said what it is connected to, until torch 2.12.
+    assert [line for line in ran.stdout.splitlines() if not line.startswith("[Gloo]")] == ["static"], ran.stderr
     assert ran.returncode == 0, ran.stderr
     assert "profiler_start" not in ran.stderr

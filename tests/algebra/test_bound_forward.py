@@ -153,7 +153,9 @@ def test_a_forward_that_somebody_patched_has_its_own_signature():
 @pytest.mark.parametrize(
     "how", ["a composition", *(pytest.param(how, marks=pytest.mark.deep) for how in ("checkpoint", "tile"))]
 )
-def test_it_compiles_in_one_graph(how):
+def test_it_compiles_in_one_graph(how, request):
+    if how == "a composition":  # with a cast
+        request.getfixturevalue("cast_in_one_graph")
     _, fit = transformed(how, ("blocks.*",))
     expected = fit(numbers())
     torch._dynamo.reset()

@@ -87,8 +87,9 @@ def test_a_prediction_is_what_the_run_takes(given: dict[str, Any], tmp_path: Pat
         added = module.__dict__.keys() - attributes.keys()
         assert all("gradient_checkpointing" in name or "_require_grads_hook" in name for name in added)
     assert run.optimizer is None
-    # What is not in it is the one batch that accelerate reads ahead.
-    assert 0 <= real_peak_bytes(run) / found.peak_bytes - 1 < 0.005
+    # What is not in it is the one batch that accelerate reads ahead; before transformers 5 a Trainer has one more.
+    more = 0 if own_checkpointing().startswith("activation") else run.args.train_batch_size * 64 * 2 * 8
+    assert 0 <= (real_peak_bytes(run) - more) / found.peak_bytes - 1 < 0.005
     assert any("evaluation" in note for note in found.notes)
 
 

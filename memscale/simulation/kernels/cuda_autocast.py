@@ -176,7 +176,8 @@ _BELOW = torch._C.DispatchKeySet(_AUTOCAST)
 
 
 def _overload(name: str) -> OpOverload | None:
-    """The operator of this name, None if this PyTorch has none."""
+    """The operator of this name that this PyTorch's autocast casts, None if there is none."""
     packet, _, overload = name.partition(".")
     found: OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-    return found
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return found if found is not None and has_kernel(found.name(), "AutocastCUDA") else None

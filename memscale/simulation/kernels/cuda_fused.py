@@ -32,9 +32,10 @@ _GRU_CELL_BACKWARD = aten._thnn_fused_gru_cell_backward.default
 _GRU_KEEPS, _GRU_GATES = 5, 3  # numbers for each unit
 
 _key = torch._C.DispatchKey
-# Of a tensor on the device, under a mode in Python.
+# Of a tensor on the device, under a mode in Python. Before torch 2.12 such a mode has to find what was there on entry.
 _AS_ON_CUDA = functools.reduce(
-    torch._C.DispatchKeySet.__or__, map(torch._C.DispatchKeySet, (_key.AutogradCUDA, _key.Python, _key.CPU))
+    torch._C.DispatchKeySet.__or__,
+    map(torch._C.DispatchKeySet, (_key.PythonTLSSnapshot, _key.AutogradCUDA, _key.Python, _key.CPU)),
 )
 
 

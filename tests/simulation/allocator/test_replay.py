@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import dataclasses
 import random
@@ -481,8 +482,9 @@ def torch_settings():
     if torch.cuda.is_available():
         pytest.skip("would change the settings of the CUDA allocator in use")
     yield torch._C._accelerator_setAllocatorSettings
-    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,max_non_split_rounding_mb:20")
-    torch._C._accelerator_setAllocatorSettings("")
+    for text in ("large_segment_size_mb:20", "max_non_split_rounding_mb:20", ""):
+        with contextlib.suppress(ValueError):  # some releases have no such setting, and then nothing to put back
+            torch._C._accelerator_setAllocatorSettings(text)
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -551,11 +552,13 @@ def test_an_error_inside_multi_head_attention_leaves_nothing_behind(fakes):
 def test_empty_inputs_take_no_kernel(fakes):
     q = torch.empty(B, H, 0, D, dtype=BF16, requires_grad=True)
     saved, full = Saved(), torch.empty(B, H, L, D, dtype=BF16)
-    with cuda_attention(A100, FLAGS), saved.context:
-        assert F.scaled_dot_product_attention(q, q, q).shape == (B, H, 0, D)
-        assert F.scaled_dot_product_attention(full, q, q).shape == (B, H, L, D)
-        assert F.scaled_dot_product_attention(q, full, full).shape == (B, H, 0, D)
-    assert saved.sizes() == []
+    plain = Saved()
+    for device, keeps in ((cuda_attention(A100, FLAGS), saved), (nullcontext(), plain)):
+        with device, keeps.context:
+            assert F.scaled_dot_product_attention(q, q, q).shape == (B, H, 0, D)
+            assert F.scaled_dot_product_attention(full, q, q).shape == (B, H, L, D)
+            assert F.scaled_dot_product_attention(q, full, full).shape == (B, H, 0, D)
+    assert saved.sizes() == plain.sizes()  # nothing, but before torch 2.12 what it is composed of
 
 
 def test_arguments_reach_the_kernel(fakes):
