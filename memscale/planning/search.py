@@ -17,7 +17,8 @@ from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
 from memscale.planning.ladder import Ladder
 from memscale.planning.parts import Part, parts_of
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.solver import Chooser, Floats, LinkRates
+from memscale.planning.program import Floats
+from memscale.planning.solver import Chooser, LinkRates
 from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
 from memscale.simulation import Profile, SimulatedStep

@@ -1,28 +1,18 @@
 """The choice: for each part the candidate with which the step is fastest and its bytes stay below a limit everywhere.
 
-A mixed-integer program for HiGHS: one binary variable for each candidate of each part. Its settings leave nothing to
-chance or to the clock, so that the same costs give the same choice everywhere.
+A mixed-integer program: one binary variable for each candidate of each part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from memscale.core import RuntimeUnavailable
 from memscale.planning.costs import Assignment, Bytes, Costs
+from memscale.planning.program import Floats, Program
 
-# How far from the best a choice may be, as a share of the step's time, and the nodes of the search tree after which
-# the best one found so far is taken: a limit in seconds would make the plan depend on the machine. What is found is
-# then polished; the last tenths of a percent cost the search ten times as long.
-_GAP = 1e-3
-_NODES = 1000
-# With HiGHS' own 1e-6 its presolve (1.15.1) took a program of 9 parts for infeasible that has choices.
-_TOLERANCE = 1e-7
 # Of programs with more binaries the search takes long: 2 s for 160, of 12 blocks, and 16 s for 560, of 32. The relaxed
 # program's choice, its fractional parts decided, is within 0.4 % and 0.05 % of what it finds: many parts divide finely.
 _WHOLE = 100
@@ -31,8 +21,6 @@ _MIB = 2.0**20
 
 # Of what candidates that move bytes are thought to wait, at least and at most what one step may show.
 _LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -192,75 +180,41 @@ class Chooser:
     def _solve(self, cost: Floats, limit: float | None, among: Collection[str] | None = None) -> Choice | None:
         """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
         least = limit is None
-        highspy = _highspy()
-        solver = highspy.Highs()
-        for option, value in (
-            ("output_flag", False),
-            ("threads", 1),
-            ("random_seed", 0),
-            ("mip_rel_gap", _GAP),
-            ("mip_abs_gap", 0.0),
-            ("mip_max_nodes", _NODES),
-            ("mip_feasibility_tolerance", _TOLERANCE),
-        ):
-            solver.setOptionValue(option, value)
-        infinity = highspy.kHighsInf
         unit = 1.0 if least else max(self.costs.seconds(self.costs.as_it_is), 1e-12)
         columns = len(cost)
         allowed = np.array([among is None or each <= set(among) for each in self._techniques], dtype=np.float64)
         # Beside the binaries: the peak; or how long the step waits for the link that all share.
         lacks = [] if least else [each / unit for each in self._link_seconds()]
         beside = [1.0] if least else [self.moving_scale] if lacks else []
-        extra = len(beside)
-        solver.addVars(columns + extra, np.zeros(columns + extra), np.r_[allowed, np.full(extra, infinity)])
-        solver.changeColsCost(
-            columns + extra, np.arange(columns + extra), np.r_[cost / unit, beside].astype(np.float64)
-        )
+        program = Program(np.r_[cost / unit, beside], np.r_[allowed, np.full(len(beside), np.inf)])
         for each in lacks:
-            solver.addRow(-infinity, 0.0, columns + 1, np.arange(columns + 1), np.r_[each, -1.0])
+            program.add_row(-np.inf, 0.0, np.arange(columns + 1), np.r_[each, -1.0])
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
-            solver.addRow(1.0, 1.0, high - low, np.arange(low, high), np.ones(high - low))
-        columns_held = self._held_now()
-        apart = self._add_streaming(solver) if self._together.any() else -1
-        for at in _stations_that_matter(columns_held, self._together):
-            held = columns_held[:, at]
-            which = np.flatnonzero(held)
-            held = held[which]
-            if least:
-                which, held = np.r_[which, columns], np.r_[held, -1.0]
-            if self._together[at]:
-                which, held = np.r_[which, apart], np.r_[held, -self._together[at]]
-            solver.addRow(-infinity, 0.0 if limit is None else limit, len(which), which, held)
-        counts = self._count_streamed(solver, highspy)
+            program.add_row(1.0, 1.0, np.arange(low, high), np.ones(high - low))
+        held = self._held_now().T
+        rows = [held, np.full((len(held), len(beside)), -1.0 if least else 0.0)]
+        if self._together.any():
+            self._add_streaming(program)
+            rows.append(-self._together[:, None])
+        program.wait(np.concatenate(rows, axis=1), 0.0 if limit is None else limit)
+        counts = self._count_streamed(program)
         cap_bytes = None if self.link is None else self.link.cap_bytes
         if cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
-            solver.addRow(-infinity, cap_bytes / _MIB, len(which), which, self._out[which] / _MIB)
-        relaxed = None
-        if columns > _WHOLE:
-            if not _is_solved(solver, highspy):
-                return None
-            info = solver.getInfo()
-            best = info.mip_dual_bound if counts else info.objective_function_value
-            relaxed = np.array(solver.getSolution().col_value[:columns]), best
-        solver.changeColsIntegrality(columns, np.arange(columns), np.full(columns, highspy.HighsVarType.kInteger))
+            program.add_row(-np.inf, cap_bytes / _MIB, which, self._out[which] / _MIB)
+        if not program.branch(counts):
+            return None
+        relaxed, bound = program.values[:columns], program.bound
+        program.whole([*range(columns), *counts])
         # What the relaxed program has decided may leave no way to decide the rest: then each fourth part is free as
         # well, and at last all are.
-        for freed in (0, 4, 1) if relaxed is not None else (1,):
-            if relaxed is not None:
-                low_bounds, high_bounds = self._decided(relaxed[0], allowed, freed)
-                solver.changeColsBounds(columns, np.arange(columns), low_bounds, high_bounds)
-            if _is_solved(solver, highspy):
+        for freed in (0, 4, 1) if columns > _WHOLE else (1,):
+            program.between(range(columns), *self._decided(relaxed, allowed, freed))
+            if program.solve():
                 break
         else:
             return None
-        if not np.isfinite(solver.getInfo().objective_function_value):  # the nodes were too few for any choice
-            solver.setOptionValue("mip_max_nodes", highspy.kHighsIInf)
-            solver.setOptionValue("mip_max_improving_sols", 1)
-            solver.run()
-        values = np.array(solver.getSolution().col_value[:columns])
-        if not len(values) or not np.isfinite(solver.getInfo().objective_function_value):
-            return None
-        bound = float(solver.getInfo().mip_dual_bound if relaxed is None else relaxed[1])
+        values = program.values
+        bound = max(bound, program.bound) if freed == 1 else bound
         assignment = tuple(
             int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
         )
@@ -279,34 +233,27 @@ class Chooser:
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
 
-    def _add_streaming(self, solver: Any) -> int:
-        """A variable that is 1 if any part streams, and 0 if none does; returns its number."""
+    def _add_streaming(self, program: Program) -> None:
+        """A variable that is 1 if any part streams, and 0 if none does."""
         which = np.flatnonzero(self._streams)
-        solver.addVar(0.0, 1.0)
-        apart: int = solver.getNumCol() - 1
-        ones = np.ones(len(which))
-        solver.addRow(0.0, float(len(which)), len(which) + 1, np.r_[which, apart], np.r_[ones, -1.0])
-        return apart
+        apart = program.add_columns(np.zeros(1), np.ones(1))
+        program.add_row(0.0, float(len(which)), [*which, apart], [*np.ones(len(which)), -1.0])
 
-    def _count_streamed(self, solver: Any, highspy: Any) -> int:
-        """How many of those that are alike stream is an integer of its own; returns how many such there are.
+    def _count_streamed(self, program: Program) -> list[int]:
+        """How many of those that are alike stream is a variable of its own; returns these, which are to be whole.
 
         To stream one more costs so much more than all else that a bound rests on this number, and where a binary of one
         part is decided another takes its place: 7 s for a Llama of 32 blocks, and 0.3 s with this.
         """
-        counts = 0
+        counts = []
         for rows in self._families.values():
             menu = self.costs.candidates[rows[0]]
             streams = [number for number, each in enumerate(menu) if "stream" in each.techniques]
             if len(rows) > 1 and streams:
                 which = [self._offsets[row] + number for row in rows for number in streams]
-                solver.addVar(0.0, float(len(rows)))
-                count = solver.getNumCol() - 1
-                solver.changeColIntegrality(count, highspy.HighsVarType.kInteger)
-                solver.addRow(
-                    0.0, 0.0, len(which) + 1, np.array([*which, count]), np.array([*np.ones(len(which)), -1.0])
-                )
-                counts += 1
+                count = program.add_columns(np.zeros(1), np.array([float(len(rows))]))
+                program.add_row(0.0, 0.0, [*which, count], [*np.ones(len(which)), -1.0])
+                counts.append(count)
         return counts
 
     def _polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
@@ -366,23 +313,3 @@ def _stations_that_matter(held: Floats, together: Floats) -> list[int]:
         if not any((columns[other] >= columns[at]).all() and together[other] <= together[at] for other in kept):
             kept.append(at)
     return sorted(kept)
-
-
-def _is_solved(solver: Any, highspy: Any) -> bool:
-    """Run the solver; whether the program has a solution."""
-    for presolve in ("choose", "off"):
-        solver.setOptionValue("presolve", presolve)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kInfeasible:
-            return True
-    return False
-
-
-def _highspy() -> Any:
-    try:
-        import highspy
-    except ImportError as error:
-        raise RuntimeUnavailable(
-            "a plan is chosen by the solver HiGHS, which is not installed; pip install highspy"
-        ) from error
-    return highspy

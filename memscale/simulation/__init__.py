@@ -20,6 +20,7 @@ The journey of `profile(model, batch)`, in the order in which to read:
 """
 
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
+from memscale.simulation.garbage import few_collections
 from memscale.simulation.ledger import Phase
 from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
 from memscale.simulation.profiler import MemoryProfiler, profile
@@ -44,6 +45,7 @@ __all__ = [
     "arguments_of",
     "as_hardware",
     "differences",
+    "few_collections",
     "profile",
     "queues_of",
 ]
