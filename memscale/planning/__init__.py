@@ -8,7 +8,7 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
    backward.
 3. `candidates`: what may be done to each part.
 4. `trials`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
-5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program.
+5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program (`program`).
 6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
 7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;
    `curve`: several of them, as a frontier.
@@ -17,7 +17,7 @@ Plans of before are kept by `known`, under what `fingerprint` says they depend o
 
 `tuner` (with `sizes`, `rates`, `confirmation`) looks for the best size of a batch, and returns a `tuning`.
 
-`predictor` (with `prediction`, `largest`, `grid`, `remedies`) answers whether a step fits as it is.
+`predictor` (with `prediction`, `recommending`, `remedies`, `largest`, `grid`) answers whether a step fits as it is.
 """
 
 from memscale.planning.blocks import repeated_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes, tensors
 from memscale.hardware import Hardware
-from memscale.planning.engine import Budget, DecisionEngine
+from memscale.planning.engine import Budget
 from memscale.planning.grid import SizeGrid, fitting_grid
 from memscale.planning.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
-from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation, taken_bytes
-from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
+from memscale.planning.predicted_step import PredictedStep
+from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
+from memscale.planning.recommending import recommending
 from memscale.planning.sizes import Sizes, check_range
 from memscale.planning.step_simulator import Progress
-from memscale.simulation import MemoryProfiler, Parallel, Ranks, arguments_of
+from memscale.simulation import MemoryProfiler, Parallel, Ranks
 from memscale.telemetry import counted
 
 
@@ -81,19 +82,22 @@ class OOMPredictor:
                 f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
                 "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
             )
-        self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="OOMPredictor")
-        self.model = model
-        self.optimizer = optimizer
-        self.plan = Plan() if plan is None else as_plan(plan)
-        self.loss = loss
-        self.accumulate = accumulate
-        self.config = config if config is not None else Config()
-        self._allowed = config
-        self.probe = probe
-        self._progress = progress
-        self._told = 0  # simulations of this prediction
-        self._profiler = self._profiling(self.plan, self.config, hardware)
-        self.hardware = self._profiler.hardware
+        ranks = Ranks.of(model, parallel, world, shard, tensor, caller="OOMPredictor")
+        self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
+        self._step = PredictedStep(
+            model,
+            optimizer,
+            loss,
+            Plan() if plan is None else as_plan(plan),
+            accumulate,
+            config if config is not None else Config(),
+            config,
+            self.hardware,
+            probe,
+            ranks,
+            progress,
+        )
+        self._profiler = self._step.profiler()
 
     @counted("predict")
     def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
@@ -117,12 +121,12 @@ class OOMPredictor:
             RuntimeUnavailable: the step can be neither simulated nor run here.
         """
         capacity_bytes = self._capacity_bytes(budget)
-        self._told = 0
-        self._next("the step as it is", None if recommend is not False else 1)
-        profile = self._profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=capacity_bytes)
+        self._step.told = 0
+        self._step.next("the step as it is", None if recommend is not False else 1)
+        profile = self._profiler.profile(batch, accumulate=self._step.accumulate, capacity_bytes=capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
-        return self._recommending(prediction, batch) if wanted else prediction
+        return recommending(self._step, prediction, batch) if wanted else prediction
 
     def predict_steps(self, batches: Sequence[Any], *, budget: Budget | None = None) -> OOMPrediction:
         """Whether steps with these batches fit, one after the other: text of any length, images of any size.
@@ -154,9 +158,9 @@ class OOMPredictor:
         alone = self.predict(largest, budget=budget, recommend=False)
         if alone.profile.reserved_peak_bytes is None:
             return alone
-        self._next(f"{len(batches)} steps", None)
+        self._step.next(f"{len(batches)} steps", None)
         reserved = self._profiler.reserved_over(
-            batches, accumulate=self.accumulate, capacity_bytes=alone.capacity_bytes
+            batches, accumulate=self._step.accumulate, capacity_bytes=alone.capacity_bytes
         )
         assert reserved is not None, "the device has an allocator"
         note = (
@@ -255,163 +259,17 @@ class OOMPredictor:
         most, done = len(batches) + len(lengths) - 1, itertools.count()
 
         def peak_bytes(batch: int, length: int) -> int:
-            self._say(f"{batch} x {length}", next(done), most)
+            self._step.say(f"{batch} x {length}", next(done), most)
             profile = self._profiler.profile(
-                batch_fn(batch, length), accumulate=self.accumulate, capacity_bytes=capacity_bytes
+                batch_fn(batch, length), accumulate=self._step.accumulate, capacity_bytes=capacity_bytes
             )
             return taken_bytes(profile)
 
         return fitting_grid(peak_bytes, capacity_bytes, batches=batches, lengths=lengths)
 
-    def _recommending(self, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
-        found: list[Recommendation] = []
-        notes: list[str] = []
-
-        def tried(what: str, make: Callable[[], Recommendation | None]) -> Recommendation | None:
-            try:
-                better = make()
-            except MemscaleError as error:
-                notes.append(f"not simulated: {what}: {error}")
-                return None
-            if better is None or better.freed_bytes <= 0:
-                return None
-            found.append(better)
-            return better
-
-        planned = tried("a plan", lambda: self._planned(prediction, batch, notes))
-        plan = None if planned is None else planned.plan
-        if casting := shorthands(self.model, self.hardware).get("cast", {}):
-            own = [(rule.pattern, rule.transform) for rule in self.plan]
-            if not any("cast" in repr(how) for _, how in own):
-                whole = Plan([*own, *casting.items()])
-                tried("cast()", lambda: self._simulated("cast() on the whole model", prediction, batch, whole))
-        short = planned is None or planned.peak_bytes > prediction.capacity_bytes
-        loops = other_loops(self.optimizer)
-        # No loop of the optimizer lowers a peak that is in forward or backward.
-        for options in loops if prediction.profile.moment.phase == "optimizer" else []:
-            tried(_loop(options), lambda: self._simulated(_loop(options), prediction, batch, None, options))  # noqa: B023
-        if planned is not None and short and loops:
-            both = f"{planned.action}, and {_loop(loops[0])}"
-            tried(both, lambda: self._simulated(both, prediction, batch, plan, loops[0]))
-        if split(batch, 2) is not None:
-            tried("accumulate gradients", lambda: self._in_parts(prediction, batch, None))
-            if planned is not None and short:
-                tried("the plan and accumulated gradients", lambda: self._in_parts(prediction, batch, plan))
-        best_first = sorted(found, key=lambda each: -each.freed_bytes)
-        return dataclasses.replace(prediction, recommendations=tuple(best_first), notes=tuple(notes))
-
-    def _planned(self, prediction: OOMPrediction, batch: Any, notes: list[str]) -> Recommendation | None:
-        """The plan of the planner: the fastest that fits with the least risk, the smallest where none fits.
-
-        A step that has to be measured cannot be planned: its repeated blocks are checkpointed.
-        """
-        if prediction.profile.method == "empirical":
-            rule = Plan(shorthands(self.model, self.hardware).get("checkpoint", {}))
-            return self._simulated(summary(rule), prediction, batch, rule) if rule and not self.plan else None
-        engine = DecisionEngine(
-            self.model,
-            batch,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            config=self._allowed,
-            hardware=self.hardware,
-            accumulate=self.accumulate,
-            progress=lambda what, *_: self._next(what),
-            **arguments_of(self.ranks),
-        )
-        capacity_bytes = prediction.capacity_bytes
-        limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
-        plan = engine.nearest(max(1, next((each for each in limits if each < prediction.peak_bytes), limits[-1])))
-        notes += [f"not simulated: {candidate}: {reason}" for candidate, reason in plan.evidence.rejected.items()]
-        if not plan:
-            return None
-        seconds = plan.evidence.planned.step_seconds if prediction.profile.step_seconds is not None else None
-        peak_bytes = plan.evidence.planned.taken_bytes
-        instead = " instead of yours" if self.plan else ""
-        action = f"apply the plan{instead}: {summary(plan)}"
-        return Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, step_seconds=seconds)
-
-    def _simulated(
-        self,
-        action: str,
-        prediction: OOMPrediction,
-        batch: Any,
-        plan: Plan | None,
-        options: Mapping[str, bool] | None = None,
-    ) -> Recommendation:
-        self._next(action)
-        profiler = self._like(prediction, plan)
-        with optimizer_options(self.optimizer, options or {}):
-            profile = profiler.profile(batch, accumulate=self.accumulate, capacity_bytes=prediction.capacity_bytes)
-        peak_bytes = taken_bytes(profile)
-        return Recommendation(
-            action,
-            prediction.peak_bytes - peak_bytes,
-            peak_bytes,
-            plan=plan,
-            optimizer_options=options or {},
-            step_seconds=profile.step_seconds,
-        )
-
-    def _in_parts(self, prediction: OOMPrediction, batch: Any, plan: Plan | None) -> Recommendation | None:
-        """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
-        profiler = self._like(prediction, plan)
-        best: Recommendation | None = None
-        parts = 2
-        while (part := split(batch, parts)) is not None:
-            action = f"accumulate the gradients of {parts} equal parts of the batch"
-            action += "" if plan is None else f", and apply the plan: {summary(plan)}"
-            self._next(action)
-            try:
-                # From the second pass on all are alike: two show the peak of any number, though not the time.
-                profile = profiler.profile(part, accumulate=2, capacity_bytes=prediction.capacity_bytes)
-                peak_bytes = taken_bytes(profile)
-            except MemscaleError:
-                if best is None:
-                    raise
-                break  # BatchNorm, for one, takes no single row
-            if best is not None and peak_bytes >= best.peak_bytes:
-                break
-            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, parts=parts)
-            if peak_bytes <= prediction.capacity_bytes:
-                break
-            parts *= 2
-        return best
-
-    def _like(self, prediction: OOMPrediction, plan: Plan | None) -> MemoryProfiler:
-        """A profiler of another step that goes the same way: a simulation is not compared with real steps."""
-        measured = prediction.profile.method == "empirical"
-        config = dataclasses.replace(self.config, use_empirical_fallback=measured)
-        return self._profiling(self.plan if plan is None else plan, config, self.hardware)
-
-    def _profiling(self, plan: Plan, config: Config, hardware: Hardware | str | None) -> MemoryProfiler:
-        return MemoryProfiler(
-            self.model,
-            self.optimizer,
-            loss=self.loss,
-            plan=plan if plan else None,
-            hardware=hardware,
-            config=config,
-            probe=self.probe,
-            **arguments_of(self.ranks),
-        )
-
     def _capacity_bytes(self, budget: Budget | None) -> int:
         usable_bytes = self.hardware.usable_bytes
         return usable_bytes if budget is None else min(usable_bytes, budget_bytes(budget, usable_bytes))
-
-    def _next(self, what: str, total: int | None = None) -> None:
-        self._say(what, self._told, total)
-        self._told += 1
-
-    def _say(self, what: str, done: int, total: int | None) -> None:
-        if self._progress is not None:
-            self._progress(what, done, total)
-
-
-def _loop(options: Mapping[str, bool]) -> str:
-    name, value = next(iter(options.items()))
-    return f"build the optimizer with {name}={value}"
 
 
 class _Peaks:
@@ -431,11 +289,11 @@ class _Peaks:
         Raises:
             ConfigError: there is no such batch, the model does not take it, or it is that of another size.
         """
-        self.predictor._say(f"size {n}", len(self.sizes.parts), None)
+        self.predictor._step.say(f"size {n}", len(self.sizes.parts), None)
         batch = self.sizes.batch(n)
         try:
             profile = self.predictor._profiler.profile(
-                batch, accumulate=self.predictor.accumulate, capacity_bytes=self.capacity_bytes
+                batch, accumulate=self.predictor._step.accumulate, capacity_bytes=self.capacity_bytes
             )
         except MemscaleError as error:
             if n == self.sizes.at_least:
