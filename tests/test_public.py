@@ -131,7 +131,7 @@ memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile ProfileDiff Ranks
-    Schedule SimulatedStep Station arguments_of as_hardware differences profile queues_of
+    Schedule SimulatedStep Station arguments_of as_hardware differences few_collections profile queues_of
 memscale.simulation.allocator:
 memscale.simulation.kernels:
 memscale.simulation.parallel:

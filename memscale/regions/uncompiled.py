@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(run: Callable[..., Any], why: str, *arguments: Any, **named: Any) -> Any:
-    """``run(*arguments, **named)``, at the price of a graph break where Dynamo traces it; `why` is what Dynamo reports then."""
+    """``run(*arguments, **named)``, at the price of a graph break where Dynamo traces it, which reports `why`."""
     # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
     try:
         if torch.compiler.is_compiling():

@@ -355,7 +355,7 @@ def test_a_simulated_step_has_both_passes():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
 def test_compiled_between_and_around_steps():
-    """Gradients that are used up are there while a model is compiled for a batch of another size, or a whole step is."""
+    """Gradients that are used up are there while a model is compiled for another batch, or a whole step is."""
 
     def losses(how, *, compiled_step):
         torch.manual_seed(0)

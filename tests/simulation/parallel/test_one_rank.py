@@ -410,7 +410,7 @@ def test_no_memory_is_written_for_what_is_gathered(group):
 
 
 @pytest.mark.skipif(
-    internals.TORCH_VERSION < (2, 12), reason="DTensors ask a cache of their own about whole lists: slower, no different"
+    internals.TORCH_VERSION < (2, 12), reason="DTensors ask a cache about whole lists: slower, no different"
 )
 def test_tensors_of_one_kind_are_asked_about_once(group):
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
