@@ -62,6 +62,9 @@ _SUMS = {"sum", "mean", "var", "var_mean", "std", "linalg_vector_norm"}  # of 16
 _CONVERTS = {"cat", "stack"}  # operands of another dtype, as pointwise operators do
 _COMPOSED = {"isinf", "ldexp", "mvlgamma"}  # pointwise, and made of others
 _FACTORISES = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr")
+# The degree of its polynomial follows from its numbers, and zeros have the lowest. The highest holds so many matrices
+# besides the result, of which several have it at once, and three numbers for each.
+_EXPONENTIAL, _OF_ONE, _OF_SEVERAL, _NUMBERS = aten.linalg_matrix_exp.default, 12, 10, 3
 _WIDE = (torch.float32, torch.float64)
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -126,6 +129,8 @@ class CpuScratch:
 
     def nbytes(self, op: OpOverload, args: Any, kwargs: Any, flops: int) -> int:
         """The bytes that ``op(*args, **kwargs)`` allocates beside its results; `flops` is its arithmetic."""
+        if op is _EXPONENTIAL:
+            return _most_for_exponential(args[0])
         if self._probe:
             return self._sound(op, args, kwargs).scratch_bytes
         if op in _BATCHED and args[0].dim() > 0:
@@ -195,6 +200,15 @@ def _first_named(kwargs: Any, samples: int, count: int) -> Any:
         name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
         for name, value in kwargs.items()
     }
+
+
+def _most_for_exponential(matrices: torch.Tensor) -> int:
+    size = matrices.shape[-1]
+    if size < 2 or not matrices.numel():
+        return 0
+    count = matrices.numel() // size**2
+    held = (_OF_ONE if count == 1 else _OF_SEVERAL) * size**2 + _NUMBERS
+    return count * held * matrices.itemsize
 
 
 def _cost(flops: int, tensors: Sequence[torch.Tensor]) -> int:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import memscale as ms
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, sound
 from memscale.simulation.kernels.shapes import FakeKernels, result_layout
@@ -153,6 +154,8 @@ KERNELS = {
     "svd": lambda y: torch.linalg.svdvals(y),
     "eigh": lambda y: torch.linalg.eigvalsh(positive(y)),
     "qr": lambda y: torch.linalg.qr(y).R,
+    "exponentials": lambda y: torch.linalg.matrix_exp(y),
+    "exponential of one": lambda y: torch.linalg.matrix_exp(9 * y[0]),
     "fft": lambda y: torch.fft.rfft(y).abs(),
     "isinf": lambda y: y.masked_fill(y.isinf(), 0.0),
     "sum in double": lambda y: y.sum(dtype=torch.float64),
@@ -176,6 +179,19 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("function", KERNELS.values(), ids=KERNELS)
 def test_what_a_kernel_takes_on_the_way_is_heard(function):
     assert_exact(Training(Ends(function), torch.rand(6, 48, 48)))
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (1, 48, 48), (3, 48, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_a_matrix_exponential_takes_what_large_numbers_need(shape, dtype):
+    taken = {}
+    for norm in (1e-9, 0.1, 1.0, 30.0):
+        matrices = torch.eye(48).expand(shape).to(dtype) * norm
+        result = []
+        taken[norm] = ms.measure(lambda: result.append(torch.linalg.matrix_exp(matrices))).growth_bytes  # noqa: B023
+    taken_at_most = matrices.nbytes + CpuScratch(probe=False).nbytes(aten.linalg_matrix_exp.default, (matrices,), {}, 0)
+    assert max(taken.values()) == taken[30.0] <= 1.001 * taken_at_most
+    assert taken_at_most <= 1.001 * taken[30.0]
 
 
 HEARD = {
