@@ -233,6 +233,8 @@ INTERNALS = tuple(
         (f"{_ATEN}_euclidean_dist", "to know it", _S),
         (f"{_ATEN}_trilinear", "to know it", _S),
         (f"{_ATEN}_unsafe_masked_index", "to know it", _S),
+        (f"{_ATEN}_softmax", "a softmax on a card", _S),
+        (f"{_ATEN}_log_softmax", "a softmax on a card", _S),
         (f"{_ATEN}_fused_rms_norm", "a norm on a card", _S),
         (f"{_ATEN}_fused_rms_norm_backward", "a norm on a card", _S),
         (f"{_C}_dispatch_has_kernel_for_dispatch_key", "what an operator is made of", f"{_R} {_S}"),

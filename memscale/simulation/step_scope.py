@@ -47,6 +47,8 @@ class StepScope(Scope):
             super()._visit(thing, home)
             if id(thing) in self._seen:
                 return
+            if isinstance(thing, tuple) and any(isinstance(part, torch.Tensor) for part in thing):
+                self._add(thing)  # a batch: what it holds cannot change, and its tensors may be on meta
             if isinstance(thing, (dict, list, set, deque)):  # of a class of its own: a defaultdict, an OrderedDict
                 self._visit_container(thing, home)
             elif isinstance(getattr(thing, "__dict__", None), dict):

@@ -267,3 +267,24 @@ def test_a_loss_that_is_logged_with_item():
     profile = assert_step_exact(step, trainer.model, trainer.optimizer, trainer.batch)
     assert len(trainer.losses) == 3
     assert any("without overflow" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_batch_on_meta_may_be_a_tuple(dtype):
+    with torch.device("meta"):
+        model, batch = nn.Embedding(64, 8, dtype=dtype), (torch.zeros(16, dtype=torch.long), torch.randn(16, 8))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def loss():
+        tokens, weights = batch
+        return (model(tokens) * weights * torch.arange(8, device=weights.device)).sum()
+
+    def step():
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    profile = ms.profile(step)
+    assert profile.method == "static"
+    assert profile.peak_bytes >= model.weight.nbytes + sum(part.nbytes for part in batch)
+    assert all(part.is_meta for part in batch)

@@ -55,6 +55,8 @@ def _efficient_tile(half: bool, width: int, capability: Capability) -> tuple[int
         if width <= 128 and large:
             return 128, 128, False
         return (128 if width > 128 and large else 64), 64, True
+    if half and (width <= 64 or capability == (7, 5)):
+        return (64 if width <= 64 else 128), 64, width > 128
     # float32 needs no larger accumulator than the gradient itself.
     return (128 if width > 64 and large else 64), 64, half
 

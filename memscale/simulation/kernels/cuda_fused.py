@@ -1,6 +1,7 @@
 """Functions that PyTorch runs otherwise on a CUDA device than on a CPU, where it composes them of several operators.
 
-RMS norms and the cells of recurrences are one operator each there; a batch norm that cuDNN does copies its input first.
+RMS norms and the cells of recurrences are one operator each there, as is a softmax that widens; a batch norm that cuDNN
+does copies its input first.
 Source: aten/src/ATen/native/layer_norm.cpp, RNN.cpp, Normalization.cpp, and cuda/RNN.cu of PyTorch 2.13.
 """
 
@@ -98,8 +99,24 @@ def gru_cell(
     return hy
 
 
+def _softmax(of: OpOverload, kernel: OpOverload) -> Callable[..., torch.Tensor]:
+    """A softmax of float16 that is to be in float32 reads what it is given, and a CPU casts that first.
+
+    Source: ``softmax`` and ``log_softmax`` in aten/src/ATen/native/SoftMax.cpp; not so of bfloat16.
+    """
+
+    def run(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        widens = dtype is torch.float32 and input.dtype is torch.float16
+        found: torch.Tensor = kernel(input, dim, True) if widens else of(input, dim, dtype)
+        return found
+
+    return run
+
+
 #: What runs on the device in place of an operator that is composed of others.
 FUSED: Mapping[OpOverload, Callable[..., Any]] = {
+    aten.softmax.int: _softmax(aten.softmax.int, aten._softmax.default),
+    aten.log_softmax.int: _softmax(aten.log_softmax.int, aten._log_softmax.default),
     aten.rms_norm.default: _rms_norm,
     aten.lstm_cell.default: lstm_cell,
     aten.gru_cell.default: gru_cell,
@@ -120,8 +137,8 @@ def cuda_fused() -> Iterator[None]:
         for op, run in FUSED.items():
             name = op._opname
             stands_in = _beside_autocast(getattr(torch, name), run)
-            stack.enter_context(patched(torch, name, stands_in))
-            stack.enter_context(patched(torch._VF, name, stands_in))
+            for holder in (torch.Tensor, torch) if hasattr(torch.Tensor, name) else (torch, torch._VF):
+                stack.enter_context(patched(holder, name, stands_in))
         stack.enter_context(patched(torch, "batch_norm", _batch_norm(torch.batch_norm)))
         yield
 
@@ -129,7 +146,7 @@ def cuda_fused() -> Iterator[None]:
 def _beside_autocast(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
         # Autocast casts first, and then comes back to what is FUSED.
-        if torch.is_autocast_enabled("cuda") or is_functorch_wrapped_tensor(args[0]):
+        if torch.is_autocast_enabled("cuda") or not args or is_functorch_wrapped_tensor(args[0]) or "out" in kwargs:
             return original(*args, **kwargs)
         return run(*args, **kwargs)
 

@@ -335,6 +335,16 @@ def _roll(args: Sequence[Any], capability: Capability, multiprocessors: int) -> 
     return *taken(copied(args[0]), args[0].nbytes if len(args[2]) > 1 else 0), RESULTS
 
 
+def _norms(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """What every chunk of a tensor sums to, with room for as many of each tensor as the largest has.
+
+    Source: ``foreach_tensor_norm_cuda`` in aten/src/ATen/native/cuda/ForeachReduceOp.cu (kChunkSize = 65536).
+    """
+    tensors = args[0]
+    chunks = max(math.ceil(tensor.numel() / 65536) for tensor in tensors)
+    return *taken(len(tensors) * chunks * max(4, tensors[0].itemsize)), RESULTS
+
+
 def _packed(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """The rows of the steps that have equally many sequences, whole, from which the result is joined.
 
@@ -386,6 +396,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten.soft_margin_loss.default": _margin_loss,
     "aten.soft_margin_loss_backward.default": _margin_loss_backward,
     "aten.multi_margin_loss.default": _multi_margin_loss,
+    "aten._foreach_norm.Scalar": _norms,
     "aten._pack_padded_sequence.default": _packed,
     "aten.im2col.default": _patches,
     "aten.col2im.default": _folded,

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
 from memscale.simulation.kernels.cuda_fused import cuda_fused
+from memscale.simulation.kernels.cuda_programs import cuda_program
+from memscale.simulation.kernels.programs import RESULTS
 
 
 class Cells(nn.Module):
@@ -45,13 +48,26 @@ class Counts(nn.Module):
         return self.linear(x[: int(counts[0])])
 
 
-class Autocast(nn.Module):
-    def __init__(self, inner):
+class Attention(nn.Module):
+    """Scores in float16 and weights in float32, which a softmax makes of them with no copy between."""
+
+    def __init__(self):
         super().__init__()
-        self.inner = inner
+        self.inner, self.outer = nn.Linear(256, 512), nn.Linear(256, 256)
 
     def forward(self, x):
-        with torch.autocast("cuda", torch.bfloat16):
+        query, key = self.inner(x).chunk(2, -1)
+        weights = F.softmax(query @ key.mT, dim=-1, dtype=torch.float32)
+        return self.outer(weights.to(x.dtype) @ x).log_softmax(-1, dtype=torch.float32)
+
+
+class Autocast(nn.Module):
+    def __init__(self, inner, dtype=torch.bfloat16):
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, x):
+        with torch.autocast("cuda", self.dtype):
             return self.inner(x)
 
 
@@ -83,3 +99,26 @@ def test_an_rms_norm_is_composed_where_pytorch_composes_it():
         turned = torch.rms_norm(torch.ones(2, 4, dtype=torch.complex64, requires_grad=True), [4])
     assert "Fused" not in other.grad_fn.name() + turned.grad_fn.name()
     assert torch.equal(other, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(("casts", "expected"), [(True, 63580160), (False, 55973376)], ids=["autocast", "float16"])
+def test_a_softmax_of_halves_reads_them_as_they_are(casts, expected):
+    """And clipping takes what every chunk of a gradient sums to."""
+    with torch.device("meta"):
+        model, x = Attention(), torch.randn(8, 512, 256)
+        model, x = (Autocast(model, torch.float16), x) if casts else (model.half(), x.half())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step():
+        model(x).float().square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert ms.profile(step, hardware="a100-80").peak_bytes == expected
+
+
+def test_norms_of_many_tensors_have_room_for_every_chunk():
+    tensors = [torch.empty(50_000_000, device="meta"), *[torch.empty(8, device="meta")] * 99]
+    program = cuda_program("aten._foreach_norm.Scalar", (tensors,), None, (9, 0))
+    assert program == (100 * 763 * 4, RESULTS)

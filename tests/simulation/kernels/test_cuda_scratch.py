@@ -229,7 +229,9 @@ def tile(rows, columns):
         (L4, BF16, 136, 64, 64, True),
         (RTX5090, BF16, 64, 64, 64, False),
         (RTX5090, BF16, 72, 64, 64, True),
-        (T4, F16, 64, 64, 64, True),
+        (T4, F16, 64, 64, 64, False),  # these three as the CUDA build of torch 2.13 takes them on a T4's stand-ins
+        (T4, F16, 96, 128, 64, False),
+        (T4, F16, 160, 128, 64, True),
     ],
 )
 def test_efficient_backward_accumulates_in_float_tiles(capability, dtype, head, rows, columns, spills):
@@ -261,9 +263,9 @@ def test_efficient_backward_splits_the_keys_less_for_many_heads():
     assert once == blocks(8 * 128 * 4, 8 * (4 * tile(64, 64) + spilled))
     # Before sm70 keys are never split.
     assert efficient_backward((2, 4, 128, 128), F16, capability=(6, 1)) == once
-    # On V100 row sums come from outside the kernel, and the tiles are larger than what they take.
+    # Heads of 64 fit in registers.
     volta = efficient_backward((2, 4, 128, 64), F16, capability=(7, 0), keys=256)
-    assert volta == blocks(8 * 128 * 4, 8 * (2 * tile(64, 64) + 4 * 2 * 64 * 64 * 4))
+    assert volta == blocks(8 * 128 * 4, 8 * 2 * tile(64, 64))
 
 
 @pytest.mark.parametrize(
