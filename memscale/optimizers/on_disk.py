@@ -237,7 +237,10 @@ class OnDisk(StepPart):
         """Let the copy of these states end."""
         if (event := self._moving.get(key)) is None:
             return
-        self._rooms[key].engine.backend.synchronize(event)
+        engine = self._rooms[key].engine
+        engine.backend.synchronize(event)
+        if (memory := self._there.get(key)) is not None:
+            engine.used_by_host(memory)
         error = event.error()
         del self._moving[key]
         if error is not None:

@@ -7,10 +7,12 @@ sanitizers tell it, at the moment in the order of calls.
 
 import contextlib
 import ctypes
+import gc
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -53,6 +55,19 @@ def stand_in():
     lib.ghost_note.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     lib.ghost_delay.argtypes = [ctypes.c_ulonglong]
     return lib
+
+
+@pytest.fixture(scope="module", name="lib")
+def recording():
+    """The stand-in, for tests that read its record."""
+    found = stand_in()
+    if found is None:
+        pytest.skip("a real CUDA runtime keeps no record of its calls")
+    torch.zeros(1).cuda()
+    gc.collect()
+    gc.freeze()  # what is there by now need not be gone through again in every program
+    yield found
+    gc.unfreeze()
 
 
 class Accessing(TorchDispatchMode):

@@ -276,3 +276,17 @@ def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
     with pytest.raises(ms.ConfigError, match="would change states that are on disk, which cannot be put back"):
         ms.profile(model, batch(0), optimizer=optimizer, loss=lambda y, _: y[y > y.mean()].sum())
     assert numbers(model, optimizer) == before
+
+
+def test_a_checked_runtime_finds_nothing_wrong_with_states_on_disk():
+    """Nor where some are read in vain, for a parameter without a gradient, or for a `state_dict`."""
+    runtime = Runtime(ms.AsyncOffloadConfig(debug=True))
+    parameters = [nn.Parameter(torch.randn(3000)) for _ in range(6)]
+    optimizer = ms.offload_states(tier="disk").on(runtime)(torch.optim.AdamW(parameters))
+    for used in (6, 6, 4, 6):
+        for parameter in parameters[:used]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state_dict()
+    assert runtime.engine(torch.empty(0)).backend.hazards == []

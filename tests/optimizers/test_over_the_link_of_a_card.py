@@ -1,6 +1,5 @@
 """The step on the host of a card's parameters, with the real caching allocator on a stand-in for the CUDA runtime."""
 
-import gc
 import importlib
 
 import pytest
@@ -11,25 +10,16 @@ import memscale as ms
 from memscale.optimizers.separability import check_separable
 from memscale.runtime import Runtime
 from memscale.runtime.parameters.host_copy import HostCopy
-from tests.ghost.record import Accessing, Order, recorded, stand_in
+from tests.ghost.record import Accessing, Order, recorded, recording
 
 pytestmark = pytest.mark.cuda
+lib = recording
 IN_BACKWARD = ms.compose(ms.step_in_backward(), ms.offload_states())
 HOWS = {
     "step": ms.offload_states(),
     "in backward": IN_BACKWARD,
     "disk": ms.compose(ms.step_in_backward(), ms.offload_states(tier="disk")),
 }
-
-
-@pytest.fixture(scope="module")
-def lib():
-    found = stand_in()
-    if found is None:
-        pytest.skip("a real CUDA runtime keeps no record of its calls")
-    torch.zeros(1).cuda()
-    gc.collect()
-    return found
 
 
 @pytest.fixture(autouse=True)

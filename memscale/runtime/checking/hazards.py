@@ -263,6 +263,12 @@ class Checked:
         if buffer is not None:
             buffer.loading.pop(tensor.untyped_storage()._cdata, None)
 
+    def used_by_host(self, memory: torch.Tensor) -> None:
+        """The calling thread uses `memory`, which is the host's, and frees it itself: what it waited for is over."""
+        self.taken(memory)
+        accesses = self._accesses(memory)
+        accesses[:] = [access for access in accesses if not access.before(self.observed)]
+
     def finish(self) -> list[Hazard]:
         """All hazards, once nothing should be held any more."""
         for buffer in self._live:
@@ -398,6 +404,10 @@ class CheckedEngine(Engine):
         for tensor in tensors:
             self.backend.produced(tensor)
         return super().stash_all(tensors, tier=tier, region=region)
+
+    def used_by_host(self, memory: torch.Tensor) -> None:
+        """See `Engine.used_by_host`."""
+        self.backend.used_by_host(memory)
 
     def fetch(self, handle: Handle) -> torch.Tensor:
         """See `Engine.fetch`."""

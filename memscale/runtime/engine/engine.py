@@ -315,6 +315,9 @@ class Engine:
         """Count `nbytes` more on `tier`, which may be negative."""
         add(self._counters.live_bytes, tier, nbytes)
 
+    def used_by_host(self, memory: torch.Tensor) -> None:
+        """Hear that the host uses memory which a copy has filled: that copy was not in vain. A checker listens."""
+
     # ------------------------------------------------------------------------------------------------------- in
 
     def _fetch(self, handle: Handle) -> torch.Tensor:

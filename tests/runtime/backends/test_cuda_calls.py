@@ -1,7 +1,6 @@
 """The order of the CUDA backend's calls, over the real caching allocator, on a stand-in for the runtime."""
 
 import contextlib
-import gc
 import os
 from functools import partial
 
@@ -12,25 +11,14 @@ import memscale as ms
 from memscale.runtime import Runtime
 from tests.ghost.mutants import MUTANTS
 from tests.ghost.programs import run, run_beside
-from tests.ghost.record import Accessing, Order, recorded, stand_in
+from tests.ghost.record import Accessing, Order, recorded, recording
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning"),
 ]
 CASES = int(os.environ.get("GHOST_CASES", "100"))
-
-
-@pytest.fixture(scope="module")
-def lib():
-    found = stand_in()
-    if found is None:
-        pytest.skip("a real CUDA runtime keeps no record of its calls")
-    torch.zeros(1).cuda()
-    gc.collect()
-    gc.freeze()  # what is there by now need not be gone through again in every program
-    yield found
-    gc.unfreeze()
+lib = recording
 
 
 def races(lib, program, delay, *, fails=()):
