@@ -161,7 +161,7 @@ INTERNALS = tuple(
         (f"{_F}pop_dynamic_layer_stack", "work outside them", _R),
         (f"{_F}push_dynamic_layer_stack", "work outside them", _R),
         (f"{_F}is_functorch_wrapped_tensor", "their tensors", f"runtime {_S} {_T}checkpoint {_T}offload {_T}tile"),
-        (f"{_F}is_legacy_batchedtensor", "their tensors", "runtime"),
+        (f"{_F}is_legacy_batchedtensor", "their tensors", f"runtime {_T}tile"),
         (f"{_F}maybe_get_level", "whose a tensor is", f"{_T}checkpoint {_T}offload"),
         (f"{_A}_saved_tensors_hooks_disable", "offload there", f"{_T}offload"),
         (f"{_A}_saved_tensors_hooks_enable", "offload there", f"{_T}offload"),

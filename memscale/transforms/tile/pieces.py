@@ -76,13 +76,27 @@ class _Take(torch.autograd.Function):
         if given is None:
             return None, None, None, None
         dim, start, length = ctx.place
-        if torch.is_grad_enabled():  # this backward will be differentiated: nothing may be written in place
+        if is_out_of_place(piece, whole):
             return _summed(piece, whole, ctx.shape, ctx.place), None, None, None
         if whole is None:
             whole = torch.zeros(ctx.shape, dtype=given.dtype, device=given.device)
         if piece is not None:
             whole.narrow(dim, start, length).copy_(piece)
         return whole, None, None, None
+
+
+def is_out_of_place(*gradients: torch.Tensor | None) -> bool:
+    """Whether a backward of `gradients` may write nothing in place.
+
+    It will be differentiated itself, or runs once for several gradients, as ``is_grads_batched=True`` of
+    `torch.autograd.grad` asks for: a buffer has room for one.
+    """
+    functorch = torch._C._functorch
+    return torch.is_grad_enabled() or any(
+        functorch.is_functorch_wrapped_tensor(each) or functorch.is_legacy_batchedtensor(each)
+        for each in gradients
+        if each is not None
+    )
 
 
 def _summed(

@@ -24,6 +24,7 @@ import torch
 from memscale.core import device_type
 from memscale.transforms.tile.head import late
 from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_backward, without_hooks
+from memscale.transforms.tile.pieces import is_out_of_place
 
 
 def pay(loss: Loss) -> bool:
@@ -86,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
         loss: Loss = ctx.loss
-        if torch.is_grad_enabled():
+        if is_out_of_place(grad):
             hidden_grad, *rest = loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
             return None, None, None, hidden_grad, None, *rest
         scale = grad.to(logsumexp.dtype)

@@ -93,10 +93,14 @@ class Loss:
     def gradients_with_a_graph(
         self, inputs: list[torch.Tensor], target: torch.Tensor, reduction: str, grad: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """The gradients of `inputs` (hidden states, captured tensors), differentiable: from the start, by rows."""
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        value = self.by_rows(inputs[0], target, reduction)
-        found = iter(torch.autograd.grad(value, wanted, grad, create_graph=True))
+        """The gradients of `inputs` (hidden states, captured tensors), from the start, by rows.
+
+        Differentiable, if this backward is.
+        """
+        wanted, differentiable = [tensor for tensor in inputs if tensor.requires_grad], torch.is_grad_enabled()
+        with torch.enable_grad():
+            value = self.by_rows(inputs[0], target, reduction)
+        found = iter(torch.autograd.grad(value, wanted, grad, create_graph=differentiable))
         return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 

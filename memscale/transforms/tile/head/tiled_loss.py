@@ -17,6 +17,7 @@ from memscale.core import device_type
 from memscale.transforms.tile.head import accelerated, class_blocks
 from memscale.transforms.tile.head.loss import Loss, Step, accumulator, last_backward, without_hooks
 from memscale.transforms.tile.head.projection import Projection
+from memscale.transforms.tile.pieces import is_out_of_place
 
 
 def cross_entropy(
@@ -100,7 +101,7 @@ class _Scalar(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         hidden, target, *captured = ctx.saved_tensors  # this also checks that none was changed in place since
-        if torch.is_grad_enabled():  # this backward will be differentiated: from the start, with a graph
+        if is_out_of_place(grad):  # from the start, with a graph
             hidden_grad, *rest = ctx.loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
             return None, None, hidden_grad, None, *rest
         last = last_backward()
