@@ -17,7 +17,7 @@ import torch
 
 from memscale.core.errors import RuntimeUnavailable
 
-# The oldest and the newest release that parts of the suite were run with; docs/compatibility.md says which parts.
+# The oldest and the newest release that the suite was run with; docs/compatibility.md says what came of it.
 OLDEST_TESTED, NEWEST_TESTED = (2, 10), (2, 15)
 # This one, (major, minor): for what differs between releases and shows in nothing else, as what a CUDA build does.
 TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]

@@ -77,8 +77,8 @@ def install(row: Row, folder: Path) -> Path:
 
 
 def version(python: Path, name: str) -> str:
-    """The installed release of a distribution."""
-    command = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
+    """The release that is installed, with what PyTorch alone says of itself: which CUDA it was built for."""
+    command = f"import {name}; print({name}.__version__)"
     return subprocess.run([python, "-c", command], check=True, capture_output=True, text=True).stdout.strip()
 
 

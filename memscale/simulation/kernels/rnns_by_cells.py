@@ -45,8 +45,8 @@ def by_cells(
 ) -> tuple[torch.Tensor, ...]:
     """The output and the last states, of the arguments of ``torch.lstm`` and its like.
 
-    >>> lstm, x = torch.nn.LSTM(8, 16, 2), torch.ones(10, 4, 8)
-    >>> h = torch.zeros(2, 4, 16)
+    >>> lstm, x = torch.nn.LSTM(8, 16, 2, device="meta"), torch.ones(10, 4, 8, device="meta")
+    >>> h = torch.zeros(2, 4, 16, device="meta")
     >>> options = {"has_biases": True, "dropout": 0.0, "bidirectional": False, "batch_first": False}
     >>> output, hy, cy = by_cells(x, [], [h, h], lstm._flat_weights, mode=MODES["lstm"], **options)
     >>> output.shape, hy.shape
