@@ -193,6 +193,7 @@ class MemoryProfiler:
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
 
+    @few_collections()  # also between the simulation and what is made of it
     def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
         """The memory of a step with this batch; arguments and errors as in `memscale.profile`.
 
