@@ -2,7 +2,7 @@
 
 The journey of `profile(model, batch)`, in the order in which to read:
 
-1. `profiler`: checks what it is given, makes the training step a function, and has it simulated twice (the first step
+1. `profiler`: `checks` what it is given, makes the training step a function, and has it simulated twice (the first step
    makes the optimizer's states); a step that cannot be is run for real (`measured/`).
 2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there (`hollow`),
    and puts everything back afterwards (`process_state`).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from memscale.core import ConfigError, Loss, MemscaleError, Record, batches, che
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
+from memscale.simulation.checks import check_followed, check_optimizer
 from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
@@ -183,12 +183,8 @@ class MemoryProfiler:
             else:
                 self._in_place = plan.of_functions()
                 find_regions(model, self._in_place)
-        if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
-            raise ConfigError(
-                f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
-                "C++ and cannot be followed; pass the Python module that was scripted or traced"
-            )
-        _check_optimizer(self.model, optimizer)
+        check_followed(model)
+        check_optimizer(self.model, optimizer)
         check_loss(loss)
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
@@ -399,40 +395,6 @@ class MemoryProfiler:
                 "or make the model's control flow independent of computed values"
             )
         return measured_profile(self.model, step, self.optimizer, batch, self.config, self.hardware, reason)
-
-
-def _check_optimizer(model: Any, optimizer: Any) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"profile(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; "
-            "pass the optimizer itself"
-        )
-    if not isinstance(model, nn.Module):
-        return
-    own = {id(parameter) for parameter in model.parameters()}
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if updated and not any(id(parameter) in own for parameter in updated):
-        raise ConfigError(
-            f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
-            "build it on this model's parameters"
-        )
-    # Of the class: a schedule puts a wrapper on the instance, whose signature has the optimizer itself in it.
-    _, *given = inspect.signature(type(optimizer).step).parameters.items()
-    needed = ", ".join(name for name, parameter in given if _is_required(parameter))
-    if needed:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step needs {needed}, which the usual step of profile(model, batch) does not "
-            f"give; profile a function that does one step of your loop, as in profile(lambda: optimizer.step({needed}))"
-        )
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in (
-        parameter.VAR_POSITIONAL,
-        parameter.VAR_KEYWORD,
-    )
 
 
 def _is_on_meta(model: Any) -> bool:

@@ -1,0 +1,55 @@
+"""What a profile refuses before it simulates anything: a model that cannot be followed, an optimizer of another one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import ConfigError
+
+
+def check_followed(model: Any) -> None:
+    """Raise ConfigError for a module that runs where no simulation sees it."""
+    if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise ConfigError(
+            f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
+            "C++ and cannot be followed; pass the Python module that was scripted or traced"
+        )
+
+
+def check_optimizer(model: Any, optimizer: Any) -> None:
+    """Raise ConfigError for what is no optimizer of this model's, or cannot take its step without more."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"profile(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; "
+            "pass the optimizer itself"
+        )
+    if not isinstance(model, nn.Module):
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if updated and not any(id(parameter) in own for parameter in updated):
+        raise ConfigError(
+            f"the optimizer updates {len(updated)} parameters and none of them is the model's, which has {len(own)}; "
+            "build it on this model's parameters"
+        )
+    # Of the class: a schedule puts a wrapper on the instance, whose signature has the optimizer itself in it.
+    _, *given = inspect.signature(type(optimizer).step).parameters.items()
+    needed = ", ".join(name for name, parameter in given if _is_required(parameter))
+    if needed:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs {needed}, which the usual step of profile(model, batch) does not "
+            f"give; profile a function that does one step of your loop, as in profile(lambda: optimizer.step({needed}))"
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
