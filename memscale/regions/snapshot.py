@@ -298,6 +298,13 @@ class Snapshot:
                 f"the region changed {self.title(name)} {how} while it ran, {problem}; a recompute cannot repeat "
                 "that. Clone one of them before the region"
             )
+        if self.is_first:
+            return CorrectnessError(
+                f"the region changed {self.title(name)} {how} while it ran, and nothing has kept its old value, as of "
+                "parameters that offload(what='params') moves or that processes share, and of an argument's .data: a "
+                "recompute would start from the changed one; make the change outside the region, or leave checkpoint() "
+                "out for it"
+            )
         return CorrectnessError(
             f"the region changed {self.title(name)} {how} while it ran, which it had not done on an earlier call, so "
             "its old value is gone and a recompute would start from the changed one; make the change outside the "

@@ -322,6 +322,16 @@ def test_what_a_region_changes_in_its_weights_comes_home(path, how):
     assert float(fit.words.weight[1].detach().norm()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("how", [how for how in HOWS.values() if "checkpoint" in repr(how)], ids=repr)
+def test_a_recompute_of_weights_that_the_region_has_changed_is_refused(how):
+    fit, _ = streamed(how, model=nn.Sequential(Words(max_norm=1.0)))
+    for _ in range(2):  # never as something that an earlier call had not done
+        with pytest.raises(ms.CorrectnessError, match=r"words.weight' .* that offload\(what='params'\) moves"):
+            fit(torch.tensor([1, 2, 3, 1]))
+        with torch.no_grad():
+            fit[0].words.weight.mul_(2)
+
+
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_a_change_in_place_that_pytorch_refuses_is_refused(how):
     class Doubles(nn.Linear):
