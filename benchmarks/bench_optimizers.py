@@ -3,7 +3,7 @@
 A stack in the shape of GPT-2. All contenders run in one process, their steps interleaved; figures are medians. Peers
 that are not installed are left out: bitsandbytes, torchao.
 
-    python benchmarks/bench_optimizers.py [--device cuda] [--rounds 20] [--quick]
+    python benchmarks/bench_optimizers.py [--device cuda] [--rounds 20] [--quick] [--only stack]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from _blocks import TransformerBlock
 from bench_checkpoint import interleaved_seconds
+from bench_tile import gpt2, training_step
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -49,7 +50,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="one small round of each, to see that it runs")
+    parts = {
+        "optimizers": lambda: _optimizers(options),
+        "small": lambda: _small_states(options.device, 2**16 if options.quick else 2**20, 1 if options.quick else 5),
+        "large": lambda: _large_states(*((1, 2**16, 1) if options.quick else (8, 2**22, 7))),
+        "stack": lambda: _stack(options.device, 1 if options.quick else 7),
+    }
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
+    for name, part in parts.items():
+        if options.only in (None, name):
+            part()
+
+
+def _optimizers(options: argparse.Namespace) -> None:
     depth, rounds = (1, 1) if options.quick else (DEPTH, options.rounds)
     for name, make in OPTIMIZERS.items():
         torch.manual_seed(0)
@@ -87,8 +101,6 @@ def main() -> None:
                 f"  {title:27} step {1e3 * seconds:7.1f} ms, {seconds / took['plain']:.3f} of plain   "
                 f"peak above weights and states {peaks[title]:12,} bytes   bitwise equal: {same}"
             )
-    _small_states(options.device, 2**16 if options.quick else 2**20, 1 if options.quick else 5)
-    _large_states(1 if options.quick else 8, 2**16 if options.quick else 2**22, 1 if options.quick else 7)
 
 
 def _offloading_peer() -> Any:
@@ -173,6 +185,47 @@ def _large_states(count: int, numel: int, rounds: int) -> None:
             f"  {title:20} {1e9 * seconds / (count * numel):6.2f} ns a parameter, {seconds / took['fused=True']:.2f} "
             f"of fused=True   {2e-9 * nbytes / seconds:6.2f} GB/s of states, {took['raw'] / seconds:.2f} of the disk"
         )
+
+
+def _stack(device: str, rounds: int) -> None:
+    """All of it together on the model of `bench_tile`, against per-block `torch.utils.checkpoint`."""
+    torch.manual_seed(0)
+    base, ids = gpt2(device), torch.randint(0, 16_000, (4, 512), device=device)
+    batch = {"input_ids": ids, "labels": ids}
+    theirs = copy.deepcopy(base)
+    theirs.gradient_checkpointing_enable({"use_reentrant": False})
+    steps = {"torch checkpoint": training_step(theirs, batch, fused=True)}
+    for size in (128, 64):
+        plan = {
+            "transformer.h.*": ms.tile(chunks=4),
+            "transformer.h.*.mlp": ms.tile(chunks=4, dim=1),
+            "lm_head": ms.tile(size=size),
+            "": ms.step_in_backward(),
+        }
+        ours = copy.deepcopy(base)
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4, fused=True)
+        ours, optimizer = ms.transform(ours, plan, optimizer=optimizer)
+        steps[f"the stack, {size} rows of logits"] = _training(ours, optimizer, batch)
+    peaks = {}
+    for title, step in steps.items():
+        step()
+        peaks[title] = ms.measure(step, device=device).growth_bytes
+    took = interleaved_seconds(steps, rounds, device)
+    print("GPT-2 shape, 8 layers, width 512, vocabulary 16 000, 4 x 512 tokens, fp32, AdamW(fused=True)")
+    for title, seconds in took.items():
+        of_peak, of_time = peaks[title] / peaks["torch checkpoint"], seconds / took["torch checkpoint"]
+        print(
+            f"  {title:30} transient {peaks[title] / 1e6:6.1f} MB, {of_peak:.3f}   step {seconds:.3f} s, {of_time:.3f}"
+        )
+
+
+def _training(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _backward(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:

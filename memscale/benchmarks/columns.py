@@ -63,8 +63,8 @@ COLUMNS: Mapping[str, Column] = {
             "bf16 + 8-bit",
             torch.bfloat16,
             0.65,
-            ("recomputed, 8-bit", "recomputed, freed, 8-bit"),
-            f"{_BF16}, moments to 8 bits between steps",
+            ("recomputed, 8-bit", "recomputed, freed, 8-bit", "cut, freed, 8-bit", "row by row, freed, 8-bit"),
+            f"{_BF16}, moments to 8 bits between steps; blocks that are cut draw other masks of dropout",
         ),
         Column(
             "everything",
@@ -91,6 +91,7 @@ def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
     def plan(how: Transform, stepping: Transform) -> Plan:
         rules: list[tuple[str, Transform]] = [(path, how) for path in blocks]
         rules += [(f"{path}.{subject.inner}", cut) for path in blocks if subject.inner is not None]
+        rules += [(path, checkpoint()) for path in subject.beside]
         return Plan([*rules, (subject.head, tile(chunks=_CHUNKS)), ("", stepping)])
 
     return {
@@ -98,6 +99,10 @@ def plans(model: nn.Module, subject: Subject) -> dict[str, Plan]:
         "recomputed, freed": plan(checkpoint(), freed),
         "recomputed, 8-bit": plan(checkpoint(), small),
         "recomputed, freed, 8-bit": plan(checkpoint(), compose(freed, small)),
+        "cut, freed, 8-bit": plan(cut if rows > 1 else checkpoint(), compose(freed, small)),
+        "row by row, freed, 8-bit": plan(
+            tile(chunks=subject.batch) if rows > 1 else checkpoint(), compose(freed, small)
+        ),
         "recomputed, below, freed": plan(checkpoint(), compose(freed, below)),
         "streamed": plan(compose(streamed, checkpoint()), compose(freed, below)),
         "streamed, moved": plan(compose(streamed, offload(), checkpoint()), compose(freed, below)),

@@ -25,6 +25,7 @@ class Subject:
         head: the path of the linear layer of the loss.
         device: the card.
         inner: the path, within a block, of a module that works on each position alone; None for none.
+        beside: the paths of what is worth recomputing beside the blocks.
         published_bytes: the peak of the closed tool of the same name (AGGRESSIVE, bf16 and 8-bit Adam); None for none.
         published_plain_bytes: that of the model as it is, from the same source.
         columns: what is done to it; none is all that are for models of this size.
@@ -37,6 +38,7 @@ class Subject:
     head: str
     device: str = _CARD
     inner: str | None = None
+    beside: tuple[str, ...] = ()
     published_bytes: int | None = None
     published_plain_bytes: int | None = None
     columns: tuple[str, ...] = ("exact", "bf16 + 8-bit", "everything")
@@ -139,9 +141,9 @@ _BY_SIZE = ("fastest", "smallest")
 def _published(
     title: str, make: Callable[[], nn.Module], batch: int, length: int, head: str, figure: float, plain: float | None
 ) -> Subject:
-    inner = "mlp" if head == "lm_head" else None
+    inner, beside = ("mlp", ()) if head == "lm_head" else (None, ("bert.embeddings", "cls.predictions.transform"))
     plain_bytes = None if plain is None else _gigabytes(plain)
-    return Subject(title, make, batch, length, head, _CARD, inner, _gigabytes(figure), plain_bytes)
+    return Subject(title, make, batch, length, head, _CARD, inner, beside, _gigabytes(figure), plain_bytes)
 
 
 def _today(title: str, make: Callable[[], nn.Module], batch: int, device: str, *columns: str) -> Subject:

@@ -56,6 +56,8 @@ def _in_column(
     known = plans(model, subject)
     best: tuple[str, Profile] | None = None
     for name in column.names:
+        if best is not None and known[name] == known[best[0]]:
+            continue  # as where there is one row only
         made = _simulated(subject, column.dtype, known[name], say, name)
         if best is None or made.peak_bytes < best[1].peak_bytes:
             best = name, made
