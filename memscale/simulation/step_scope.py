@@ -90,7 +90,7 @@ class StepScope(Scope):
         return [tensor for tensor in former if _has_storage(tensor) and tensor.untyped_storage()._cdata in known - held]
 
     def _visit_hooks(self, hooks: dict[int, Any] | None) -> None:
-        if hooks:
+        if hooks is not None:  # also where there are none yet: a forward may register the first
             self._add(hooks)
             for hook in list(hooks.values()):
                 self._visit(hook, None)

@@ -503,3 +503,23 @@ def test_autocast_keeps_no_weight_of_the_simulation(ask):
         else:
             ms.plan(layer, x, loss=loss, budget="1GiB")
         assert torch.equal(layer(x), expected)
+
+
+class HooksItself(nn.Module):
+    """Registers a hook on its layer in the first forward, as models of transformers do to collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.is_hooked = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda module, args, output: output * 2)
+            self.is_hooked = True
+        return self.layer(x)
+
+
+def test_hooks_that_the_first_forward_registers_do_not_stay():
+    model, x = HooksItself(), torch.ones(2, 4)
+    ms.profile(model, x, loss=lambda y, _: y.sum())
+    assert (len(model.layer._forward_hooks), model.is_hooked) == (0, False)
