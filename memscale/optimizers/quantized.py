@@ -18,8 +18,9 @@ from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
 _LEAST = 4096  # numbers: fewer save nothing worth the rounding
-# Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved.
-_LEAST_BYTES, _MOST_BYTES, _SHARE = 2**20, 2**24, 64
+# Of parameters whose moments are there in full at once: what they take for a moment is a share of what is saved, also
+# where all of them are few.
+_LEAST_BYTES, _MOST_BYTES, _SHARE, _FEWEST = 2**20, 2**24, 64, 4
 _LARGEST = ".largest"  # of a block's magnitudes, beside the codes of a moment
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -96,8 +97,8 @@ class _Quantized(StepPart):
         """See `StepPart.attend`."""
         check_whole(repr(self.how), parameters)
         self._parameters = parameters
-        share = sum(parameter.nbytes for parameter in parameters) // _SHARE
-        self._at_once = min(max(share, _LEAST_BYTES), _MOST_BYTES)
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        self._at_once = min(max(nbytes // _SHARE, min(_LEAST_BYTES, nbytes // _FEWEST)), _MOST_BYTES)
         for device in {parameter.device for parameter in parameters}:
             prepare(device)
         # What another part moves elsewhere would leave a block behind that nothing frees.
