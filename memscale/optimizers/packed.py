@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 _BLOCK_BYTES = 2**26  # taken when the first parameter in it needs it: those that never step are mostly neighbours
+_LEAST_BYTES = 10 * 2**20  # for less, the caching allocator may take 20 MiB
 _ALIGNED = 256
 
 
@@ -38,10 +39,10 @@ class Packed:
                 self._places[id(parameter)] = place
 
     def room(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of a parameter; None for one that was not attended to, or is to have none."""
-        if (place := self._places.get(id(parameter))) is None:
+        """The bytes of a parameter; None for one that was not attended to, is to have none, or has few neighbours."""
+        block, start, size = self._places.get(id(parameter), (None, 0, 0))
+        if block is None or block.nbytes < _LEAST_BYTES:
             return None
-        block, start, size = place
         if block.memory is None:
             block.memory = torch.empty(block.nbytes, dtype=torch.uint8, device=parameter.device)
         return block.memory[start : start + size]
