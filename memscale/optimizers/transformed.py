@@ -135,6 +135,12 @@ class TransformedOptimizer(PartedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.optim.Optimizer.zero_grad`."""
+        if self.steps_in_backward:
+            uncompiled(TransformedOptimizer._drop_gradients, _BOOKS, self, set_to_none)
+        else:
+            self._drop_gradients(set_to_none)
+
+    def _drop_gradients(self, set_to_none: bool) -> None:
         self._catch_up()
         for parameter in parameters_of(self.param_groups):
             if isinstance(parameter.grad, SpentGradient):
@@ -253,6 +259,7 @@ def _revived(
     return made
 
 
+_BOOKS = "step_in_backward() has stepped in backward: what is left is books, and no work for a compiler"
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer.step)
 
 
@@ -260,11 +267,15 @@ _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer
 def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
         return type(self).step(self, *args, **kwargs)
+    if self.steps_in_backward:
+        return uncompiled(_known_step, _BOOKS, self, *args, **kwargs)
+    return _known_step(self, *args, **kwargs)
+
+
+def _known_step(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
+    """The step, while which the optimizer knows that it is stepping."""
     self._is_stepping = True
     try:
-        if self.steps_in_backward:
-            why = "step_in_backward() has stepped in backward: what is left is books, and no work for a compiler"
-            return uncompiled(_hooked_step, why, self, *args, **kwargs)
         return _hooked_step(self, *args, **kwargs)
     finally:
         self._is_stepping = False
