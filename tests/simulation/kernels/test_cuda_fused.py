@@ -71,6 +71,10 @@ class Autocast(nn.Module):
             return self.inner(x)
 
 
+# PyTorch says once in a process that a norm's dtypes differ: on purpose here, or as autocast of torch 2.10 leaves them.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+
+
 # What `torch.cuda.max_memory_allocated()` said of the third step with an A100's stand-ins: see tests/ghost.
 @pytest.mark.parametrize(
     ("model", "shape", "expected"),
@@ -82,7 +86,10 @@ class Autocast(nn.Module):
     ],
     ids=["cells", "autocast", "batch-norm", "histogram"],
 )
-def test_a_step_takes_what_it_takes_on_a_card(model, shape, expected):
+def test_a_step_takes_what_it_takes_on_a_card(model, shape, expected, request):
+    casts_norms = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+    if request.node.callspec.id == "autocast" and not casts_norms:
+        pytest.skip("autocast of this PyTorch leaves RMS norms as they are")
     with torch.device("meta"):
         model, x = model(), torch.randn(shape)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -90,8 +97,6 @@ def test_a_step_takes_what_it_takes_on_a_card(model, shape, expected):
     assert found.peak_bytes == expected
 
 
-# PyTorch says so once in a process, from 2.15 on: of what the test does on purpose.
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 def test_an_rms_norm_is_composed_where_pytorch_composes_it():
     """Of two dtypes, and of complex numbers."""
     with cuda_fused():
