@@ -129,7 +129,7 @@ def find_batch_size(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     arguments = TrainingArguments(folder, per_device_train_batch_size=16, report_to=[], use_cpu=True)
     ...     trainer = Trainer(model, arguments, train_dataset=rows)
-    >>> less = hf.predict(trainer, hardware="t4").peak_bytes - 1
+    >>> less = hf.predict(trainer, hardware="t4").profile.peak_bytes - 1  # than what lives at once
     >>> found = hf.find_batch_size(trainer, hardware="t4", budget=less)
     >>> found.per_device, found.accumulation  # fewer rows at once, as many in a step
     (8, 2)
