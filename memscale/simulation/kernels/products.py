@@ -18,7 +18,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from memscale.simulation.process_state import patched
 
 
-class _Prod(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """Keeps its input and its result."""
+
     @staticmethod
     def forward(
         ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int | None
@@ -28,6 +30,8 @@ class _Prod(torch.autograd.Function):
         ctx.dim = dim
         return result
 
+
+class _Prod(_Product):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, result = ctx.saved_tensors
@@ -46,14 +50,7 @@ class _Prod(torch.autograd.Function):
         return None, grad * (result / x).conj(), None
 
 
-class _Cumprod(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int) -> torch.Tensor:
-        result = run(x)
-        ctx.save_for_backward(x, result)
-        ctx.dim = dim
-        return result
-
+class _Cumprod(_Product):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, result = ctx.saved_tensors
