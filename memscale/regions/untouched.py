@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.scope import Scope, put_back
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of tensors
 
 
 @contextmanager
@@ -40,6 +44,9 @@ def untouched(
             stack.callback(_set_value, tensor, value)
         for tensor, gradient in gradients:
             stack.callback(partial(setattr, tensor, "grad", gradient))
+        for tensor, name in product(leaves, _HOOKS):
+            hooks = getattr(tensor, name)
+            stack.callback(_set_hooks, tensor, name, hooks, {} if hooks is None else dict(hooks))
         stack.callback(put_back, scope)
         for tensor, _ in gradients:
             tensor.grad = None
@@ -62,6 +69,18 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _set_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         tensor.copy_(value)
+
+
+def _set_hooks(tensor: torch.Tensor, name: str, hooks: dict[int, Any] | None, before: dict[int, Any]) -> None:
+    """Give back the same dict, for handles refer to it, with what it held."""
+    now = getattr(tensor, name)
+    if now is not hooks:
+        if now is not None:
+            now.clear()  # autograd may hold it still
+        setattr(tensor, name, hooks)
+    if hooks is not None and hooks != before:
+        hooks.clear()
+        hooks.update(before)
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:

@@ -86,7 +86,7 @@ def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[
     torch._C._swap_tensor_impl(tensor, stand_in)
     swapped.append((tensor, stand_in))
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name):
+        if (hooks := getattr(tensor, name)) is not None:
             setattr(tensor, name, hooks)
 
 

@@ -523,3 +523,40 @@ def test_hooks_that_the_first_forward_registers_do_not_stay():
     model, x = HooksItself(), torch.ones(2, 4)
     ms.profile(model, x, loss=lambda y, _: y.sum())
     assert (len(model.layer._forward_hooks), model.is_hooked) == (0, False)
+
+
+class _HooksItsWeight(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.register_hook(lambda gradient: gradient * 2)
+        self.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_hooks_on_gradients_stay_and_go_as_the_caller_says(device, has_hooks):
+    """Of a tensor that is not on the CPU, hooks that were registered afterwards were never called."""
+    model, x, called = _HooksItsWeight(8, 8, device=device), torch.randn(4, 8, device=device), []
+    weight = model.weight
+    if has_hooks:
+        handles = [
+            weight.register_hook(lambda _: called.append("before")),
+            weight.register_post_accumulate_grad_hook(lambda _: called.append("before, too")),
+        ]
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    dicts = [getattr(weight, name) for name in names]
+    held = [hooks and dict(hooks) for hooks in dicts]
+    ms.profile(model, x, loss=mean)
+    assert all(getattr(weight, name) is hooks for name, hooks in zip(names, dicts, strict=True))
+    assert [hooks and dict(hooks) for hooks in dicts] == held
+    called.clear()
+    weight.register_hook(lambda _: called.append("after"))
+    weight.register_post_accumulate_grad_hook(lambda _: called.append("after, too"))
+    F.linear(x, weight).sum().backward()
+    assert called == (["before", "after", "before, too", "after, too"] if has_hooks else ["after", "after, too"])
+    if has_hooks:
+        called.clear()
+        for handle in handles:
+            handle.remove()
+        F.linear(x, weight).sum().backward()
+        assert called == ["after", "after, too"]
