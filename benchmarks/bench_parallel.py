@@ -150,7 +150,7 @@ def made(name: str, variant: str, distribute: Callable[..., nn.Module]) -> tuple
     if plan:
         model = ms.transform(model, plan)
     if ON_CARD:
-        model, batch = model.cuda(), {name: value.cuda() for name, value in batch.items()}
+        batch = {name: value.cuda() for name, value in batch.items()}
     model = distribute(model, [model.get_submodule(path) for path in blocks])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

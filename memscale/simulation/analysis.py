@@ -112,6 +112,7 @@ def _allocated(
     count = len(exact)
     capacity_bytes = max(1, hardware.usable_bytes if capacity_bytes is None else capacity_bytes)
     streams = {number: record.stream for number, record in enumerate(ledger.records) if record.stream}
+    streams |= {number + count: stream for number, stream in streams.items()}  # of the repetition
     found, notes = replay(events, settings=settings, streams=streams), []
     # The fraction that a process allows itself, and the collection that goes with it, only count against a capacity.
     if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:

@@ -27,7 +27,7 @@ from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
-from memscale.simulation.ledger import Course
+from memscale.simulation.ledger import Course, StorageRecord
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.sharded import Sharded
@@ -202,6 +202,8 @@ class Simulation:
         What modules have, in the order of `Module.to`: what lies beside what decides where there is room later.
         """
         storages, seen = self.mode.storages, set[int]()
+        if self._kernels.is_cuda:
+            self._record_shards()
         streams = any(True for module in self.scope.modules for _ in placing_in(module))
         flattens = self._kernels.is_cuda and not streams
         for module in sorted(self.scope.modules, key=self._place):
@@ -214,6 +216,22 @@ class Simulation:
         for tensor in self._tensors:
             if not tensor.is_meta:
                 storages.record(tensor)
+
+    def _record_shards(self) -> None:
+        """Record how shards came to the card that `fully_shard` cut from parameters with numbers.
+
+        It brings the whole parameters of a group, cuts this process's shards, and lets the whole ones go: the next
+        group's find the memory that these leave, and so does the step.
+        """
+        ledger, seen = self.mode.ledger, set[int]()
+        for module in sorted(self.scope.modules, key=self._place):
+            for part, _ in _children_first(module, seen):
+                for shards in self._sharded.cut(part):
+                    whole = [ledger.birth(StorageRecord(nbytes, -1, "parameter")) for nbytes, _ in shards]
+                    for tensor in with_storages([shard for _, shard in shards]):
+                        self.mode.storages.record(tensor)
+                    for number in whole:
+                        ledger.death(number)
 
     def _place(self, module: nn.Module) -> int:
         """Where a module stands in the tree; those that are in none come last."""

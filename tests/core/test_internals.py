@@ -38,6 +38,7 @@ OF_OTHERS = {
             "_ddp_init_helper",
             "_set_static_graph",
             "_module_info",
+            "_orig_size",
             "_setattr_on_modules",
             "_get_module_fsdp_state",
             "_fsdp_param_group",

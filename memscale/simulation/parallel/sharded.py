@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import ConfigError, fsdp_groups
+from memscale.core import ConfigError, fsdp_groups, fsdp_groups_of
 from memscale.regions import Place, read, write
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import patched
@@ -45,6 +45,9 @@ class Sharded:
             check_followed(module)
         self._replicas: list[Any] = [module for module in modules if _is_of(module, _DDP)]
         self._states: list[Any] = _fsdp_states(modules)
+        self._cut = {
+            id(group) for group in self._groups if not any(each.sharded_param.is_meta for each in group.fsdp_params)
+        }
         kinds = {state.mesh.device_type for group in self._groups if (state := group.mesh_info) is not None}
         if other := sorted(kinds - _MESHES):
             raise ConfigError(
@@ -69,6 +72,18 @@ class Sharded:
     def tensors(self) -> list[Any]:
         """The parameters of this process, also where a forward has left the gathered ones in the modules."""
         return [parameter.sharded_param for parameter in self._parameters]
+
+    def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
+        """The shards of each group of `module` that were cut from parameters with numbers, and the bytes of those.
+
+        Of a model that was sharded on meta only shards ever come to a device, by `Module.to_empty`.
+        """
+        for group in fsdp_groups_of(module):
+            if id(group) in self._cut:
+                yield [
+                    (each._orig_size.numel() * each.sharded_param.itemsize, each.sharded_param)
+                    for each in group.fsdp_params
+                ]
 
     @contextmanager
     def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
