@@ -34,6 +34,7 @@ class Books:
         course: how far the step has come.
         settled: whether the next step goes the way of this one, as far as regions have said.
         used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
+        first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
     """
 
     def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
@@ -50,6 +51,8 @@ class Books:
         self._collections = StepCollections()
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
         self._first_node = torch._C._autograd._get_sequence_nr()
+        self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
+        self.first_of_node = 0
 
     def calls(self, kind: str) -> None:
         """The host makes a call, of the kinds of `HostSeconds`."""
@@ -96,6 +99,9 @@ class Books:
             return result
         ledger, path, records = self._ledger, self.path(), torch.is_grad_enabled()
         in_backward = torch._C._current_graph_task_id() != -1
+        node_running = torch._C._current_autograd_node() if in_backward else None
+        if node_running is not None and (number := node_running._sequence_nr()) != self._node:
+            self._node, self.first_of_node = number, len(ledger.ops)
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
         seconds: float | None
         if way is not None and knows_copies(self._clock.hardware):

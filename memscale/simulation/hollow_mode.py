@@ -186,7 +186,7 @@ class HollowMode(TorchDispatchMode):
         if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.sums:
-            self._sums.maybe_in_place(op, tensors, result)
+            self._sums.maybe_in_place(op, tensors, result, self.books.first_of_node)
         elif op is aten._safe_softmax.default:
             self._sums.mask_added_in_place(tensors[0])
         return result

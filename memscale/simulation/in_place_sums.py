@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -35,8 +36,13 @@ class InPlaceSums:
         self._ledger = storages.ledger
         self._sum: Sum | None = None  # the last one
 
-    def maybe_in_place(self, op: OpOverload, operands: list[torch.Tensor], total: torch.Tensor) -> None:
-        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's."""
+    def maybe_in_place(
+        self, op: OpOverload, operands: list[torch.Tensor], total: torch.Tensor, first_of_node: int
+    ) -> None:
+        """Note a sum that PyTorch makes in place where no mode is active: its engine's, its attention's.
+
+        `first_of_node` is the index of the first operator of the autograd node that runs.
+        """
         self._sum = None
         if op in OF_FORMULAS:
             node = torch._C._current_autograd_node()
@@ -66,7 +72,12 @@ class InPlaceSums:
         if not by_engine or caller.co_name != "_engine_run_backward":
             return
         # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
-        if not operands[0]._is_view() and aten.is_non_overlapping_and_dense(operands[0]):
+        if operands[0]._is_view() or not aten.is_non_overlapping_and_dense(operands[0]):
+            return
+        # It adds what a node gives to what another has given, or this one, of which a value is two arguments. Else a
+        # sum of what the node itself has made is a part of its formula.
+        is_of_node = self._storages.record(operands[0]).op >= first_of_node
+        if not is_of_node or _gives_twice(torch._C._current_autograd_node()):
             self._ledger.sums.append(self._sum)
 
     def _is_of_backward(self, tensor: torch.Tensor) -> bool:
@@ -84,3 +95,8 @@ class InPlaceSums:
         """Note that the sum just made was attention's, of scores and mask: only that goes into a safe softmax."""
         if self._sum is not None and self._sum.total == self._storages.number(scores):
             self._ledger.sums.append(self._sum)
+
+
+def _gives_twice(node: Any) -> bool:
+    """Whether two of the gradients that `node` gives are of one value."""
+    return node is not None and len(set(node.next_functions)) < len(node.next_functions)

@@ -77,6 +77,32 @@ def expanded_and_strided_inputs():
 
 
 @case
+def products_of_strided_matrices():
+    model = Forward(lambda m, y: torch.mm(m.one(y)[:, ::2], m.wide[:, ::2]).square().mean(), one=nn.Linear(48, 512))
+    model.wide = nn.Parameter(x(256, 40))
+    return train(model, x(ROWS, 48))
+
+
+@case
+def products_of_conjugates():
+    def forward(m, y):
+        y = m.one(y).view(-1, 8, 8)
+        z = torch.complex(y, y)
+        return (z @ z).real.square().mean()
+
+    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+
+
+@case
+def sums_within_a_derivative():
+    def forward(m, y):
+        variance, mean = torch.var_mean(m.one(y).view(-1, 8, 8), 1)
+        return torch.linalg.pinv(m.one(y).view(-1, 8, 8)).mean() + (variance + mean).square().mean()
+
+    return train(Forward(forward, one=nn.Linear(48, 64)), x(ROWS, 48))
+
+
+@case
 def batch_of_overlapping_views():
     data = x(2 * ROWS, 48)
     return train(Forward(lambda m, a, b: m.net(a) + m.net(b), net=mlp()), (data[:ROWS], data[20 : ROWS + 20]))

@@ -139,6 +139,10 @@ class CpuScratch:
             expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
             if expanded:  # no product takes such a matrix as it is
                 return sum(tensor.nbytes for tensor in expanded)
+            if odd := [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and not _is_plain(tensor)]:
+                if _cost(flops, odd) > _LARGEST_SOUNDING_FLOPS:
+                    return sum(tensor.nbytes for tensor in odd)
+                return self._sound(op, args, kwargs).scratch_bytes
             if args[-1].dtype not in _HALF:
                 return 0
             at = _PRODUCTS[op]
@@ -200,6 +204,13 @@ def _first_named(kwargs: Any, samples: int, count: int) -> Any:
         name: value[:count] if isinstance(value, torch.Tensor) and value.shape[:1] == (samples,) else value
         for name, value in kwargs.items()
     }
+
+
+def _is_plain(matrices: torch.Tensor) -> bool:
+    """Whether a library's product surely takes them as they are: rows or columns without gaps, and no conjugates."""
+    (rows, columns), (down, across) = matrices.shape[-2:], matrices.stride()[-2:]
+    whole = (across == 1 and down >= columns) or (down == 1 and across >= rows) or 1 in (rows, columns)
+    return whole and not matrices.is_conj()
 
 
 def _most_for_exponential(matrices: torch.Tensor) -> int:
