@@ -57,6 +57,8 @@ gpu: $(READY)
 	$(PYTHON) benchmarks/bench_operators.py
 	$(PYTHON) benchmarks/bench_operators.py --convolutions
 	$(PYTHON) benchmarks/bench_card.py --json benchmarks/results/card.json
+	$(PYTHON) -m memscale.benchmarks --device cuda --models BERT,GPT-2,Llama-8B --output benchmarks/results/table-cuda.json
+	$(PYTHON) benchmarks/bench_table.py benchmarks/results/table-cuda.json --json benchmarks/results/table-card.json
 
 # Not part of `gpu`: it makes the tests many times slower, and not every machine has the tool.
 gpu-sanitize: $(READY)

@@ -26,14 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m memscale.benchmarks", description=__doc__)
     titles = ", ".join(each.title for each in SUBJECTS)
     parser.add_argument("--models", help=f"beginnings of titles, separated by commas; all are {titles}")
-    parser.add_argument("--device", help="simulate this card, such as h100, instead of each row's own")
+    parser.add_argument("--device", help="simulate this card, not each row's: as h100, or cuda, the one at hand")
     parser.add_argument("--output", type=Path, help="write the results there, as JSON")
     parser.add_argument("--compare", type=Path, help="results of before: tell what is different")
     options = parser.parse_args(arguments)
     try:
-        if options.device is not None:
-            Hardware.named(options.device)
-        subjects = chosen(options.models, options.device)
+        device = Hardware.detect("cuda").name if options.device == "cuda" else options.device
+        if device is not None:
+            Hardware.named(device)
+        subjects = chosen(options.models, device)
         before = None if options.compare is None else _DOCUMENT.read(options.compare.read_text())["rows"]
     except (ValueError, MemscaleError, OSError, KeyError) as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""The models of the table, on meta: their batches, their cards, and what was published about them."""
+"""The models of the table: their batches, their cards, and what was published about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Subject:
 
     Attributes:
         title: what the row is called.
-        make: builds the model, on meta.
+        make: builds the model in training mode; under ``torch.device("meta")``, without weights.
         batch, length: of token ids.
         head: the path of the linear layer of the loss.
         device: the card.
@@ -65,7 +65,7 @@ def _bert(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
         config = hf.BertConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width
         )
-        return _on_meta(hf.BertForMaskedLM, config)
+        return _built(hf.BertForMaskedLM, config)
 
     return make
 
@@ -73,7 +73,7 @@ def _bert(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
 def _gpt2(width: int, layers: int, heads: int) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         hf = _transformers()
-        return _on_meta(hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=width, n_layer=layers, n_head=heads, use_cache=False))
+        return _built(hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=width, n_layer=layers, n_head=heads, use_cache=False))
 
     return make
 
@@ -91,15 +91,14 @@ def _llama(width: int, inner: int, layers: int, heads: int, *, adapters: bool = 
             max_position_embeddings=8192,
             use_cache=False,
         )
-        model = _on_meta(hf.LlamaForCausalLM, config)
+        model = _built(hf.LlamaForCausalLM, config)
         return _with_adapters(model) if adapters else model
 
     return make
 
 
-def _on_meta(kind: Any, config: Any) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = kind(config)
+def _built(kind: Any, config: Any) -> nn.Module:
+    model: nn.Module = kind(config)
     model.loss_type = "ForMaskedLM" if "MaskedLM" in kind.__name__ else "ForCausalLM"  # type: ignore[assignment]
     return model.train()
 
@@ -121,11 +120,10 @@ class LowRank(nn.Module):
 
 def _with_adapters(model: nn.Module) -> nn.Module:
     model.requires_grad_(False)
-    with torch.device("meta"):
-        for path, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear) and "layers." in path:
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, LowRank(module, 16))
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "layers." in path:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, LowRank(module, 16))
     return model
 
 

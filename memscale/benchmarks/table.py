@@ -52,7 +52,8 @@ def _in_column(
     limit = hardware.usable_bytes
     if column.share is not None and subject.published_bytes is not None:
         limit = min(limit, int(column.share * subject.published_bytes))
-    model = subject.make()
+    with torch.device("meta"):
+        model = subject.make()
     known = plans(model, subject)
     best: tuple[str, Profile] | None = None
     for name in column.names:
@@ -81,7 +82,8 @@ def _in_column(
 
 def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: str = "as it is") -> Profile:
     say(f"{subject.title}: {name}, {_name(dtype)}")
-    model = subject.make().to(dtype)
+    with torch.device("meta"):
+        model = subject.make().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     return profile(model, subject.inputs(), optimizer=optimizer, plan=plan, hardware=subject.device, record=False)
