@@ -120,7 +120,7 @@ class _Offloaded(StepPart):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
-        self._below.check(parameters)
+        self._below.check(parameters, self.optimizer)
         present = {id(parameter) for parameter in parameters}
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)

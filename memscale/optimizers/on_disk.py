@@ -85,7 +85,7 @@ class OnDisk(StepPart):
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
-        self._below.check(parameters)
+        self._below.check(parameters, self.optimizer)
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._rooms if key not in self._parameters]:
             self._rooms.pop(key).free()

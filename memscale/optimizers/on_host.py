@@ -22,8 +22,14 @@ class Below:
         self.title = title
         self._memories: dict[tuple[int, torch.device], MappedTensors] = {}
 
-    def check(self, parameters: list[torch.Tensor]) -> None:
-        """Raise `TransformError` for parameters whose states are made of several tensors, such as sharded ones."""
+    def check(self, parameters: list[torch.Tensor], optimizer: PartedOptimizer) -> None:
+        """Raise `TransformError` for states that are made of several tensors, as those of sharded parameters are."""
+        if parameters and (composed := optimizer._evidence.composed):
+            raise TransformError(
+                f"{self.title}: the states of this {type(optimizer).__name__} ({', '.join(sorted(composed))}) are made "
+                "of several tensors each, which it cannot move; put quantize_states() around an optimizer whose states "
+                "are plain tensors, or leave this transform out"
+            )
         for parameter in parameters:
             if type(parameter) not in (torch.Tensor, torch.nn.Parameter):
                 kind = type(parameter).__name__

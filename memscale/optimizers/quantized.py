@@ -168,12 +168,15 @@ class _Quantized(StepPart):
 
     def _cuts(self, parameter: torch.Tensor) -> bool:
         """Whether the step may go over parts of `parameter`, which then are parameters for a moment."""
-        evidence = self.optimizer._evidence
+        evidence, moments = self.optimizer._evidence, self._moments(parameter)
+        states = self.optimizer.state.get(parameter, {})
         return (
             evidence.elementwise
             and not self.inner.places
-            and bool(self._moments(parameter))
-            and {name for dims, name in evidence.full if dims == parameter.dim()} == self._moments(parameter).keys()
+            and parameter.numel() >= _LEAST
+            and bool(moments)
+            and {name for dims, name in evidence.full if dims == parameter.dim()} == moments.keys()
+            and (not states or all(f"{name}{_LARGEST}" in states for name in moments))  # else some stayed as they were
             and all(each.is_contiguous() for each in (parameter, parameter.grad) if each is not None)
         )
 

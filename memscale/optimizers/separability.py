@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from memscale.core import TransformError, pytrees
 
 _SIDES = (5, 3, 2, 7, 11)
+_LARGE_SIDES = (64, 128)
 _STEPS = 2
 _MOST_TRIED = 8  # parameters of a group
 
@@ -43,14 +45,17 @@ class Separability:
     """What trying an optimizer has shown.
 
     Attributes:
-        full: the states that have the shape of their parameter: its number of dimensions, and the state's name.
+        full: the states that have the shape of their parameter: its number of dimensions, and the state's name. Not
+            those that have another type where a parameter is large, as in optimizers with 8-bit states of their own.
         moments: those of them that are moments.
         elementwise: whether it treats each number alone, wherever in a parameter it is.
+        composed: the states that are made of several tensors, as numbers in few bits with their scales.
     """
 
     full: frozenset[tuple[int, str]]
     moments: frozenset[Moment]
     elementwise: bool
+    composed: frozenset[str]
 
 
 def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
@@ -70,8 +75,9 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         raise TransformError(f"{how!r}: this {name} has the parameters of another optimizer; transform that one")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TransformError(f"{how!r}: this {name} is differentiable, and what a graph needs cannot be freed")
-    indices = {p.device.index for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(indices)):
+    cards = {p.device.index for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(cards)):
+        random = _random_states(cards)
         try:
             at_once, one_by_one, still = _Trial(optimizer), _Trial(optimizer), _Trial(optimizer, decays=False)
             for number in range(_STEPS):
@@ -83,11 +89,23 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
                 f"{how!r}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
                 f"small parameters ended with {type(error).__name__}: {error}"
             ) from error
-        elementwise = _is_elementwise(optimizer, at_once)
+        draws = not all(map(torch.equal, random, _random_states(cards)))
+        large = _large(optimizer)
+        elementwise = large.has_plain_states() and _is_elementwise(optimizer, at_once)
+    if common := [repr(key) for key in at_once.state if not isinstance(key, torch.Tensor)]:
+        raise TransformError(
+            f"{how!r}: {name} keeps states that belong to no parameter ({', '.join(common)}), which parameters that "
+            "step alone would change several times; use another optimizer, or leave this transform out"
+        )
     if one_by_one.results() != at_once.results() or not at_once.moved():
         raise TransformError(
             f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
             "numbers than all at once; use another optimizer, or leave this transform out"
+        )
+    if draws:  # also where it makes no difference to parameters as small as these
+        raise TransformError(
+            f"{how!r}: {name} draws random numbers, and those of a parameter would be others where it steps before the "
+            "rest; use another optimizer, or leave this transform out"
         )
     moments, full = at_once.moments(still), at_once.full_states()
     if at_once.moves_without_gradients():
@@ -97,7 +115,29 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         )
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         moments |= _moments_in_float32(optimizer)
-    return Separability(frozenset(full), moments, elementwise)
+    known, kinds = at_once.kinds(), large.kinds()
+    other = {state for state, kind in kinds.items() if known.get(state, kind) != kind}
+    return Separability(
+        full=frozenset(full - other),
+        moments=frozenset(each for each in moments if (each.dims, each.name) not in other),
+        elementwise=elementwise,
+        composed=frozenset(name for (_, name), each in kinds.items() if any(of is not torch.Tensor for of, *_ in each)),
+    )
+
+
+def _large(optimizer: torch.optim.Optimizer) -> _Trial:
+    """A trial with parameters that are larger, for an optimizer may keep their states in fewer bits."""
+    large = _Trial(optimizer, large=True)
+    try:
+        large.step(0, large.groups)
+    except Exception:  # it takes small ones only
+        large.state.clear()
+    return large
+
+
+def _random_states(cards: set[Any]) -> list[torch.Tensor]:
+    """Those of the generators that a step over parameters on the CPU and these cards may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(card) for card in sorted(cards))]
 
 
 def _moments_in_float32(optimizer: torch.optim.Optimizer) -> frozenset[Moment]:
@@ -131,10 +171,17 @@ class _Trial:
         decays: whether parameters that have no gradient decay.
         halved: whether each parameter is two, of half its numbers each.
         widens: whether parameters in bfloat16 are float32 ones.
+        large: whether there is one parameter of each kind, of 8192 numbers.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, decays: bool = True, halved: bool = False, widens: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        decays: bool = True,
+        halved: bool = False,
+        widens: bool = False,
+        large: bool = False,
     ) -> None:
         self._class = type(optimizer)
         self._attributes = optimizer.__dict__
@@ -145,11 +192,11 @@ class _Trial:
         random = torch.Generator().manual_seed(0)
         for group in optimizer.param_groups:
             kinds = {(p.dim(), p.dtype, p.device): p for p in group["params"]}
-            tried = [p for p in kinds.values() for _ in range(2)][:_MOST_TRIED]
+            tried = [p for p in kinds.values() for _ in range(1 if large else 2)][:_MOST_TRIED]
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if not decays and "weight_decay" in options:
                 options["weight_decay"] = 0.0
-            small = [_small(p, random) for p in tried]
+            small = [_small(p, random, large) for p in tried]
             small = [each.float() if widens and each.dtype == torch.bfloat16 else each for each in small]
             wholes = [_parts(each, halved) for each in small]
             for part, p in ((part, p) for parts, p in zip(wholes, tried, strict=True) for part in parts):
@@ -241,18 +288,33 @@ class _Trial:
             if dims and all(stays and dtype == each[0][0] for dtype, _, stays in each)
         )
 
-    def full_states(self) -> set[tuple[int, str]]:
-        found: dict[tuple[int, str], bool] = {}
+    def kinds(self) -> dict[tuple[int, str], set[tuple[Any, ...]]]:
+        """By its parameter's number of dimensions and its name, which types a state has, and whether in full."""
+        found: dict[tuple[int, str], set[tuple[Any, ...]]] = {}
         for parameter, states in self.state.items():
             for key, value in states.items() if isinstance(states, dict) and parameter.dim() else ():
                 if isinstance(value, torch.Tensor):
-                    full = value.shape == parameter.shape
-                    found[parameter.dim(), key] = found.get((parameter.dim(), key), True) and full
-        return {key for key, full in found.items() if full}
+                    kind = type(value), value.dtype, value.shape == parameter.shape
+                    found.setdefault((parameter.dim(), key), set()).add(kind)
+        return found
+
+    def has_plain_states(self) -> bool:
+        """Whether each is a single number, or one for each number of its parameter."""
+        return all(
+            value.numel() <= 1 or value.shape == parameter.shape
+            for parameter, states in self.state.items()
+            for value in pytrees.tensors(states)
+        )
+
+    def full_states(self) -> set[tuple[int, str]]:
+        return {state for state, kinds in self.kinds().items() if all(full for _, _, full in kinds)}
 
 
-def _small(parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+def _small(parameter: torch.Tensor, random: torch.Generator, large: bool) -> torch.Tensor:
     shape = tuple(_SIDES[at % len(_SIDES)] for at in range(parameter.dim()))
+    if large and shape:
+        shape = _LARGE_SIDES if len(shape) > 1 else (math.prod(_LARGE_SIDES),)
+        shape += (1,) * (parameter.dim() - len(shape))
     values = torch.randn(shape, generator=random)
     device = "cpu" if parameter.is_meta else parameter.device
     return values.to(device, parameter.dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -284,6 +285,39 @@ def _known_step(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
 _step.hooked = True  # type: ignore[attr-defined]  # PyTorch puts its hooks around all others
 
 
+def _with_all_states(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that a class of optimizers has beside `step`, given all states as the class has them.
+
+    Without, it would take those on disk for ones that are not there yet, and codes for numbers. What it does to states
+    is kept.
+    """
+
+    @functools.wraps(method)
+    def called(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        self._part_states(self.param_groups)
+        with self._gathered():
+            before = _marks(self.state)
+            result = method(self, *args, **kwargs)
+            after = {key: dict(value) for key, value in self.state.items()} if _marks(self.state) != before else None
+        if after is not None:
+            self.state.update(after)
+            self._attend()
+        return result
+
+    return called
+
+
+def _marks(state: Any) -> Any:
+    """What changes when a state is written to or replaced."""
+    return {
+        parameter: {
+            name: (id(value), value._version if isinstance(value, torch.Tensor) else value)
+            for name, value in states.items()
+        }
+        for parameter, states in state.items()
+    }
+
+
 _classes: dict[int, type[TransformedOptimizer]] = {}  # by the id of the class, which its subclass keeps
 
 
@@ -291,7 +325,14 @@ def class_for(own_class: type[torch.optim.Optimizer]) -> type[TransformedOptimiz
     """The class of `own_class`'s optimizers under transforms; it has the name, and `isinstance` holds."""
     if (known := _classes.get(id(own_class))) is not None:
         return known
+    own = {name: inspect.getattr_static(own_class, name) for name in dir(own_class) if not name.startswith("_")}
+    methods = {
+        name: _with_all_states(each)
+        for name, each in own.items()
+        if inspect.isfunction(each) and not hasattr(TransformedOptimizer, name)
+    }
     body = {
+        **methods,
         "__module__": own_class.__module__,
         "__qualname__": own_class.__qualname__,
         "__doc__": own_class.__doc__,

@@ -290,3 +290,23 @@ def test_a_checked_runtime_finds_nothing_wrong_with_states_on_disk():
         optimizer.zero_grad()
         optimizer.state_dict()
     assert runtime.engine(torch.empty(0)).backend.hazards == []
+
+
+class _Scaled(torch.Tensor):
+    """A tensor that would be made of several."""
+
+
+class _KeepsOthers(torch.optim.SGD):
+    """Its states are no plain tensors where a parameter is large, as those of torchao's 8-bit optimizers."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.numel() >= 4096:
+                self.state[p].setdefault("codes", torch.zeros_like(p).as_subclass(_Scaled))
+
+
+@pytest.mark.parametrize("tier", ["auto", "disk"])
+def test_states_that_are_made_of_several_tensors_are_refused(tier):
+    with pytest.raises(ms.TransformError, match=r"of this _KeepsOthers \(codes\) are made of several tensors each"):
+        ms.offload_states(tier=tier)(_KeepsOthers(network().parameters(), lr=0.1))

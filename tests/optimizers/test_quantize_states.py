@@ -4,13 +4,14 @@ import copy
 import pickle
 import sys
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
 from memscale.cli.training import Job, gpt2, read_text
-from memscale.optimizers import blockwise, quantized
+from memscale.optimizers import blockwise, in_float32, quantized
 from tests.support.checks import bits
 from tests.support.optimizers import OPTIMIZERS, Lion, network, numbers, train, trained
 
@@ -111,6 +112,37 @@ def test_what_is_small_or_no_moment_stays_and_the_report_says_which():
         "step_size": torch.float32,
         "prev.largest": torch.float32,
     }
+
+
+def test_a_small_parameter_stays_also_where_it_is_most_of_all():
+    weight = nn.Parameter(torch.randn(60, 60, generator=torch.Generator().manual_seed(0)))
+    optimizer = HOW(torch.optim.AdamW([weight]))
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert {value.dtype for value in optimizer.state[weight].values()} == {torch.float32}
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert "for fewer than 4096 numbers: parameter 0 of group 0 [60, 60]" in optimizer.report()
+
+
+@pytest.mark.parametrize(("dtype", "last_place"), [(torch.float32, 0.0), (torch.bfloat16, 2**-8)])
+def test_states_that_an_optimizer_has_in_8_bits_itself_stay_as_they_are(dtype, last_place, monkeypatch):
+    monkeypatch.setattr(quantized, "_LEAST_BYTES", 1)  # else in one piece
+    monkeypatch.setattr(in_float32, "_AT_ONCE", 2**13)
+    values = torch.randn(3, 256, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+    def stepped(how, dtype):
+        weight = nn.Parameter(values[0].to(dtype))
+        optimizer = how(bitsandbytes.optim.AdamW8bit([weight], lr=0.1))
+        for gradient in values[1:]:
+            weight.grad = gradient.to(dtype)
+            optimizer.step()
+        return weight.detach().float(), optimizer
+
+    expected, _ = stepped(ms.identity, torch.float32)
+    weight, optimizer = stepped(ms.compose(HOW, ms.compensate_rounding()), dtype)
+    assert "as they are, for no state is a moment: parameter 0" in optimizer.report()
+    assert ((weight - expected).abs() <= last_place * expected.abs()).all()
 
 
 @pytest.mark.parametrize("how", [HOW, ms.compose(ms.offload_states(), HOW), ms.compose(ms.step_in_backward(), HOW)])

@@ -193,6 +193,48 @@ def test_a_state_dict_of_another_model_is_refused_and_changes_nothing(how):
         assert numbers(model, optimizer) == before
 
 
+class Averages(torch.optim.AdamW):
+    """It has methods of its own over its states, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.detach(), 0.5)
+
+    @torch.no_grad()
+    def swap(self):
+        for p, states in self.state.items():
+            if "average" in states:
+                now = p.clone()
+                p.copy_(states["average"])
+                states["average"].copy_(now)
+
+    def forget(self):
+        for p, states in self.state.items():
+            states["average"] = torch.zeros_like(p)
+
+
+@every_transform
+def test_methods_of_the_class_have_all_states_and_may_change_them(how):
+    (plain, expected), (model, optimizer) = twins(lambda p: Averages(p, lr=0.05), how)
+    for net, each in ((plain, expected), (model, optimizer)):
+        train(net, each, [2])
+        each.swap()
+        each.forget()
+        train(net, each, [3, 4])
+    assert numbers(model, optimizer) == numbers(plain, expected)
+
+
+@every_transform
+def test_methods_of_the_class_leave_the_states_of_the_original(how):
+    _, original = trained(lambda p: Averages(p, lr=0.05), 2)
+    before = bits(original.state_dict())
+    how(original).swap()
+    assert bits(original.state_dict()) == before
+
+
 class SharesOneNorm(torch.optim.SGD):
     def step(self, closure=None):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -209,6 +251,22 @@ class Draws(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     p.data.add_(torch.randn_like(p), alpha=-group["lr"])
+
+
+class DrawsForLargeOnes(torch.optim.SGD):
+    """What it draws makes no difference to small parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad).sub_(torch.rand(()).item() * (p.numel() > 2**20))
+
+
+class HasAStateOfNoParameter(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["steps"] = self.state["steps"] or 1
+        super().step()
 
 
 class CountsForItself(torch.optim.SGD):
@@ -243,6 +301,8 @@ NOT_ALONE = {
     "SparseAdam": (lambda p: torch.optim.SparseAdam(list(p)), "does not support dense gradients"),
     "a norm": (lambda p: SharesOneNorm(p, lr=0.1), "SharesOneNorm does not treat each parameter alone"),
     "random": (lambda p: Draws(p, lr=0.1), "Draws does not treat each parameter alone"),
+    "random, at times": (lambda p: DrawsForLargeOnes(p, lr=0.1), "DrawsForLargeOnes draws random numbers"),
+    "a state": (lambda p: HasAStateOfNoParameter(p, lr=0.1), r"keeps states that belong to no parameter \('steps'\)"),
     "a count": (lambda p: CountsForItself(p, lr=0.1), "CountsForItself does not treat each parameter alone"),
     "a list": (KeepsItsParameters, "KeepsItsParameters does not treat each parameter alone"),
     "around": (lambda p: Around(ADAMW(p)), "has the parameters of another optimizer; transform that one"),
