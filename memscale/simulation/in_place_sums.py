@@ -76,8 +76,8 @@ class InPlaceSums:
             return
         # It adds what a node gives to what another has given, or this one, of which a value is two arguments. Else a
         # sum of what the node itself has made is a part of its formula.
-        is_of_node = self._storages.record(operands[0]).op >= first_of_node
-        if not is_of_node or _gives_twice(torch._C._current_autograd_node()):
+        of_formula = op is aten.add.Tensor and self._storages.record(operands[0]).op >= first_of_node
+        if not of_formula or _gives_twice(torch._C._current_autograd_node()):
             self._ledger.sums.append(self._sum)
 
     def _is_of_backward(self, tensor: torch.Tensor) -> bool:
