@@ -23,6 +23,7 @@ from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.parallel.asked import Parallel, Ranks, check_places, one_rank
+from memscale.simulation.parallel.sharded import mesh_of
 from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
@@ -382,8 +383,7 @@ class MemoryProfiler:
             *self.kernels.notes(simulation.scope.modules),
             *runtimes.notes(),
         )
-        moved = runtimes.high_water_bytes()
-        return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), moved)
+        return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), simulation.below())
 
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         return self._simulated([step] * _STEPS, batch).profile(capacity_bytes)
@@ -403,6 +403,8 @@ def _is_on_meta(model: Any) -> bool:
 
 def _device_type(model: Any) -> str:
     if isinstance(model, nn.Module):
+        if any(mesh.device_type == "cuda" for mesh in map(mesh_of, model.modules()) if mesh is not None):
+            return "cuda"  # also where its shards are on the CPU
         for parameter in model.parameters():
             return parameter.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"

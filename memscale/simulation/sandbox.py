@@ -30,6 +30,7 @@ from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.ledger import Course, StorageRecord
 from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
+from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.process_state import begin_alike, process_kept
@@ -118,6 +119,9 @@ class Simulation:
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._record_residents()
+            beside = with_storages(self._sharded.offloaded)
+            for tensor in beside:
+                self.mode.storages.send_away(tensor)
             stack.enter_context(reads_checked(self.mode))
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             stack.enter_context(simulation(self._kernels.device_type, device_type, self._kernels.capability))
@@ -129,10 +133,14 @@ class Simulation:
             stack.enter_context(propagating())
             streams = SimulatedStreams(self.clock) if self._kernels.device_type != "cpu" else None
             stack.enter_context(self._sharded.on_streams(streams))
+            if beside:
+                stack.enter_context(
+                    offloaded_shards(self.mode.storages, self.clock, partial(_like, self.mode), pins=self._sharded.pins)
+                )
             stack.enter_context(self.mode)
             self._sharded.begin()
             self._send_home()
-            stack.enter_context(self._kernels.chosen(self.scope.optimizers, self.runtimes.at_home))
+            stack.enter_context(self._kernels.chosen(self.scope.optimizers, self._is_below))
         except BaseException:
             stack.close()
             raise
@@ -184,9 +192,23 @@ class Simulation:
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
             for parameter, state in optimizer.state.items():
-                if home_of(parameter, self.runtimes.at_home) is not None:
+                if self._is_below(parameter):
                     for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):
                         self.mode.storages.send_away(tensor)
+
+    def _is_below(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` lives on another memory tier: a region streams it, or FSDP2 has its shard there."""
+        if home_of(parameter, self.runtimes.at_home) is not None:
+            return True
+        return any(map(self.mode.storages.is_away, with_storages([parameter])))
+
+    def below(self) -> dict[str, int]:
+        """The most bytes that each tier below the device held."""
+        found = self.runtimes.high_water_bytes()
+        if self._sharded.offloaded:
+            for tier, nbytes in host_bytes(self.mode.ledger, pins=self._sharded.pins).items():
+                found[tier] = found.get(tier, 0) + nbytes
+        return found
 
     def mark_gradients(self) -> None:
         """Record the present gradients of everything reached as gradients."""
@@ -228,8 +250,11 @@ class Simulation:
             for part, _ in _children_first(module, seen):
                 for shards in self._sharded.cut(part):
                     whole = [ledger.birth(StorageRecord(nbytes, -1, "parameter")) for nbytes, _ in shards]
-                    for tensor in with_storages([shard for _, shard in shards]):
-                        self.mode.storages.record(tensor)
+                    for _, shard in shards:
+                        for tensor in with_storages([shard]):
+                            if any(shard is each for each in self._sharded.offloaded):
+                                ledger.death(ledger.birth(StorageRecord(tensor.nbytes, -1, "parameter")))
+                            self.mode.storages.record(tensor)
                     for number in whole:
                         ledger.death(number)
 
@@ -301,6 +326,16 @@ def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:
         tensor = mode.hollow.tensor(mode.hollow.storage(nbytes), torch.uint8, (nbytes,), (1,))
     mode.storages.enter_away(tensor)
     return tensor
+
+
+def _like(mode: HollowMode, tensor: torch.Tensor, *, away: bool) -> torch.Tensor:
+    with _disable_current_modes():
+        made = mode.hollow.alone(tensor.nbytes, tensor.dtype, tensor.shape, tensor.stride())
+    storages, before = mode.storages, mode.storages.away
+    storages.away = away
+    storages.enter(made.untyped_storage(), made, len(mode.ledger.ops) - 1, "", mode.books.path(), False)
+    storages.away = before
+    return made
 
 
 def _references(aliases: Counter[int], storage: torch.UntypedStorage) -> int:

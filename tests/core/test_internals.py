@@ -39,6 +39,7 @@ OF_OTHERS = {
             "_set_static_graph",
             "_module_info",
             "_orig_size",
+            "_sharded_local_tensor",
             "_setattr_on_modules",
             "_get_module_fsdp_state",
             "_fsdp_param_group",

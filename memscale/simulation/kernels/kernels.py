@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch._ops import OpOverload
 
 from memscale.core import ConfigError, RuntimeUnavailable
 from memscale.hardware import Hardware, Seconds, Work, beside, on_card, seconds
-from memscale.runtime import Home, home_of
 from memscale.simulation.kernels.attention import cuda_attention
 from memscale.simulation.kernels.cpu_scratch import CpuScratch
 from memscale.simulation.kernels.cpu_times import CpuTimes
@@ -150,8 +149,13 @@ class Kernels:
         return found
 
     @contextmanager
-    def chosen(self, optimizers: list[torch.optim.Optimizer], at_home: Mapping[int, Home]) -> Iterator[None]:
-        """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops."""
+    def chosen(
+        self, optimizers: list[torch.optim.Optimizer], is_below: Callable[[torch.Tensor], bool]
+    ) -> Iterator[None]:
+        """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops.
+
+        Parameters that live on another memory tier are there, `is_below` says.
+        """
         with ExitStack() as stack:
             stack.enter_context(patched(F, "linear", linear))
             stack.enter_context(products_unwatched())
@@ -168,7 +172,7 @@ class Kernels:
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
                         # A loop over single tensors where some live on the CPU, as those that are streamed do.
-                        away = any(home_of(parameter, at_home) is not None for parameter in group["params"])
+                        away = any(map(is_below, group["params"]))
                         if "foreach" in group and group["foreach"] is None and not group.get("fused") and away:
                             group["foreach"] = False  # put back with everything else that the simulation reached
             yield

@@ -36,6 +36,10 @@ class Sharded:
         modules: all that the step reaches.
         on_card: whether the device that is simulated has memory of its own.
 
+    Attributes:
+        offloaded: the parameters whose shards stay beside the device, by `CPUOffloadPolicy`.
+        pins: whether in pinned memory.
+
     Raises:
         ConfigError: some are distributed in a way that one process cannot simulate.
     """
@@ -54,11 +58,15 @@ class Sharded:
                 f"the model is sharded over a mesh of {other[0]!r} devices, whose streams are not simulated; shard it "
                 "over init_device_mesh('cpu', ...), or on meta, and say hardware=..."
             )
-        if on_card and any(parameter.offload_to_cpu for parameter in self._parameters):
+        offloaded = [parameter for parameter in self._parameters if on_card and parameter.offload_to_cpu]
+        shards = (each._sharded_local_tensor for each in offloaded)
+        if (own := next((each for each in shards if hasattr(each, "__tensor_flatten__")), None)) is not None:
             raise ConfigError(
-                "the model is sharded with CPUOffloadPolicy, whose copies are simulated for a CPU only: profile it "
-                "with hardware='cpu', or without the policy"
+                f"the model is sharded with CPUOffloadPolicy, and a shard is a {type(own).__name__}, whose copies are "
+                "its own: profile it with hardware='cpu', or without the policy"
             )
+        self.offloaded = [parameter.sharded_param for parameter in offloaded]
+        self.pins = any(parameter.pin_memory for parameter in offloaded)
 
     @property
     def _groups(self) -> list[Any]:
@@ -74,7 +82,7 @@ class Sharded:
         return [parameter.sharded_param for parameter in self._parameters]
 
     def cut(self, module: nn.Module) -> Iterator[list[tuple[int, Any]]]:
-        """The shards of each group of `module` that were cut from parameters with numbers, and the bytes of those.
+        """The bytes of each group's parameters that shards were cut from, where these had numbers, and the shards.
 
         Of a model that was sharded on meta only shards ever come to a device, by `Module.to_empty`.
         """

@@ -286,6 +286,18 @@ class Clock:
         self.transfers.append(Transfer(begin, end, direction, tier, nbytes, carried, asked))
         return self.transfers[-1]
 
+    def copy_in_stream(self, direction: Direction, tier: str, nbytes: int) -> None:
+        """A copy on the present stream, behind what that has to do and before what it is given from here on."""
+        lane = self.lane
+        ready = self.point() if lane is None else lane.end
+        transfer = self.copy(direction, tier, nbytes, ready=ready, asked=len(self.ends))
+        if lane is None:
+            self.come_after(transfer)
+            return
+        lane.end, lane.cause = transfer.end, transfer.cause
+        if transfer.carried:
+            self.hold_up(transfer.end, transfer.cause)
+
     def _catch_up(self) -> None:
         """Let the device stand still until the host is there, and then for what it has to come after."""
         at = self._end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import pytest
@@ -51,11 +52,13 @@ def group():
     dist.destroy_process_group()
 
 
-def sharded(mesh_device, *, device="cpu", half=False, **options):
+def sharded(mesh_device, *, device="cpu", half=False, pins=None, **options):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options["mesh"] = init_device_mesh(mesh_device, (WORLD,))
+    if pins is not None:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     if half:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device(device):
@@ -100,16 +103,56 @@ def test_a_step_that_is_repeated_takes_from_the_same_streams(group):
     assert step.profile().reserved_peak_bytes == once.reserved_peak_bytes
 
 
+def offloaded(hardware="h100", **options):
+    model = sharded("cpu", device="meta", pins=True, **options)
+    before = [id(parameter) for parameter in model.parameters()]
+    profile = ms.profile(model, rows(), optimizer=torch.optim.AdamW(model.parameters()), loss=loss, hardware=hardware)
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model, profile
+
+
+def test_offloaded_shards_are_copied_where_they_are_gathered_and_reduced(group):
+    model, profile = offloaded()
+    shards = [parameter.to_local().nbytes for parameter in model.parameters()]
+    blocks = [parameter.to_local().nbytes for parameter in model.blocks.parameters()]
+    copies = {way: [each for each in profile.schedule.copies if each.direction == way] for way in ("in", "out")}
+    assert sorted(each.nbytes for each in copies["out"]) == sorted(shards)
+    # The root stays gathered until its backward is done, as FSDP2 keeps it.
+    assert sorted(each.nbytes for each in copies["in"]) == sorted(shards + blocks)
+    gathers = [each for each in profile.schedule.collectives if each.kind == "all-gather"]
+    assert copies["in"][0].begin + copies["in"][0].seconds <= gathers[0].begin
+    assert profile.by_category["parameter"] == profile.by_category.get("gradient", 0) == 0
+    assert profile.by_category["optimizer state"] == 0
+    rounded = sum(1 << (nbytes - 1).bit_length() for nbytes in shards)
+    assert profile.by_tier["pinned"] == 2 * rounded  # with gradients
+    # AdamW's states, and two temporaries of its loop over single tensors.
+    assert profile.by_tier["pageable"] == pytest.approx(2 * sum(shards) + 2 * max(shards), rel=1e-3)
+    on_host = [each for each in profile.schedule.operators if each.queue == "host"]
+    assert {each.phase for each in on_host} == {"optimizer"}
+    updates = [each.queue for each in profile.schedule.operators if each.name == "aten::addcdiv_"]
+    assert updates == ["host"] * len(shards)
+
+
+def test_a_slow_link_holds_an_offloaded_step_up(group):
+    card = ms.Hardware.named("h100")
+    slow = dataclasses.replace(card, host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=1e8)
+    seconds = [offloaded(each)[1].step_seconds for each in (card, slow)]
+    moved = sum(parameter.to_local().nbytes for parameter in sharded("cpu", device="meta").parameters())
+    assert seconds[1] > seconds[0] + moved / 1e8
+
+
 @pytest.mark.cuda
+@pytest.mark.parametrize("pins", [None, True, False], ids=["on the card", "pinned", "pageable"])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-def test_a_card_reserves_what_was_predicted(group, half):
+def test_a_card_reserves_what_was_predicted(group, half, pins):
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
     def made():
-        model = sharded("cuda", half=half)
+        model = sharded("cuda", half=half, pins=pins)
         return model, rows("cuda"), torch.optim.AdamW(model.parameters())
 
     model, batch, optimizer = made()
