@@ -14,9 +14,9 @@ from memscale.core import RuntimeUnavailable
 
 Floats = npt.NDArray[np.float64]
 
-# How far from the best a solution may be, as a share of it, and the nodes of the search tree after which the best one
+#: How far from the best a solution may be, as a share of it, and the nodes of the search tree after which the best one
 # found so far is taken: a limit in seconds would make the solution depend on the machine.
-_GAP = 1e-3
+GAP = 1e-3
 _NODES = 1000
 # With HiGHS' own 1e-6 its presolve (1.15.1) took a program of 9 parts for infeasible that has choices.
 _TOLERANCE = 1e-7
@@ -49,7 +49,7 @@ class Program:
             ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
-            ("mip_rel_gap", _GAP),
+            ("mip_rel_gap", GAP),
             ("mip_abs_gap", 0.0),
             ("mip_max_nodes", _NODES),
             ("mip_feasibility_tolerance", _TOLERANCE),
