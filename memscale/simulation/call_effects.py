@@ -133,9 +133,7 @@ class CallEffects:
 
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
         """What a call takes whose shapes follow from values: these are among `args`. Its time is not counted."""
-        if not self._kernels.is_cuda:
-            return NOTHING
-        return dataclasses.replace(NOTHING, program=self._kernels.program(op, args, kwargs, result, 0))
+        return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
 
     def _layout(
         self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str

@@ -84,6 +84,21 @@ def products_of_strided_matrices():
 
 
 @case
+def selections_by_a_constant_mask():
+    return train(
+        Forward(lambda m, y: torch.combinations(m.one(y)[0]).square().mean(), one=nn.Linear(48, 300)), x(9, 48)
+    )
+
+
+@case
+def products_of_one_row_for_all_in_16_bits():
+    def forward(m, y):
+        return m.one(y.bfloat16()).sum(0).square().mean()
+
+    return train(Forward(forward, one=nn.Linear(48, 64).bfloat16()), x(ROWS, 48))
+
+
+@case
 def products_of_conjugates():
     def forward(m, y):
         y = m.one(y).view(-1, 8, 8)

@@ -137,7 +137,7 @@ class CpuScratch:
             return self._of_batch(op, args, kwargs, flops)
         if op in _PRODUCTS:
             expanded = [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and 0 in tensor.stride()[-2:]]
-            if expanded:  # no product takes such a matrix as it is
+            if expanded and args[-1].dtype not in _HALF:  # no product takes such a matrix as it is
                 return sum(tensor.nbytes for tensor in expanded)
             if odd := [tensor for tensor in tensors_in(args, {}) if tensor.dim() > 1 and not _is_plain(tensor)]:
                 if _cost(flops, odd) > _LARGEST_SOUNDING_FLOPS:
@@ -161,6 +161,14 @@ class CpuScratch:
         # A kernel may refuse zeros, or indices into what is no longer there, and take the user's numbers.
         with contextlib.suppress(RuntimeError, IndexError, ValueError):
             return self._sound(op, args, kwargs).scratch_bytes
+        return 0
+
+    def nbytes_by_values(self, op: OpOverload, args: Any, kwargs: Any) -> int:
+        """The same of a call that takes what its values say, as a selection by a mask does: it is not remembered."""
+        if not _may_take_memory(op, args, kwargs):
+            return 0
+        with contextlib.suppress(RuntimeError, IndexError, ValueError):
+            return sound(op, args, kwargs).scratch_bytes
         return 0
 
     def save(self) -> None:

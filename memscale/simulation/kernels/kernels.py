@@ -87,6 +87,12 @@ class Kernels:
             return cuda_program(str(op), args, result, self.capability, self.multiprocessors)
         return *taken(self._cpu.nbytes(op, args, kwargs, flops)), RESULTS
 
+    def program_by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> Program:
+        """The same of an operator whose result has a shape that follows from values, which are among `args`."""
+        if self.is_cuda:
+            return self.program(op, args, kwargs, result, 0)
+        return *taken(self._cpu.nbytes_by_values(op, args, kwargs)), RESULTS
+
     def seconds(self, op: OpOverload, args: Any, kwargs: Any, work: Work) -> Seconds | None:
         """How long the device takes for this call of `op`, which does `work`; None where its speed is not known."""
         measured = None if self._times is None else self._times.get(op, args, kwargs, work)
