@@ -14,10 +14,11 @@ are those of `remembered`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -149,6 +150,15 @@ class Scope:
                 if getattr(place, "mapping", None) is module.__dict__:
                     return f"attribute '{full}' of {type(root).__name__}"
         return f"captured tensor '{key}'" if isinstance(key, str) else "a captured tensor"
+
+    def exchanged(self, other: Mapping[int, torch.Tensor]) -> Scope:
+        """This, holding another tensor in place of each that `other` has, by the identity of the one before."""
+        found = copy.copy(self)
+        found.contents = [copy.copy(content) for content in self.contents]
+        found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
+        for position, key, tensor in found.tensors:
+            found.contents[position][key] = tensor
+        return found
 
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that was reached."""

@@ -117,6 +117,24 @@ def test_another_tensor_keeps_its_own_gradient(made, at_once):
     assert torch.equal(noise.grad, wanted_noise)
 
 
+def test_a_weight_that_is_frozen_before_backward(at_once):
+    fit, _, ids = pair()
+    wanted = at_once(fit, lambda: loss(fit, ids))
+    value = loss(fit, ids)
+    fit.embed.weight.requires_grad_(False)
+    value.backward()
+    assert all(torch.equal(parameter.grad, wanted[name]) for name, parameter in fit.body.named_parameters("body"))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_where_every_gradient_is_looked_at(at_once):
+    fit, _, ids = pair()
+    wanted = at_once(fit, lambda: loss(fit, ids))
+    with torch.autograd.detect_anomaly():
+        loss(fit, ids).backward()
+    assert same(fit, wanted)
+
+
 @pytest.mark.parametrize("why", ["untied", "a small weight"])
 def test_where_nothing_waits(why, made):
     fit, _, ids = pair(tied=why != "untied")

@@ -754,3 +754,24 @@ def test_hugging_face_models_as_they_ship(architecture):
             torch.manual_seed(3)
             sampled.append(bits(fn.generate(ids, **{**arguments, "do_sample": True}, top_k=5, temperature=0.7)))
         assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_backward_with_a_graph_of_a_tied_head(dtype, reduction):
+    """The hidden states come from the weight too: what goes through them is counted once."""
+    torch.manual_seed(0)
+    embed, body, head = nn.Embedding(200, 16), nn.Linear(16, 16), nn.Linear(16, 200, bias=False)
+    head.weight = embed.weight
+    model, ids = nn.Sequential(embed, body, nn.Tanh(), head).to(dtype), torch.randint(0, 200, (24,))
+    found = []
+    for each in (model, ms.transform(model, {"3": ms.tile(chunks=4)})):
+        weights = list(model.parameters())
+        loss = F.cross_entropy(each(ids), ids, reduction=reduction).mean()
+        directions = torch.tensor([1.0, 2.0], dtype=dtype)
+        batched = torch.autograd.grad(loss, weights, directions, is_grads_batched=True, retain_graph=True)
+        first = torch.autograd.grad(loss, weights, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), weights)
+        found.append([each.double() for each in (*batched, *first, *second)])
+    for expected, actual in zip(*found, strict=True):
+        assert (expected - actual).norm() <= (1e-12 if dtype is torch.float64 else 0.02) * expected.norm()

@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
         loss: Loss = ctx.loss
         if torch.is_grad_enabled():
-            hidden_grad, *rest = loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            hidden_grad, *rest = loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
             return None, None, hidden_grad, None, *rest
         scale = grad.to(logsumexp.dtype)
         if ctx.reduction == "mean":

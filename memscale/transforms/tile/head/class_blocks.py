@@ -85,10 +85,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, logsumexp, *captured = ctx.saved_tensors  # checks that none was changed in place since
+        hidden, target, logsumexp, *_ = ctx.saved_tensors  # checks that none was changed in place since
         loss: Loss = ctx.loss
         if is_out_of_place(grad):
-            hidden_grad, *rest = loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            hidden_grad, *rest = loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
             return None, None, None, hidden_grad, None, *rest
         scale = grad.to(logsumexp.dtype)
         if ctx.reduction == "mean":

@@ -38,7 +38,9 @@ def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
 def late_gradient(weight: torch.Tensor, hidden: torch.Tensor, fill: Fill) -> torch.Tensor:
     """For a head's backward to return: what `fill` makes of these two, once the other gradients are there."""
     made = LateGradient(weight, (_Unchanged(fill, weight, hidden),), None)
-    if weight._backward_hooks:  # the caller's, which would be called before ours
+    # Hooks of the caller's would be called before ours, a weight that was frozen since has none, and what looks for NaN
+    # looks at the gradient as it is here.
+    if weight._backward_hooks or not weight.requires_grad or torch.is_anomaly_enabled():
         return made.settled()
     _Settled(weight)
     return made

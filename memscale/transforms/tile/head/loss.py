@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -91,15 +92,19 @@ class Loss:
         return rows.sum() / self.denominator(target) if reduction == "mean" else rows.sum()
 
     def gradients_with_a_graph(
-        self, inputs: list[torch.Tensor], target: torch.Tensor, reduction: str, grad: torch.Tensor
+        self, hidden: torch.Tensor, target: torch.Tensor, reduction: str, grad: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """The gradients of `inputs` (hidden states, captured tensors), from the start, by rows.
+        """The gradients of the hidden states and of each captured tensor, from the start, by rows.
 
         Differentiable, if this backward is.
         """
-        wanted, differentiable = [tensor for tensor in inputs if tensor.requires_grad], torch.is_grad_enabled()
+        differentiable, loss = torch.is_grad_enabled(), copy.copy(self)
         with torch.enable_grad():
-            value = self.by_rows(inputs[0], target, reduction)
+            # Of a weight that the hidden states come from as well, what goes through these is not asked for here.
+            loss.projection = self.projection.of_views()
+            value = loss.by_rows(hidden, target, reduction)
+        inputs = [hidden, *loss.projection.captured]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
         found = iter(torch.autograd.grad(value, wanted, grad, create_graph=differentiable))
         return [next(found) if tensor.requires_grad else None for tensor in inputs]
 

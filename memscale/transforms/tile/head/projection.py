@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,14 @@ class Projection:
         """The logits of `hidden`, in the environment of the original call."""
         with as_it_was(self._scope), self._environment.reinstate():
             return self._fn(hidden)  # type: ignore[no-any-return]
+
+    def of_views(self) -> Projection:
+        """The same of views of the captured tensors, in whose graph nothing is behind the input too."""
+        views = {id(tensor): tensor.view_as(tensor) for tensor in self.captured if tensor.requires_grad}
+        found = copy.copy(self)
+        found._scope = self._scope.exchanged(views)
+        found.captured = [views.get(id(tensor), tensor) for tensor in self.captured]
+        return found
 
     def product(self, hidden: torch.Tensor, classes: slice = slice(None)) -> torch.Tensor:
         """The logits of `hidden` for some classes, where the projection is `F.linear`; no autocast was on then."""

@@ -100,9 +100,9 @@ class _Scalar(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, target, *captured = ctx.saved_tensors  # this also checks that none was changed in place since
+        hidden, target, *_ = ctx.saved_tensors  # this also checks that none was changed in place since
         if is_out_of_place(grad):  # from the start, with a graph
-            hidden_grad, *rest = ctx.loss.gradients_with_a_graph([hidden, *captured], target, ctx.reduction, grad)
+            hidden_grad, *rest = ctx.loss.gradients_with_a_graph(hidden, target, ctx.reduction, grad)
             return None, None, hidden_grad, None, *rest
         last = last_backward()
         found = ctx.gradients.scaled(grad, last=last)
