@@ -17,6 +17,7 @@ import torch
 from memscale.core import RuntimeUnavailable, device_type
 
 
+@functools.cache
 def kernels() -> Any:
     """The operators of bitsandbytes.
 

@@ -47,7 +47,6 @@ class HostCopy:
         self._out: _Moving | None = None
         self.values = contents.view(dense.dtype).as_strided(dense.shape, dense.stride()).detach()
         source = _flat(dense)
-        self._like = source.new_empty(0)
         assert mapped.buffer is not None
         with engine.lock:
             copy = engine.transfers.ask_out(source, mapped.buffer, seconds=0.0)
@@ -86,7 +85,7 @@ class HostCopy:
             if self._is_its_own:
                 memory = _flat(tensor.detach())
             else:
-                memory = engine.backend.empty(self.values.nbytes, self._like)
+                memory = engine.backend.empty(self.values.nbytes, tensor.new_empty(0, dtype=torch.uint8))
             after = [engine.backend.record()]
             copy = engine.transfers.ask_in(
                 self._mapped.buffer, memory, after=after, seconds=math.inf, started=_nothing, group=group

@@ -29,6 +29,8 @@ def is_movable(parameter: torch.Tensor, *, besides: Callable[[torch.UntypedStora
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1 and stride != expected:
