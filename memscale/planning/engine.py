@@ -132,10 +132,11 @@ class DecisionEngine:
 
         def find(engine: DecisionEngine) -> Answer:
             found, decision = None, None
-            if engine._floor_bytes() <= limit:
+            floor = engine._floor_bytes()
+            if floor <= limit:
                 found, decision = (engine._fastest(limit), None) if asked is None else engine._by_policy(limit, asked)
             widest = engine.config if asked is None else everything(engine.config)
-            smallest = engine._smallest(widest) if found is None else None
+            smallest = engine._smallest(widest, floor if floor > limit else 0) if found is None else None
             if smallest is not None and smallest.taken_bytes <= limit:
                 found = engine._fastest(limit, widest)  # the smallest is among those that it knows of now
             if found is None:
@@ -334,12 +335,14 @@ class DecisionEngine:
         steps = [self.plain_step, *(way.plain for way in self.ways)]
         return min(held_by_phase(step.profile()).get("optimizer", 0) for step in steps)
 
-    def _smallest(self, config: Config | None = None) -> Proven:
+    def _smallest(self, config: Config | None = None, floor_bytes: int = 0) -> Proven:
         # What keeps the least for the whole step, whatever the model does.
         least = min(self.ways, key=least_held, default=None)
         searches = [*self.searches, *(() if least is None else self._searches_of(least))]
         among = self._techniques(config or self.config)
-        found: Proven = min((search.smallest(among) for search in searches), key=lambda each: each.taken_bytes)
+        found: Proven = min(
+            (search.smallest(among, floor_bytes) for search in searches), key=lambda each: each.taken_bytes
+        )
         return found
 
     def _smallest_found(self) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,7 +152,7 @@ class Search:
         self._link, self._loop_share = link, loop_share
         self._proofs: dict[Assignment, Proven] = {}
         self._ladders: dict[frozenset[str], Ladder] = {}
-        self._small: dict[frozenset[str], dict[Assignment, Proven]] = {}
+        self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -324,16 +324,20 @@ class Search:
         as_it_is.correct(chooser, int(_KEPT * as_it_is.taken_bytes))
         return chooser
 
-    def smallest(self, among: frozenset[str]) -> Proven:
-        """The plan of these techniques with the least peak."""
+    def smallest(self, among: frozenset[str], floor_bytes: int = 0) -> Proven:
+        """The plan of these techniques with the least peak; one that holds `floor_bytes`, which all do, is it.
+
+        What an allocator keeps beside that differs by a few percent from plan to plan, and is not what is looked for
+        where the floor is told.
+        """
         if self.uncut is not None and "tile" not in among:
-            return self.uncut.smallest(among)
+            return self.uncut.smallest(among, floor_bytes)
         among = self.with_own(among)
-        found = list(self._small_ones(among).values())
-        if "tile" in among and self.finer is not None:
-            found.append(self.finer.smallest(among))
-        if self._asks_uncut and self.uncut is not None:
-            found.append(self.uncut.smallest(among - {"tile"}))
+        found = list(self._small_ones(among, floor_bytes).values())
+        if "tile" in among and not _reaches(found, floor_bytes) and self.finer is not None:
+            found.append(self.finer.smallest(among, floor_bytes))
+        if not _reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
+            found.append(self.uncut.smallest(among - {"tile"}, floor_bytes))
         return min(found, key=lambda each: (each.taken_bytes, each.seconds))
 
     def _asks_small(self, among: frozenset[str], safe_bytes: int, best: Proven | None) -> bool:
@@ -345,20 +349,24 @@ class Search:
             best.seconds > ladder.seconds(ladder.least) and ladder.last > ladder.rung(safe_bytes) for ladder in ladders
         )
 
-    def _small_ones(self, among: frozenset[str]) -> dict[Assignment, Proven]:
+    def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
         """Small plans, the smallest among them."""
-        if among not in self._small:
+        if (among, floor_bytes) not in self._small:
             found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for subset in self._subsets(among)[:_SMALL]:
-                self._shrink(subset, found)
-            self._small[among] = found
-        return self._small[among]
+                self._shrink(subset, found, floor_bytes)
+            self._small[among, floor_bytes] = found
+        return self._small[among, floor_bytes]
 
-    def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven]) -> None:
-        """Choose what takes least among these techniques and simulate until a step is what was thought of it."""
+    def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven], floor_bytes: int) -> None:
+        """Choose what takes least among these techniques and simulate until a step is what was thought of it, or the
+        floor is reached.
+        """
         chooser = self._chooser()
         seen: set[Assignment] = set()
         for _ in range(min(self.patience, _ROUNDS)):
+            if _reaches(tried.values(), floor_bytes):
+                return
             choice = chooser.smallest(among)
             if choice.assignment in seen:
                 break
@@ -398,3 +406,10 @@ class Search:
     def _with(self, rules: Rules) -> Rules:
         # A later rule composes outside an earlier one.
         return (*rules, *self.always)
+
+
+def _reaches(found: Iterable[Proven], floor_bytes: int) -> bool:
+    """Whether one of these holds no more than what every step does."""
+    return any(
+        max(each.profile.first_step_peak_bytes, each.profile.peak_bytes) <= _LEAST * floor_bytes for each in found
+    )

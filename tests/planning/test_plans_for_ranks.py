@@ -145,6 +145,20 @@ def test_a_budget_below_what_an_update_holds_is_not_searched_for(monkeypatch):
         engine.plan(floor - 1)
 
 
+def test_where_the_update_alone_does_not_fit_the_first_plan_that_holds_no_more_is_told(monkeypatch):
+    model, step = made()
+    engine = ms.DecisionEngine(model, batch(8), **step, parallel="fsdp2", world=8)
+    peak = max(engine.plain.peak_bytes, engine.plain.first_step_peak_bytes)
+    monkeypatch.setattr(engine, "_floor_bytes", lambda: peak)
+    with pytest.raises(ms.BudgetError, match="no plan fits") as error:
+        engine.plan(peak // 2, tells=False)
+    (search,) = engine.searches
+    assert len(search._proofs) == 1  # the step as it is, which was simulated before
+    assert error.value.peak_bytes == engine.plain.reserved_peak_bytes
+    assert search.smallest(frozenset({"checkpoint"})).taken_bytes <= error.value.peak_bytes
+    assert len(search._proofs) > 1
+
+
 @pytest.mark.deep
 def test_a_tuned_size_is_one_processs():
     model, step = made()
