@@ -142,6 +142,10 @@ class Clock:
         self._end = 0.0  # of all that the device was given
         self._awaited: list[tuple[float, str]] = []  # what its next operator comes after
         self._accounted = 0  # how many of `held_up` the device has stood still for
+        # Where the device would be if no collective had held it up, and the stalls that it is behind that by: their
+        # places, and how much of each is still behind.
+        self._free = 0.0
+        self._behind: list[tuple[int, float]] = []
         self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._carried_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._disk_end = 0.0
@@ -154,7 +158,8 @@ class Clock:
     def end_step(self) -> None:
         """It ends likewise. What is still on its way holds up the next one."""
         self._catch_up()
-        self.end = self._end
+        self._behind.clear()
+        self.end = self._free = self._end
 
     def calls(self, seconds: float) -> None:
         """The host makes a call that takes it so long: see `HostSeconds`."""
@@ -180,8 +185,11 @@ class Clock:
                 self.now = self.ends[-_MOST_QUEUED]
             if self.now > self._end or self._awaited:
                 self._catch_up()
+            elif self._behind:
+                self._would_stand_still(self.now, "host", 0.0)
         self.begins.append(self._end)
         self._end += seconds
+        self._free += seconds
         self.ends.append(self._end)
         if self._is_host:
             self.now = max(self.now, self._end)  # it may have waited, which what takes time comes after
@@ -312,7 +320,37 @@ class Clock:
         self._awaited.clear()
 
     def _stand_still(self, begin: float, end: float, cause: str) -> float:
+        if self._behind and cause not in COLLECTIVES:
+            self._would_stand_still(end, cause, max(0.0, end - begin))
         if end > begin:
+            if cause in COLLECTIVES and not self._is_host:
+                if not self._behind:
+                    self._free = begin
+                self._behind.append((len(self.stalls), end - begin))
             self.stalls.append(Stall(begin, end, cause, len(self.ends)))
             return end
         return begin
+
+    def _would_stand_still(self, end: float, cause: str, still: float) -> None:
+        """Without the collectives that it waited for the device would stand still until `end`, and does for `still`.
+
+        So much of the waits for these cost nothing: it waited for the `cause`, as a host that is late would have had it
+        do. Without that a step that the host alone slows down seems to wait for its links.
+        """
+        seconds = end - self._free - still
+        self._free = max(self._free, end)
+        while seconds > 0 and self._behind:
+            at, left = self._behind.pop()
+            taken = min(left, seconds)
+            seconds -= taken
+            begin, _, waited_for, op = self.stalls[at]
+            rest = left - taken
+            following = self.stalls[at + 1] if at + 1 < len(self.stalls) else None
+            until = begin + left
+            if following is not None and (following.begin, following.cause) == (until, cause):
+                until = following.end
+                del self.stalls[at + 1]
+            free = Stall(begin + rest, until, cause, op)
+            self.stalls[at : at + 1] = [Stall(begin, free.begin, waited_for, op), free] if rest > 0 else [free]
+            if rest > 0:
+                self._behind.append((at, rest))
