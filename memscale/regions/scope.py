@@ -15,6 +15,7 @@ are those of `remembered`.
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
 import types
@@ -287,7 +288,7 @@ class Scope:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
-        self._visit_names(home, code_names(fn.__code__), home)
+        self._visit_names(home, _global_names(fn.__code__), home)
         self.shared |= bool(fn.__closure__)
         for cell in fn.__closure__ or ():
             for value in self._add(cell):
@@ -337,7 +338,7 @@ def _code_places(cls: Hashable) -> tuple[tuple[dict[str, Any], tuple[str, ...]],
         if not isinstance(function, types.FunctionType) or id(function) in found:
             continue
         home = function.__globals__
-        named = {name: home[name] for name in code_names(function.__code__) if name in home}
+        named = {name: home[name] for name in _global_names(function.__code__) if name in home}
         data = tuple(name for name, value in named.items() if type(value) not in _CODE)
         found[id(function)] = (home, data)
         pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
@@ -345,6 +346,19 @@ def _code_places(cls: Hashable) -> tuple[tuple[dict[str, Any], tuple[str, ...]],
 
 
 _CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, type(nn.Module), str}
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that `code`, and code nested in it, names; an attribute may be called like one that is not meant."""
+    names = {each.argval: None for each in dis.get_instructions(code) if each.opname.endswith(_OF_GLOBALS)}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)
+
+
+_OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "_NAME")
 
 
 @functools.lru_cache(maxsize=4096)

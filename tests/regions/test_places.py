@@ -62,6 +62,27 @@ def test_an_attribute_that_took_the_place_of_none_is_not_there_in_the_recompute(
     assert torch.equal(step(ms.checkpoint()), step(ms.identity))
 
 
+loss = None  # as a script names its last one; its module has an attribute of that name
+
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.loss(x)
+
+
+def test_a_global_that_an_attribute_is_called_like_is_none_of_the_regions(monkeypatch):
+    scale = torch.ones(2)
+    monkeypatch.setitem(globals(), "loss", scale)
+    module = Scored()
+    for region in (module, lambda x: module.loss(x)):
+        assert not any(tensor is scale for _, _, tensor in Scope(region).tensors)
+    assert any(tensor is scale for _, _, tensor in Scope(lambda x: [each * loss for each in x]).tensors)
+
+
 class Named(dict):
     pass
 

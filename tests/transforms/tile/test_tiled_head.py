@@ -775,3 +775,25 @@ def test_a_backward_with_a_graph_of_a_tied_head(dtype, reduction):
         found.append([each.double() for each in (*batched, *first, *second)])
     for expected, actual in zip(*found, strict=True):
         assert (expected - actual).norm() <= (1e-12 if dtype is torch.float64 else 0.02) * expected.norm()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 200), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def test_weights_that_come_from_one_another():
+    torch.manual_seed(0)
+    model, x, ids = nn.Sequential(Scaled()).double(), torch.randn(24, 16, dtype=torch.float64), torch.arange(24)
+    made = torch.randn(200, 16, dtype=torch.float64, requires_grad=True)
+    found = []
+    for each in (model, ms.transform(model, {"0": tile(chunks=4)})):
+        weight = made * 0.1
+        weights = {"0.linear.weight": weight, "0.linear.bias": weight.sum(1), "0.scale": weight.square().mean()}
+        loss = F.cross_entropy(torch.func.functional_call(each, weights, (x,)), ids)
+        found.append(torch.autograd.grad(loss, made)[0])
+    torch.testing.assert_close(*found)

@@ -91,6 +91,13 @@ class Loss:
             return rows
         return rows.sum() / self.denominator(target) if reduction == "mean" else rows.sum()
 
+    def of_views(self) -> Loss:
+        """The same loss, with a view in place of each captured tensor, whose graph then is apart from all others."""
+        found = copy.copy(self)
+        with torch.enable_grad():
+            found.projection = self.projection.of_views()
+        return found
+
     def gradients_with_a_graph(
         self, hidden: torch.Tensor, target: torch.Tensor, reduction: str, grad: torch.Tensor
     ) -> list[torch.Tensor | None]:
@@ -98,10 +105,9 @@ class Loss:
 
         Differentiable, if this backward is.
         """
-        differentiable, loss = torch.is_grad_enabled(), copy.copy(self)
+        # Of a weight that the hidden states come from as well, what goes through these is not asked for here.
+        differentiable, loss = torch.is_grad_enabled(), self.of_views()
         with torch.enable_grad():
-            # Of a weight that the hidden states come from as well, what goes through these is not asked for here.
-            loss.projection = self.projection.of_views()
             value = loss.by_rows(hidden, target, reduction)
         inputs = [hidden, *loss.projection.captured]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]

@@ -82,13 +82,16 @@ class _Scalar(torch.autograd.Function):
         # A count divided into 1 has the default type, which may be of 16 bits.
         wide = accumulator(loss.projection.dtype)
         scale = 1 / loss.denominator(target).to(wide) if reduction == "mean" else None
-        gradients = _Gradients(hidden, [tensor for tensor in captured if tensor.requires_grad])
-        run = _linear_piece if loss.projection.linear is not None else _piece
+        run, shown = _linear_piece, loss
+        if loss.projection.linear is None:
+            # Of two captured tensors one may come from the other, as those that a network makes for `functional_call`.
+            run, shown = _piece, loss if all(tensor.is_leaf for tensor in captured) else loss.of_views()
+        gradients = _Gradients(hidden, [tensor for tensor in shown.projection.captured if tensor.requires_grad])
         total: torch.Tensor | None = None
         with without_hooks():
             for start, length in loss.ranges:
                 rows = slice(start, start + length)
-                value = run(loss, hidden[rows], target[rows], scale, gradients, rows)
+                value = run(shown, hidden[rows], target[rows], scale, gradients, rows)
                 total = value.to(accumulator(value.dtype)) + (0 if total is None else total)
                 dtype = value.dtype
         assert total is not None
