@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from memscale.core import simulated_device_type
+from memscale.regions.unrecorded import unrecorded
 
 
 def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
@@ -35,7 +36,8 @@ def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
     """What a simulation of a CPU counts for `states`: it sees what operators make, and no operator makes a state."""
     if simulated_device_type() != "cpu":  # beside an accelerator they lie on the host
         return []
-    return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
+    with unrecorded():  # by a region whose run asks another one, or itself, to be recomputed
+        return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -209,3 +209,21 @@ def test_a_plan_saves_what_it_saves_for_real():
         - real_peaks(checkpointed.step, checkpointed.model, checkpointed.optimizer, checkpointed.batch)[1]
     )
     assert saved > 0
+
+
+class Descends(nn.Module):
+    """Goes down the gradient of an energy, with a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(48, 96), nn.Softplus(), nn.Linear(96, 1))
+
+    def forward(self, y):
+        (grad,) = torch.autograd.grad(self.energy(y).sum(), y, create_graph=True)
+        return y - 0.1 * grad
+
+
+@pytest.mark.parametrize("policy", [ms.policies.nothing_saveable, ms.policies.dots_saveable])
+def test_a_region_that_differentiates_what_it_has_computed(policy):
+    model = nn.Sequential(nn.Linear(48, 48), Descends())
+    assert_exact(train(ms.transform(model, {"1": ms.checkpoint(policy=policy)}), x(ROWS, 48)))
