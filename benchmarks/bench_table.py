@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="what `python -m memscale.benchmarks --output` wrote for this card")
     parser.add_argument("--models", help="beginnings of titles, separated by commas")
+    parser.add_argument("--columns", help="titles of columns, separated by commas; 'as it is' is one")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
@@ -78,6 +79,8 @@ def main() -> None:
     for row in json.loads(options.table.read_text())["rows"]:
         cells = {"as it is": row["plain"], **row["columns"]} if row["title"] in subjects else {}
         for title, simulated in cells.items():
+            if options.columns is not None and title not in options.columns.split(","):
+                continue
             line = f"{row['title']:22}{title:14}"
             if not simulated["fits"]:
                 print(f"{line}does not fit", flush=True)

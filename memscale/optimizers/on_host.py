@@ -8,7 +8,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
-from memscale.runtime import Runtime, runtime_for
+from memscale.runtime import Runtime, home_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # AdamW is an Adam
@@ -53,9 +53,12 @@ class Below:
 
     def _take(self, nbytes: int, parameter: torch.Tensor, tier: str) -> tuple[Mapped, torch.Tensor]:
         runtime = runtime_for(self._runtime)
-        key = id(runtime), parameter.device
+        home = home_of(parameter, runtime.at_home)
+        # Of one that streams, below the device that it comes to: below the CPU, where it is now, is the disk alone.
+        like = parameter if home is None or home.like is None else home.like
+        key = id(runtime), like.device
         if key not in self._memories:
-            self._memories[key] = runtime.homes(parameter).new_memory()
+            self._memories[key] = runtime.homes(like).new_memory()
         found = self._memories[key].take(nbytes, tier)
         if found is None:
             raise self.full(nbytes)

@@ -88,3 +88,17 @@ def test_the_device_holds_what_the_simulation_says(lib, how):
         optimizer.step()
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() == pytest.approx(predicted.peak_bytes, rel=1e-3)
+
+
+def test_states_of_parameters_that_stream_live_where_these_do():
+    """Not on the disk, which is what there is below the CPU, the device that such parameters say."""
+    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0))
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+    fit = ms.transform(model, {"*": ms.offload(what="params", min_bytes=0)}, runtime=runtime).to("cuda")
+    optimizer = IN_BACKWARD.on(runtime)(torch.optim.AdamW(model.parameters()))
+    fit(torch.randn(64, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    states = sum(each.nbytes for parameter in model.parameters() for each in optimizer.state[parameter].values())
+    live = {device: dict(stats.live_bytes) for device, stats in runtime.stats().items()}
+    assert live == {"cuda:0": {"pinned": pytest.approx(weights + states, rel=0.02)}}
