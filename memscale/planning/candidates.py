@@ -13,7 +13,7 @@ from torch import nn
 from memscale import policies
 from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
-from memscale.planning.heads import loss_head
+from memscale.planning.heads import is_tied, loss_head
 from memscale.planning.parts import Part
 from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import SimulatedStep
@@ -22,7 +22,7 @@ from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
 # Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
 # where nothing fits otherwise: as many pieces take as many times as long to simulate.
 _CHUNKS, _FINE_CHUNKS = 4, 16
-_HEAD_CHUNKS = (4, 16, 64)
+_HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part: one row would be a product of a vector, as slow as one of several.
 _FEWEST_ROWS = 2
 # Of a parameter: smaller ones stay where they are, and `transform` warns of a plan that moves none.
@@ -163,8 +163,12 @@ class Menu:
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
         """The candidates for what is outside of the parts: the loss head."""
         head = loss_head(model, [part.path for part in parts]) if self.tiles else None
-        cut = [] if head is None else [Candidate(((head, tile(chunks=chunks)),)) for chunks in _HEAD_CHUNKS]
-        return (AS_IT_IS, *cut)
+        if head is None:
+            return (AS_IT_IS,)
+        cuts = [tile(chunks=chunks) for chunks in _HEAD_CHUNKS]
+        if is_tied(model, head):  # of 16 bits its gradient is late anyway
+            cuts.append(tile(chunks=_LATE_HEAD_CHUNKS, late_gradient=True))
+        return (AS_IT_IS, *(Candidate(((head, how),)) for how in cuts))
 
     @property
     def tiles(self) -> bool:

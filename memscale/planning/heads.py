@@ -16,3 +16,9 @@ def loss_head(model: nn.Module, blocks: Iterable[str]) -> str | None:
         if path and isinstance(module, nn.Linear) and not f"{path}.".startswith(inside)
     }
     return max(reversed(heads), key=heads.__getitem__, default=None)
+
+
+def is_tied(model: nn.Module, head: str) -> bool:
+    """Whether another module of `model` has the weight of the layer at `head` too, as an embedding."""
+    weight = model.get_submodule(head).weight
+    return sum(each is weight for module in model.modules() for each in module._parameters.values()) > 1

@@ -54,6 +54,7 @@ class Tile(Transform):
     out_dims: Any = ...
     reduce: str | None = None
     recompute: bool = True
+    late_gradient: bool = False
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         region = Tiled(fn, self)
@@ -90,6 +91,7 @@ def tile(
     out_dims: Any = ...,
     reduce: str | None = None,
     recompute: bool = True,
+    late_gradient: bool = False,
 ) -> Transform:
     """A transform that runs a function on pieces of its tensor arguments, one after the other.
 
@@ -123,6 +125,9 @@ def tile(
         reduce: what becomes of outputs that are not concatenated: ``"sum"``, or ``"mean"`` weighted by the sizes of
             the pieces. `None` refuses them.
         recompute: `False` keeps every piece's residuals, and bounds the temporaries of forward only.
+        late_gradient: `True` makes the gradient of a tied loss head's weight when backward has that of the embedding,
+            also where numbers have more than 16 bits: it is not there in between, for one product more of the logits'
+            size. On anything else it changes nothing.
 
     Raises:
         ConfigError: arguments out of range, or not exactly one of `chunks` and `size`.
@@ -145,9 +150,11 @@ def tile(
         raise ConfigError(f"tile(dim=...) must be an int, got {dim!r}")
     if reduce not in (None, "sum", "mean"):
         raise ConfigError(f"tile(reduce=...) must be None, 'sum' or 'mean', got {reduce!r}")
-    if not isinstance(recompute, bool):
-        raise ConfigError(f"tile(recompute=...) must be True or False, got {recompute!r}")
-    return Tile(chunks, size, dim, _dims("in_dims", in_dims), _dims("out_dims", out_dims), reduce, recompute)
+    for name, flag in (("recompute", recompute), ("late_gradient", late_gradient)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"tile({name}=...) must be True or False, got {flag!r}")
+    dims = _dims("in_dims", in_dims), _dims("out_dims", out_dims)
+    return Tile(chunks, size, dim, *dims, reduce, recompute, late_gradient)
 
 
 def _dims(name: str, value: Any, *, inside: bool = False) -> Any:

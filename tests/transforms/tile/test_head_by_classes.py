@@ -375,7 +375,7 @@ def test_nothing_of_it_outlives_backward(small_parts):
 
 
 def test_mutant_a_sum_in_32_bits(small_parts, monkeypatch, taken):
-    monkeypatch.setattr(class_blocks, "pay", lambda loss: False)
+    monkeypatch.setattr(class_blocks, "pay", lambda loss, hidden: False)
     assert growth_bytes()[1] >= 3 * WEIGHT_GRAD + HIDDEN_GRAD
     assert not taken
 

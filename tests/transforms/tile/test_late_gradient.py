@@ -13,13 +13,13 @@ BYTES = CLASSES * WIDTH * 2  # of the weight
 
 
 class Language(nn.Module):
-    def __init__(self, depth=2, *, tied=True, bias=False):
+    def __init__(self, depth=2, *, tied=True, bias=False, dtype=torch.bfloat16):
         super().__init__()
         self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=bias)
         self.body = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)])
         if tied:
             self.head.weight = self.embed.weight
-        self.bfloat16()
+        self.to(dtype)
 
     def forward(self, ids):
         return self.head(self.body(self.embed(ids)))
@@ -197,3 +197,45 @@ def test_its_memory_is_not_there_while_backward_goes_on(at_once):
     fit, _, ids = pair()
     wanted = ms.measure(lambda: at_once(fit, lambda: loss(fit, ids))).growth_bytes
     assert ms.measure(lambda: loss(fit, ids).backward()).growth_bytes < wanted - 0.8 * BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_of_wider_numbers_it_is_late_where_that_is_asked_for(dtype, reduction, made):
+    torch.manual_seed(0)
+    model = Language(dtype=dtype)
+    ids = torch.randint(0, CLASSES, (ROWS,))
+    fits = [ms.transform(model, {"head": ms.tile(chunks=16, late_gradient=late)}) for late in (False, True)]
+
+    def run(fit):
+        value = F.cross_entropy(fit(ids), ids, reduction=reduction, label_smoothing=0.1).sum()
+        value.backward()
+        found = [parameter.grad for parameter in fit.parameters()]
+        fit.zero_grad()
+        return value, found
+
+    expected, gradients = run(fits[0])
+    assert not made
+    value, found = run(fits[1])
+    assert len(made) == 1
+    eps = torch.finfo(dtype).eps
+    assert (value - expected).abs() <= 16 * eps * expected.abs()
+    for gradient, wanted in zip(found, gradients, strict=True):
+        assert (gradient - wanted).abs().max() <= 64 * eps * wanted.abs().max()
+    if reduction == "mean":
+        peaks = [ms.measure(lambda fit=fit: run(fit)).growth_bytes for fit in fits]
+        assert peaks[1] < peaks[0] - 0.7 * model.head.weight.nbytes
+
+
+@pytest.mark.parametrize("why", ["untied", "a bias", "one piece"])
+def test_where_nothing_can_wait_the_option_changes_nothing(why, made):
+    torch.manual_seed(0)
+    model = Language(dtype=torch.float32, tied=why != "untied", bias=why == "a bias")
+    ids, gradients = torch.randint(0, CLASSES, (ROWS,)), []
+    for late_gradient in (False, True):
+        fit = ms.transform(model, {"head": ms.tile(chunks=2 - (why == "one piece"), late_gradient=late_gradient)})
+        loss(fit, ids).backward()
+        gradients.append(fit.head.weight.grad)
+        fit.zero_grad()
+    assert not made
+    assert torch.equal(*gradients)

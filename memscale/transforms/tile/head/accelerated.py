@@ -24,7 +24,9 @@ from memscale.transforms.tile.head.loss import Loss, accumulator, without_hooks
 
 def takes(loss: Loss, hidden: torch.Tensor) -> bool:
     """Whether this way is open: on an accelerator, for the logits as they are, with one class as each target."""
-    if device_type(hidden) in ("cpu", "meta") or not loss.only_widens or loss.label_smoothing:
+    if device_type(hidden) in ("cpu", "meta") or hidden.element_size() != 2:
+        return False
+    if not loss.only_widens or loss.label_smoothing:
         return False
     # Before sm_80 PyTorch refuses a product of bfloat16 whose result has 32 bits.
     return hidden.dtype != torch.bfloat16 or (compute_capability(hidden) or (8, 0)) >= (8, 0)

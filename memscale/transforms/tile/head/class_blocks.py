@@ -1,4 +1,4 @@
-"""Cross entropy of a deferred 16-bit `F.linear`, whose weight's gradient is made block by block of classes.
+"""Cross entropy of a deferred `F.linear`, of 16 bits as a rule, whose weight's gradient is made by blocks of classes.
 
 Summed over pieces of rows, the gradient of a 16-bit weight needs a sum in 32 bits beside it: three times its size. Here
 each block of its rows (classes) is one product over all rows of hidden states, added up in 32 bits inside the kernel
@@ -27,12 +27,18 @@ from memscale.transforms.tile.head.loss import ALL, Loss, accumulator, last_back
 from memscale.transforms.tile.pieces import is_out_of_place
 
 
-def pay(loss: Loss) -> bool:
-    """Whether a sum of weight gradients in 32 bits would be larger than a piece's logits."""
+def pay(loss: Loss, hidden: torch.Tensor) -> bool:
+    """Whether a sum of weight gradients in 32 bits would be larger than a piece's logits.
+
+    Wider numbers need no other sum, but one that waits for nothing may be wanted.
+    """
     if loss.projection.linear is None or len(loss.ranges) < 2:
         return False
-    weight, _ = loss.projection.linear
-    if not weight.requires_grad or weight.element_size() != 2:
+    weight, bias = loss.projection.linear
+    if weight.element_size() != 2:
+        has_bias = bias is not None and bias.requires_grad  # whose gradient, from the same blocks, does not wait
+        return loss.projection.tiling.late_gradient and not has_bias and pays_late(loss, hidden)
+    if not weight.requires_grad:
         return False
     sum_bytes = weight.numel() * accumulator(weight.dtype).itemsize
     return sum_bytes > loss.ranges[0][1] * weight.shape[0] * weight.element_size()

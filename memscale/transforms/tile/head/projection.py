@@ -19,6 +19,10 @@ from memscale.transforms.tile.head.linear import plain_linear
 class Tiling(Protocol):
     """How rows are cut: what the deferred logits need of `tile`."""
 
+    @property
+    def late_gradient(self) -> bool:
+        """Whether the gradient of a tied weight is made last of all, at the price of a product."""
+
     def ranges(self, total: int) -> list[tuple[int, int]]:
         """The (start, length) of each piece of `total` rows."""
 

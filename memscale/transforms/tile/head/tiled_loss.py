@@ -57,7 +57,7 @@ def cross_entropy(
     differentiated = bool(loss.ranges) and projection.requires_grad and torch.is_grad_enabled()
     if not differentiated or target.is_floating_point():
         value = loss.by_rows(hidden, flat_target, reduction)
-    elif class_blocks.pay(loss):
+    elif class_blocks.pay(loss, hidden):
         loss.late = class_blocks.pays_late(loss, hidden)
         if accelerated.takes(loss, hidden):
             value = accelerated.cross_entropy(loss, reduction, hidden, flat_target)
