@@ -57,8 +57,10 @@ def _can_change(tensor: torch.Tensor) -> bool:
     """Whether operators in place are allowed on it: not where several elements are one number in memory."""
     if tensor.is_meta or tensor.is_inference():
         return False
-    return tensor.layout != torch.strided or not any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    return (
+        tensor.is_nested
+        or tensor.layout != torch.strided
+        or not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
 
 

@@ -98,12 +98,18 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
     placeholder.frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd does not check what comes from hooks
         what = f"saved tensor {placeholder.index} of a checkpointed region"
-        raise changed_error(described(what, tensor.dtype, tensor.shape), tensor._version, expected)
+        raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
     return tensor
 
 
 def _keeps_graph() -> bool:
     return torch._C._current_graph_task_id() == -1 or _autograd._get_current_graph_task_keep_graph()
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    if tensor.is_nested and tensor.layout is torch.strided:  # which has none, as each of its parts has its own
+        return torch.Size([tensor.size(0)])
+    return tensor.shape
 
 
 class _Stop(BaseException):
@@ -175,7 +181,7 @@ class _Frame:
         """Called by autograd with each tensor that it would save."""
         placeholder = _Placeholder(self, len(self._seen))
         self._placeholders.append(weakref.ref(placeholder))
-        self._seen.append((tensor.shape, tensor.dtype, tensor._version))
+        self._seen.append((_shape(tensor), tensor.dtype, tensor._version))
         self.streams.see(tensor)
         if self.recorder is not None:
             self.recorder.needed = self.recorder.count
@@ -358,10 +364,10 @@ class _Rerun:
         self._streams.see(tensor)
         if index <= self._last:
             shape, dtype, expected = self._seen[index]
-            if tensor.shape != shape or tensor.dtype != dtype:
+            if (now := _shape(tensor)) != shape or tensor.dtype != dtype:
                 raise CorrectnessError(
                     f"the recompute differs from the run: saved tensor {index} of the region was "
-                    f"{dtype}{list(shape)} and is now {tensor.dtype}{list(tensor.shape)}. A checkpointed region must "
+                    f"{dtype}{list(shape)} and is now {tensor.dtype}{list(now)}. A checkpointed region must "
                     "do the same at every run with the same inputs"
                 )
             if tensor._version != expected and not self._is_fresh(tensor):

@@ -43,7 +43,9 @@ class Cut:
         _refuse_packed(how, (*args, *kwargs.values()))
         leaves, self.spec = pytrees.flatten((args, kwargs))
         self.leaves = [_real(leaf) for leaf in leaves]
-        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how.dim)
+        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how)
+        for index in self.dims:
+            _refuse_layout(how, self.leaves[index])
         if not self.dims:
             raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
         sizes = {self.leaves[index].shape[dim] for index, dim in self.dims.items()}
@@ -55,11 +57,15 @@ class Cut:
         (self.total,) = sizes
         self.ranges = how.ranges(self.total)
 
-    def _matching(self, dim: int) -> dict[int, int]:
+    def _matching(self, how: Cutting) -> dict[int, int]:
+        dim = how.dim
         tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             return {}
         first = tensors[0][1]
+        for _, leaf in tensors:
+            if leaf.is_nested:
+                _refuse_layout(how, leaf)
         if not -first.dim() <= dim < first.dim():
             raise TransformError(
                 f"tile(dim={dim}) is out of range for the first tensor argument, of shape {list(first.shape)}"
@@ -197,6 +203,15 @@ def _refuse_packed(how: Cutting, values: Iterable[Any]) -> None:
             )
         if isinstance(value, (tuple, list)):
             _refuse_packed(how, value)
+
+
+def _refuse_layout(how: Cutting, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+        raise TransformError(
+            f"{how!r} would cut a {kind}, of which it can take no piece; pass it whole, with in_dims None for it, or "
+            "use checkpoint() for this region"
+        )
 
 
 def _kind(leaf: torch.Tensor, dim: int | None) -> str:

@@ -42,11 +42,10 @@ class RowwiseWatch(OperatorWatch):
         shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
         self._shared = {
-            tensor.untyped_storage()._cdata: name
+            _memory(tensor): name
             for name, tensor in shared
-            if not internals.functorch.is_functorch_wrapped_tensor(
-                tensor
-            )  # an operand of torch.func, which itself refuses to change it
+            # An operand of torch.func, which itself refuses to change it.
+            if not internals.functorch.is_functorch_wrapped_tensor(tensor)
         }
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -64,12 +63,17 @@ class RowwiseWatch(OperatorWatch):
         return func(*args, **kwargs)
 
     def _refuse_shared(self, tensor: torch.Tensor) -> None:
-        name = self._shared.get(tensor.untyped_storage()._cdata)
+        name = self._shared.get(_memory(tensor))
         if name is not None:
             raise TransformError(
                 f"{self._what} would update {name} once for every piece, because the region changes it in place "
                 "while it runs; use checkpoint() for this region"
             )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory it is over: a sparse tensor has none of its own, and no views."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _modules(parts: list[Any]) -> list[nn.Module]:
