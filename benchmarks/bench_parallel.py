@@ -34,11 +34,13 @@ import torch.distributed as dist
 import transformers
 from _environment import environment
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memscale as ms
 from memscale.planning import repeated_blocks
+from memscale.simulation.parallel.tensor import split
 from tests.support.whole_run import true_peaks, with_own_buckets
 
 ON_CARD = "cuda" in sys.argv
@@ -62,6 +64,35 @@ def gpt2() -> Any:
 def llama() -> Any:
     config = transformers.LlamaConfig(**HEADS, num_key_value_heads=2, intermediate_size=3 * WIDTH, use_cache=False)
     return causal(transformers.LlamaForCausalLM(config))
+
+
+def tied_llama() -> Any:
+    config = transformers.LlamaConfig(
+        **HEADS, num_key_value_heads=2, intermediate_size=3 * WIDTH, use_cache=False, tie_word_embeddings=True
+    )
+    return causal(transformers.LlamaForCausalLM(config))
+
+
+class Adapted(nn.Module):
+    """A layer that stays as it is, and two thin ones that learn what to add."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def lora() -> Any:
+    model, batch = llama()
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for owner, name in ((layer.self_attn, "q_proj"), (layer.self_attn, "v_proj"), (layer.mlp, "up_proj")):
+            setattr(owner, name, Adapted(getattr(owner, name)))
+    return model, batch
 
 
 def bert() -> Any:
@@ -104,6 +135,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Mixtral": mixtral,
     "ViT": vit,
 }
+# Beside the ways that all go: models with what a way has to mind, and other ways for two of them.
+PARTICULAR: dict[str, Callable[[], Any]] = {"tied Llama": tied_llama, "LoRA": lora}
+BUCKETS: dict[str, dict[str, bool]] = {
+    "ddp": {},
+    "ddp static": {"static_graph": True},
+    "ddp views": {"gradient_as_bucket_view": True},
+}
 HEAD = {
     "GPT-2": "lm_head",
     "Llama": "lm_head",
@@ -130,21 +168,32 @@ def plans(name: str, model: nn.Module) -> dict[str, dict[str, ms.Transform]]:
 
 
 def under(parallel: str, policy: str) -> Callable[[nn.Module, list[nn.Module]], nn.Module]:
-    if parallel == "ddp":
+    world, device = dist.get_world_size(), "cuda" if ON_CARD else "cpu"
+    if parallel in BUCKETS:
         own = with_own_buckets if dist.get_backend() == "fake" else lambda replica: replica
-        return lambda model, _: own(nn.parallel.DistributedDataParallel(model))
+        return lambda model, _: own(nn.parallel.DistributedDataParallel(model.to(device), **BUCKETS[parallel]))
+    options: dict[str, Any] = {"mp_policy": POLICIES[policy]}
+    if parallel in ("hybrid", "with tensors"):
+        mesh = init_device_mesh(
+            device, (2, world // 2) if parallel == "hybrid" else (world // 2, 2), mesh_dim_names=("data", "other")
+        )
+        options["mesh"] = mesh if parallel == "hybrid" else mesh["data"]
+    elif parallel != "fsdp2":
+        options["reshard_after_forward"] = False if parallel == "kept" else world // 2
 
     def shard(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
+        if parallel == "with tensors":
+            split(model.to(device), mesh["other"])
         for block in blocks:
-            fully_shard(block, mp_policy=POLICIES[policy])
-        return fully_shard(model, mp_policy=POLICIES[policy])
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
 
     return shard
 
 
 def made(name: str, variant: str, distribute: Callable[..., nn.Module]) -> tuple[Any, Any, Any, Callable[[], None]]:
     torch.manual_seed(0)
-    model, batch = MODELS[name]()
+    model, batch = (MODELS | PARTICULAR)[name]()
     plan = ms.Plan(plans(name, model)[variant])
     blocks = plan_paths(model)
     if plan:
@@ -260,6 +309,17 @@ def cases(worlds: list[int]) -> Iterator[tuple[str, str, str, str, int]]:
                 for policy in POLICIES:
                     yield name, policy, variant, "fsdp2", world
             yield name, "fp32", variant, "ddp", worlds[0]
+    for name in ("Llama", *PARTICULAR):
+        for variant in ("plain", "checkpoint"):
+            for world in worlds:
+                for way in ("kept", "regathered from half", "hybrid", "with tensors") if world > 2 else ("kept",):
+                    # What transformers' plan splits is a Linear, and a weight of two modules in one way.
+                    if way != "with tensors" or name == "Llama":
+                        yield name, "bf16" if way == "kept" else "fp32", variant, way, world
+            for way in ("ddp", "ddp static", "ddp views"):
+                yield name, "fp32", variant, way, worlds[0]
+        if name in PARTICULAR:
+            yield from ((name, policy, "plain", "fsdp2", world) for policy in POLICIES for world in worlds)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -39,6 +39,9 @@ from memscale.simulation.runtimes import CountingRuntimes
 from memscale.simulation.schedule.clock import Clock
 from memscale.simulation.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.step_scope import StepScope
+
+# Of what DDP sends when it is made. Source: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
+_PIECES_AT_ONCE = 2
 
 
 class Simulation:
@@ -238,6 +241,13 @@ class Simulation:
         for tensor in self._tensors:
             if not tensor.is_meta:
                 storages.record(tensor)
+        ledger, sent = self.mode.ledger, deque[int]()
+        for nbytes in self._sharded.sent_at_first() if self._kernels.is_cuda else ():
+            if len(sent) == _PIECES_AT_ONCE:
+                ledger.death(sent.popleft())
+            sent.append(ledger.birth(StorageRecord(nbytes, -1, "temporary")))
+        for number in sent:
+            ledger.death(number)
 
     def _record_shards(self) -> None:
         """Record how shards came to the card that `fully_shard` cut from parameters with numbers.

@@ -93,6 +93,18 @@ class Sharded:
                     for each in group.fsdp_params
                 ]
 
+    def sent_at_first(self) -> Iterator[int]:
+        """The bytes of each piece in which DDP sends the first process's numbers to all, when it is made."""
+        for replica in self._replicas:
+            pieces: dict[torch.dtype, list[int]] = {}
+            for tensor in (*replica.module.parameters(), *replica.module.buffers()):
+                piece = pieces.setdefault(tensor.dtype, [])
+                piece.append(tensor.nbytes)
+                if sum(piece) >= replica.broadcast_bucket_size:
+                    yield from _put_together(pieces.pop(tensor.dtype))
+            for piece in pieces.values():
+                yield from _put_together(piece)
+
     @contextmanager
     def on_streams(self, streams: SimulatedStreams | None) -> Iterator[None]:
         """Let FSDP2 take its streams and events from there; `as_it_was` puts back what it keeps of them.
@@ -152,6 +164,11 @@ class Sharded:
                 group._all_gather_result = group._partial_reduce_output = None
         for replica in self._replicas:
             _renew(replica)
+
+
+def _put_together(piece: list[int]) -> Iterator[int]:
+    if len(piece) > 1:  # one tensor is sent from where it is
+        yield sum(piece)
 
 
 def check_followed(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a card's allocator sees of a model that FSDP2 sharded: how its shards came there, and what a step reserves."""
+"""What a card's allocator sees of a distributed model: how its parameters came there, and what a step reserves."""
 
 from __future__ import annotations
 
@@ -140,6 +140,21 @@ def test_a_slow_link_holds_an_offloaded_step_up(group):
     seconds = [offloaded(each)[1].step_seconds for each in (card, slow)]
     moved = sum(parameter.to_local().nbytes for parameter in sharded("cpu", device="meta").parameters())
     assert seconds[1] > seconds[0] + moved / 1e8
+
+
+def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step(group):
+    model = nn.parallel.DistributedDataParallel(Model())
+    model.broadcast_bucket_size = 1 << 22
+    ledger = MemoryProfiler(model, loss=loss, hardware="h100").simulated(rows()).ledger
+    before = ledger.events[: ledger.steps[0][0]]
+    pieces = [ledger.records[-event - 1].nbytes for event in before if event < 0]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(pieces) == whole - model.module.head.bias.nbytes  # the last, alone: it is sent from where it is
+    assert len(pieces) > 2
+    # The third is put together when the first was sent.
+    sent = {-event - 1 for event in before if event < 0}
+    order = [event for event in before if abs(event) - 1 in sent]
+    assert [event > 0 for event in order[:4]] == [True, True, False, True]
 
 
 @pytest.mark.cuda
