@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from memscale.planning.costs import Assignment
@@ -22,6 +23,9 @@ _USED, _WORTH = 0.97, 0.03
 _HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
 # What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
 _FASTER = 1e-3
+# Where simulations are to be few: nor among other techniques what is faster by less than this; and after so many rounds
+# in a row above the budget no more, once something fits.
+_OTHERS, _MISSES = 5e-3, 2
 
 
 class Shown(Protocol):
@@ -32,6 +36,27 @@ class Shown(Protocol):
 
     @property
     def seconds(self) -> float: ...
+
+
+@dataclass
+class Seen:
+    """What steps were beside what was thought of them.
+
+    Attributes:
+        share: of what one took, what it was thought to hold, at most.
+        late: by how many seconds each was later, at least.
+    """
+
+    share: float = 1.0
+    late: float = 0.0
+    _any: bool = False
+
+    def add(self, held_bytes: float, seconds: float, found: Shown) -> None:
+        """A step was thought to hold and to take so much."""
+        share, late = held_bytes / found.taken_bytes, found.seconds - seconds
+        self.share = max(self.share, share) if self._any else share
+        self.late = min(self.late, late) if self._any else late
+        self._any = True
 
 
 class Ladder:
@@ -82,41 +107,73 @@ class Ladder:
         """What it is thought to take."""
         return self._chooser.seconds(choice.assignment)
 
-    def look(self, prove: Callable[[Assignment], Shown], limit_bytes: int, below: float, rounds: int) -> list[float]:
+    def look(
+        self,
+        prove: Callable[[Assignment], Shown],
+        limit_bytes: int,
+        below: float,
+        rounds: int,
+        seen: Seen | None = None,
+    ) -> list[float]:
         """Simulate choices, up and down the ladder, until one uses what there is or the next faster one takes more.
 
         Args:
             prove: simulates the step with a choice.
             limit_bytes: what it may take.
             below: the time of a step that is known besides; what is not thought to be faster is not simulated.
-            rounds: at most so many simulations.
+            rounds: at most so many simulations of choices; of each that takes more, a surer form may be simulated, too.
+            seen: where simulations are to be few, what steps of other ladders were beside what was thought of them, to
+                begin where those ended; those of here are added.
 
         Returns:
             The time that no choice is below, as far as is thought; nothing if none was found to fit.
         """
         bound: list[float] = []
-        shown: set[Assignment] = set()
-        over, fits = -1, self.last + 1  # the lowest rung that is known to take more, the highest that fits
         rung = self.rung(limit_bytes)
-        run, slower = 0, 1.0  # rounds in a row on one side of the limit; seconds over what was thought, at least
+        if seen is not None:
+            rung = self.rung(min(1.0, seen.share) * limit_bytes)
+            if self._chooser.least_seconds(self.limit_bytes(rung), self._among) + seen.late >= below * (1 - _OTHERS):
+                return bound
+        shown: set[Assignment] = set()
+        surely: set[Assignment] = set()
+        over, fits = -1, self.last + 1  # the lowest rung that is known to take more, the highest that fits
+        # Rounds in a row on one side of the limit, and since one fitted; by how much steps are later than is thought.
+        run, misses, late = 0, 0, math.inf
+
+        def simulated(assignment: Assignment) -> Shown:
+            nonlocal late
+            found, thought = prove(assignment), self._chooser.seconds(assignment)
+            late = min(late, found.seconds - thought)
+            if seen is not None:
+                seen.add(self._chooser.held_bytes(assignment), thought, found)
+            return found
+
         while over < rung < fits:
             choice = self.choice(rung)
             thought = self.seconds(choice)
             if choice.assignment in shown and over >= 0:  # it fits, or `over` would be below
                 fits, rung = rung, (over + rung) // 2
                 continue
-            if slower * thought >= below * (1 - _FASTER) or len(shown) == rounds:
+            if thought + (late if shown else 0.0) >= below * (1 - _FASTER) or len(shown) == rounds:
                 break
-            found = prove(choice.assignment)
-            slower = min(slower, found.seconds / thought) if shown else found.seconds / thought
+            if seen is not None and bound and misses == _MISSES:
+                break
+            found = simulated(choice.assignment)
             shown.add(choice.assignment)
-            aim = limit_bytes / found.taken_bytes
-            if found.taken_bytes <= limit_bytes:
-                fits, run, below = rung, min(-1, run - 1), min(below, found.seconds)
-                bound = [choice.bound]
-            else:
+            aim, misses = limit_bytes / found.taken_bytes, misses + 1
+            if found.taken_bytes > limit_bytes:
                 over, run = self.until(choice, rung), max(1, run + 1)
                 aim *= 1 - _BEYOND * 4 ** (run - 1)
+                surer = self._surer(choice.assignment, below - late)
+                if surer is not None and surer not in shown | surely:
+                    surely.add(surer)
+                    sure = simulated(surer)
+                    if sure.taken_bytes <= limit_bytes:
+                        found, thought, aim = sure, self._chooser.seconds(surer), limit_bytes / sure.taken_bytes
+                        rung = min(max(self.rung(self._chooser.held_bytes(surer)), over + 1), fits - 1)
+            if found.taken_bytes <= limit_bytes:
+                fits, run, misses, below = rung, min(-1, run - 1), 0, min(below, found.seconds)
+                bound = [self.choice(rung).bound]
             # What a step takes need not follow what is thought of it: by halves, if it does not.
             halves = abs(run) >= _HALVES and over >= 0 and fits <= self.last
             rung = (over + fits) // 2 if halves else self.rung(self.limit_bytes(rung) * max(aim, _LEAST_AIM))
@@ -126,6 +183,12 @@ class Ladder:
             if self.seconds(self.choice(over + 1 if over >= 0 else rung)) >= (1 - _WORTH) * thought:
                 break
         return bound
+
+    def _surer(self, assignment: Assignment, below: float) -> Assignment | None:
+        """A choice that holds less than this one and leaves an allocator fewer holes; None if that is slow."""
+        found = self._chooser.uniform(assignment, self._among)
+        holds_less = self._chooser.held_bytes(found) < self._chooser.held_bytes(assignment)
+        return found if holds_less and self._chooser.seconds(found) < below else None
 
     def _solved(self, rung: int) -> Choice | None:
         if rung not in self._choices:

@@ -14,7 +14,7 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
 from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
-from memscale.planning.ladder import Ladder
+from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part, parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.program import Floats
@@ -42,6 +42,8 @@ _SMALL, _LOOKS = 2, 3
 # A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
 # are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
 _MOST_OPERATORS, _FEWEST = 500_000, 2
+# Where a step takes a second or more to simulate, what one set of techniques has shown says where to look among others.
+_MANY_OPERATORS = 2_000
 
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
@@ -200,8 +202,11 @@ class Search:
         # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
         bounds = []
+        seen: dict[frozenset[str], Seen] = {}  # by what moves
+        few = self.plain.last_operators >= _MANY_OPERATORS
         for subset in self._subsets(among):
-            bounds += self._descend(subset, safe_bytes, tried, below_seconds)
+            known = seen.setdefault(subset & MOVES, Seen()) if few else None
+            bounds += self._descend(subset, safe_bytes, tried, below_seconds, known)
         if below_seconds == np.inf and self._asks_small(among, safe_bytes, self._best(tried, safe_bytes)):
             tried |= self._small_ones(among)
         found: list[Found] = []
@@ -286,7 +291,7 @@ class Search:
         return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
 
     def _descend(
-        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float
+        self, among: frozenset[str], safe_bytes: int, tried: dict[Assignment, Proven], below: float, seen: Seen | None
     ) -> list[float]:
         """Simulate choices among these techniques for a budget.
 
@@ -297,6 +302,7 @@ class Search:
             safe_bytes: what a step may take.
             tried: the choices for this budget; those of here are added.
             below: the time of a step that is known besides; what is not thought to be faster is not simulated.
+            seen: as in `Ladder.look`, of techniques that move the same.
 
         Returns:
             The time that no choice is below, as far as is thought; nothing if none was found to fit.
@@ -309,7 +315,7 @@ class Search:
             tried[assignment] = self.prove(assignment)
             return tried[assignment]
 
-        return self._ladder(among).look(prove, safe_bytes, below, rounds)
+        return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
 
     def _ladder(self, among: frozenset[str]) -> Ladder:
         if among not in self._ladders:

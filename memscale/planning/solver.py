@@ -9,9 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from memscale.planning.costs import Assignment, Bytes, Costs
 from memscale.planning.program import GAP, Floats, Program
+from memscale.planning.trial_rows import MOVES
 
 # Of programs with more binaries the search takes long: 2 s for 160, of 12 blocks, and 16 s for 560, of 32. The relaxed
 # program's choice, its fractional parts decided, is within 0.4 % and 0.05 % of what it finds: many parts divide finely.
@@ -21,6 +23,9 @@ _MIB = 2.0**20
 
 # So many exchanges for each part make a rounded choice fit, or none do.
 _EXCHANGES = 4
+
+# So much more is about as little.
+_NEAR = 1e-2
 
 # Of what candidates that move bytes are thought to wait, at least and at most what one step may show.
 _LEAST_SCALE, _MOST_SCALE = 0.25, 4.0
@@ -87,6 +92,7 @@ class Chooser:
             dtype=np.float64,
         )
         self._window = np.array([[effect.forward_seconds, effect.backward_seconds] for effect in flat]).T
+        self._unit = max(costs.seconds(costs.as_it_is), 1e-12)
         self.forget()
 
     def forget(self) -> None:
@@ -164,11 +170,39 @@ class Chooser:
         )
         return self._solve(self._seconds + ties, limit_bytes / _MIB, among)
 
+    def least_seconds(self, limit_bytes: float, among: Collection[str] | None = None) -> float:
+        """No choice that `fastest` may make takes less; infinity if there is none."""
+        program, _ = self._relaxed(self._seconds, limit_bytes / _MIB, among)
+        return np.inf if program is None else program.bound * self._unit + self.costs.fixed_seconds
+
     def smallest(self, among: Collection[str] | None = None) -> Choice:
         """The choice whose most bytes are the fewest, among techniques as in `fastest`."""
         choice = self._solve(np.zeros(len(self._moving)), None, among)
         assert choice is not None, "the step as it is takes some number of bytes"
         return choice
+
+    def uniform(self, assignment: Assignment, among: Collection[str]) -> Assignment:
+        """The assignment with one candidate for all that are alike and move nothing: of those with which the step holds
+        about the least, and keeps about the least all the time, the fastest."""
+        allowed, columns = self._allowed(among) > 0, self._columns(assignment)
+        rows = [
+            row
+            for family in self._families.values()
+            for row in (family if len(family) > 1 else ())
+            if not self._techniques[columns[row]] & MOVES
+        ]
+        held, found = self._held_now(), dict[Assignment, Floats]()
+        for kind in dict.fromkeys(each for row in rows for each in self.costs.candidates[row]):
+            other = list(assignment)
+            for row in rows if not kind.techniques & MOVES else ():
+                menu = self.costs.candidates[row]
+                if kind in menu and allowed[self._offsets[row] + menu.index(kind)]:
+                    other[row] = menu.index(kind)
+            found[tuple(other)] = self._held_of(held, self._columns(tuple(other)))
+        for much in (np.max, np.sum):
+            least = min((float(much(each)) for each in found.values()), default=0.0)
+            found = {each: held for each, held in found.items() if much(held) <= (1 + _NEAR) * least}
+        return min(found, key=self.seconds, default=assignment)
 
     def held_bytes(self, assignment: Assignment) -> float:
         """The most that the step is thought to hold under an assignment."""
@@ -185,16 +219,18 @@ class Chooser:
         held[self._offsets[-2] :] += self.beside_bytes / _MIB
         return held
 
-    def _solve(self, cost: Floats, limit: float | None, among: Collection[str] | None = None) -> Choice | None:
-        """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
-        least = limit is None
-        unit = 1.0 if least else max(self.costs.seconds(self.costs.as_it_is), 1e-12)
-        columns = len(cost)
-        allowed = np.array([among is None or each <= set(among) for each in self._techniques], dtype=np.float64)
+    def _relaxed(
+        self, cost: Floats, limit: float | None, among: Collection[str] | None
+    ) -> tuple[Program | None, list[int]]:
+        """The program of least cost within the limit, or of the fewest bytes, solved but for that its parts may be
+        divided, with the columns that count those that stream; None if it has no solution."""
+        least, columns = limit is None, len(cost)
+        unit = 1.0 if least else self._unit
         # Beside the binaries: the peak; or how long the step waits for the link that all share.
         lacks = [] if least else [each / unit for each in self._link_seconds()]
         beside = [1.0] if least else [self.moving_scale] if lacks else []
-        program = Program(np.r_[cost / unit, beside], np.r_[allowed, np.full(len(beside), np.inf)])
+        upper = np.r_[self._allowed(among), np.full(len(beside), np.inf)]
+        program = Program(np.r_[cost / unit, beside], upper)
         for each in lacks:
             program.add_row(-np.inf, 0.0, np.arange(columns + 1), np.r_[each, -1.0])
         for low, high in zip(self._offsets, self._offsets[1:], strict=False):
@@ -209,15 +245,25 @@ class Chooser:
         cap_bytes = None if self.link is None else self.link.cap_bytes
         if cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
             program.add_row(-np.inf, cap_bytes / _MIB, which, self._out[which] / _MIB)
-        if not program.branch(counts):
+        return (program, counts) if program.branch(counts) else (None, [])
+
+    def _allowed(self, among: Collection[str] | None) -> Floats:
+        """[candidate] 1 if it is made of these techniques, else 0."""
+        return np.array([among is None or each <= set(among) for each in self._techniques], dtype=np.float64)
+
+    def _solve(self, cost: Floats, limit: float | None, among: Collection[str] | None = None) -> Choice | None:
+        """The choice of least cost within the limit; without a limit, the one whose most bytes are the fewest."""
+        program, counts = self._relaxed(cost, limit, among)
+        if program is None:
             return None
+        columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        if limit is not None:
-            for late in (True, False):
-                quick = self._rounded(relaxed, limit, allowed, late=late)
-                quick = None if quick is None else self._in_order(self._polished(quick, limit, allowed), limit)
-                if quick is not None and self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit:
-                    return Choice(quick, bound * unit + self.costs.fixed_seconds)
+        near = bound * (1 + GAP) * unit
+        quick = None if limit is None else self._rounded(relaxed, limit, allowed)
+        if limit is not None and quick is not None:
+            quick = self._in_order(self._polished(quick, limit, allowed), limit)
+            if self._takes_seconds(cost, quick) <= near:
+                return Choice(quick, bound * unit + self.costs.fixed_seconds)
         program.whole([*range(columns), *counts])
         # What the relaxed program has decided may leave no way to decide the rest: then each fourth part is free as
         # well, and at last all are.
@@ -270,7 +316,7 @@ class Chooser:
                 counts.append(count)
         return counts
 
-    def _rounded(self, values: Floats, limit: float, allowed: Floats, *, late: bool) -> Assignment | None:
+    def _rounded(self, values: Floats, limit: float, allowed: Floats) -> Assignment | None:
         """What the relaxed program chooses most of, exchanged one by one for what holds less until it fits; None if
         that leads nowhere.
 
@@ -278,16 +324,12 @@ class Chooser:
         for a Llama of 32 blocks where this takes 0.02 s.
         """
         starts = np.array(self._offsets[:-1])
-        streamed = np.add.reduceat(values * self._streams, starts)
         chosen = starts.copy()
         for rows in self._families.values():
-            # So many of those that are alike stream: those that the program streams most of, or the late ones.
-            count = round(streamed[rows].sum())
-            order = rows[::-1] if late else sorted(rows, key=lambda row: -streamed[row])
-            for place, row in enumerate(order):
-                columns = np.arange(self._offsets[row], self._offsets[row + 1])
-                may = (allowed[columns] > 0) & (self._streams[columns] == (place < count))
-                chosen[row] = columns[np.where(may, values[columns], -1.0).argmax()]
+            columns = np.array([starts[row] + np.arange(len(self.costs.effects[row])) for row in rows])
+            shares = values[columns] * allowed[columns]
+            numbers = self._counted(shares.sum(axis=0), self._streams[columns[0]], len(rows))
+            chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
         held, part_of = self._held_now(), np.repeat(np.arange(len(starts)), np.diff(self._offsets))
         matter = _stations_that_matter(held, self._together)
         held, together, seconds = held[:, matter], self._together[matter], self._seconds
@@ -310,6 +352,18 @@ class Chooser:
             return None
         fits = self.link is None or self.link.cap_bytes is None or self._out[chosen].sum() <= self.link.cap_bytes
         return tuple((chosen - starts).tolist()) if fits else None
+
+    @staticmethod
+    def _counted(shares: Floats, streams: npt.NDArray[np.bool_], rows: int) -> list[int]:
+        """So many candidates as there are rows, by their shares [candidate] of them: as many stream as is nearest."""
+        streamed = round(float(shares[streams].sum()))
+        numbers: list[int] = []
+        for which, count in ((~streams, rows - streamed), (streams, streamed)):
+            share = np.where(which, shares, -1.0)
+            whole = np.floor(share + (1 - _INTEGRAL)).clip(0).astype(int)
+            rest = np.argsort(whole - share, kind="stable")[: max(0, count - whole.sum())].tolist()
+            numbers += [*np.repeat(np.arange(len(whole)), whole).tolist(), *rest][:count]
+        return numbers
 
     def _polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
         """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
@@ -350,13 +404,16 @@ class Chooser:
         """
         found = list(assignment)
         for rows in self._families.values():
-            menu = self.costs.candidates[rows[0]]
-            places = {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
-            chosen = sorted((found[row] for row in rows), key=places.__getitem__)
+            chosen = sorted((found[row] for row in rows), key=self._places(rows).__getitem__)
             for row, number in zip(rows, chosen, strict=True):
                 found[row] = number
         held = self._held_of(self._held_now(), self._columns(tuple(found)))
         return tuple(found) if (held <= limit).all() else assignment
+
+    def _places(self, rows: list[int]) -> dict[int, tuple[bool, bool, int]]:
+        """By candidate of parts that are alike, where in their row it stands."""
+        menu = self.costs.candidates[rows[0]]
+        return {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
 
 
 def _stations_that_matter(held: Floats, together: Floats) -> list[int]:

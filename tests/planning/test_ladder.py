@@ -1,0 +1,69 @@
+"""Which choices are simulated, where an allocator keeps more beside some of them than beside others."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from memscale.planning.candidates import AS_IT_IS, Candidate
+from memscale.planning.costs import Costs, Effect
+from memscale.planning.ladder import Ladder, Seen
+from memscale.planning.parts import Part
+from memscale.planning.solver import Chooser
+from memscale.simulation import Phase, Station
+from memscale.transforms import checkpoint
+
+PARTS = 8
+AMONG = frozenset({"checkpoint"})
+KINDS = (AS_IT_IS, Candidate((("", checkpoint()),)), Candidate((("mlp", checkpoint()),)))
+MENU = ((100 << 20, 1.0), (20 << 20, 1.4), (50 << 20, 1.2))  # of each kind, the bytes that it keeps and its seconds
+HOLES = 0.15  # of what the step holds, what an allocator keeps beside blocks of several kinds
+
+
+@dataclass
+class Step:
+    taken_bytes: int
+    seconds: float
+
+
+def steps(*, always=False):
+    """A ladder of alike blocks, and what simulates a choice of it, with the list of those that it has simulated.
+
+    With `always` blocks of one kind leave the same holes.
+    """
+    stations = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(PARTS))
+    none = np.zeros(len(stations), dtype=np.int64)
+    menu = tuple(Effect(np.full(len(stations), held), none, seconds, 0.0) for held, seconds in MENU)
+    parts = tuple(Part(f"h.{at}", None, (), 0) for at in range(PARTS))
+    outside = (Effect(none, none, 0.0, 0.0),)
+    costs = Costs(stations, parts, ((KINDS,) * PARTS) + ((AS_IT_IS,),), ((menu,) * PARTS) + (outside,), 0.0, {})
+    simulated = []
+
+    def prove(assignment):
+        simulated.append(assignment)
+        held = int(costs.held_bytes(assignment).max())
+        holes = HOLES * held if always or len(set(assignment[:-1])) > 1 else 0
+        return Step(int(held + holes), costs.seconds(assignment))
+
+    return Ladder(Chooser(costs, None), int(costs.held_bytes(costs.as_it_is).max()), AMONG), prove, simulated
+
+
+def test_of_a_choice_that_leaves_holes_the_form_with_one_candidate_is_tried():
+    ladder, prove, simulated = steps()
+    limit = 300 << 20
+    assert ladder.look(prove, limit, np.inf, rounds=1)
+    assert [len(set(each[:-1])) for each in simulated] == [2, 1]
+    assert [prove(each).taken_bytes <= limit for each in simulated[:2]] == [False, True]
+
+
+def test_where_simulations_are_few_what_other_techniques_showed_says_what_is_worth_one():
+    limit, (ladder, prove, simulated) = 600 << 20, steps(always=True)
+    seen = Seen()
+    assert ladder.look(prove, limit, np.inf, 8, seen)
+    assert seen.share == pytest.approx(1 / (1 + HOLES))
+    best = min(each.seconds for each in map(prove, simulated[:]) if each.taken_bytes <= limit)
+    other, prove, simulated = steps(always=True)
+    assert other.look(prove, limit, best, 8, seen) == []
+    assert not simulated  # though it is thought to be faster, before what holes there are is known
+    other.look(prove, limit, best, 8)
+    assert simulated
