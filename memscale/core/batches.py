@@ -77,13 +77,27 @@ def check_loss(loss: Any) -> None:
     """Do nothing for a function, and for None, which leaves the loss to the output.
 
     Raises:
-        ConfigError: `loss` is neither.
+        ConfigError: `loss` is neither, or does not take the two of ``loss(output, batch)``.
     """
     if loss is not None and not callable(loss):
         raise ConfigError(
             f"a loss is a function loss(output, batch) that returns a scalar tensor, or None, got "
             f"{type(loss).__name__} {loss!r}; wrap it in a function, or leave it out if the output has a loss"
         )
+    if loss is None:
+        return
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # one in C says nothing about what it takes
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise ConfigError(
+            f"a loss is called as loss(output, batch), and this one takes ({takes}): {error}; write "
+            "lambda output, batch: ..."
+        ) from None
 
 
 def own_loss(output: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -52,8 +53,8 @@ class LossScale:
         clean_steps: how many such steps there have been; part of the state, as `factor` is.
 
     Raises:
-        ConfigError: a factor that is not positive and finite, a `growth` below 1, a `backoff` not in (0, 1), an
-            interval below 1, or a negative count.
+        ConfigError: no number, a factor that is not positive and finite, a `growth` below 1, a `backoff` not in (0, 1),
+            an interval below 1, or a negative count.
 
     Cost: one pass over the gradients, and one wait for the device a step.
 
@@ -68,6 +69,9 @@ class LossScale:
     clean_steps: int = 0
 
     def __post_init__(self) -> None:
+        given = dataclasses.asdict(self)
+        if wrong := [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, Real)]:
+            raise ConfigError(f"LossScale: {wrong[0]} must be a number, got {given[wrong[0]]!r}")
         rules = {
             "factor": (0 < self.factor < math.inf, "positive and finite"),
             "growth": (1 <= self.growth < math.inf, "at least 1 and finite"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memscale.core import ConfigError
 
@@ -17,6 +18,12 @@ def check_followed(model: Any) -> None:
         raise ConfigError(
             f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
             "C++ and cannot be followed; pass the Python module that was scripted or traced"
+        )
+    lazy = [name for name, each in model.named_parameters() if is_lazy(each)] if isinstance(model, nn.Module) else []
+    if lazy:
+        raise ConfigError(
+            f"profile(model=...): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
+            "through the model first"
         )
 
 

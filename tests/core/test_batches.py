@@ -12,6 +12,7 @@ NO_BATCH = (
     "pass what the model is called with"
 )
 NO_LOSS = "a loss is a function loss(output, batch) that returns a scalar tensor, or None, got float 0.5; wrap it"
+OF_ONE = "a loss is called as loss(output, batch), and this one takes (y): "
 NO_SCALAR = "loss(output, batch) must be a tensor with one element, got a tensor of shape [2, 3]; pass loss="
 
 
@@ -37,6 +38,7 @@ def words(run):
 def test_mistakes_get_the_same_words(verb):
     assert words(lambda: verb("text", None)) == NO_BATCH
     assert words(lambda: verb(torch.ones(2, 3), 0.5)).startswith(NO_LOSS)
+    assert words(lambda: verb(torch.ones(2, 3), lambda y: y.sum())).startswith(OF_ONE)
     assert words(lambda: verb(torch.ones(2, 3), lambda y, _: y)).startswith(NO_SCALAR)
 
 

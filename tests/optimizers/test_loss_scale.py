@@ -136,6 +136,7 @@ def test_float16_gradients_are_refused():
         {"factor": 0.0},
         {"factor": math.inf},
         {"factor": math.nan},
+        {"factor": "1024"},
         {"growth": 0.5},
         {"backoff": 1.0},
         {"interval_steps": 0},

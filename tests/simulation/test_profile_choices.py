@@ -221,3 +221,8 @@ def test_8_bit_states_of_bitsandbytes():
     own_bytes = sum(tensor.nbytes for tensor in states if tensor.shape != (256,))
     shared_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in states if tensor.shape == (256,)}.values())
     assert profile.by_category["optimizer state"] - own_bytes in (0, shared_bytes)  # tables, made when first needed
+
+
+def test_a_lazy_module_is_refused_by_name():
+    with pytest.raises(ms.ConfigError, match=r"parameter '0\.weight' has no shape yet.*run a batch"):
+        ms.profile(nn.Sequential(nn.LazyLinear(3)), x(2, 4), loss=mean)
