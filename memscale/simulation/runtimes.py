@@ -138,13 +138,6 @@ class _HollowHomes(Homes):
     def new_memory(self) -> MappedTensors:
         return _HollowMemory(self.engine, self._step.away)
 
-    def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
-        """Without the thread that waits for each gradient on a card."""
-        self.gradients.let_go()
-        sent = super().send(home, gradient)
-        self.gradients.let_go()
-        return sent
-
     def is_movable(self, parameter: torch.Tensor) -> bool:
         return is_movable(parameter, besides=self._step.references)
 

@@ -41,6 +41,7 @@ class Gradients:
         engine = self._engine
         if parameter is None or torch.is_grad_enabled() or not _is_plain(gradient, parameter):
             return gradient.to(_CPU)
+        self._let_go()
         if gradient.stride() != parameter.stride():
             ordered = torch.empty_strided(
                 parameter.size(), parameter.stride(), dtype=gradient.dtype, device=gradient.device
@@ -65,6 +66,7 @@ class Gradients:
             engine.transfers.pump()
             while len(self._leaving) > engine.depth:
                 self._retire_first()
+        self._let_go()
         engine.go_on()
         sent = shaped(target, parameter)
         # Autograd looks at what each node returns.
@@ -89,8 +91,8 @@ class Gradients:
                 self._retire(arriving)
                 self._leaving.remove(arriving)
 
-    def let_go(self) -> None:
-        """Free the device's memory of what has left it, as `received` does in a thread that waits for that."""
+    def _let_go(self) -> None:
+        """Free the device's memory of what has left it: `received`, in another thread, may be long in coming."""
         with self._engine.lock:
             events = [(each, each.copy.event) for each in self._leaving]
             for leaving in [each for each, event in events if event is not None and event.done()]:
