@@ -39,13 +39,16 @@ class Packed:
                 self._places[id(parameter)] = place
 
     def room(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of a parameter; None for one that was not attended to, is to have none, or has few neighbours."""
+        """The bytes of a parameter; None for one that was not attended to, is to have none, or has few neighbours.
+
+        None also for one that went elsewhere than its neighbours since.
+        """
         block, start, size = self._places.get(id(parameter), (None, 0, 0))
         if block is None or block.nbytes < _LEAST_BYTES:
             return None
         if block.memory is None:
             block.memory = torch.empty(block.nbytes, dtype=torch.uint8, device=parameter.device)
-        return block.memory[start : start + size]
+        return block.memory[start : start + size] if block.memory.device == parameter.device else None
 
 
 class _Block:

@@ -1,5 +1,7 @@
 """8-bit states lie in few blocks of memory, and only those of parameters that step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -78,3 +80,12 @@ def test_a_few_bytes_are_in_no_block():
     sizes, own = blocks(optimizer)
     assert len(sizes) == 3 * 2 * 2
     assert sum(sizes) == own
+
+
+def test_parameters_that_go_to_several_devices_share_no_block(small_blocks):
+    one, two = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=torch.device("cpu"))
+    places = packed.Packed()
+    places.attend([one, two], lambda each: 1024)
+    two.device = torch.device("meta")  # as where a model is spread over cards after its optimizer was made
+    assert places.room(one).numel() == 1024
+    assert places.room(two) is None
