@@ -146,6 +146,10 @@ class Clock:
         # places, and how much of each is still behind.
         self._free = 0.0
         self._behind: list[tuple[int, float]] = []
+        # The same of each operator, and how far the host is behind, whose launches wait while many are queued: a host
+        # that waits for a device that waits for links is not late.
+        self._free_ends: list[float] = []
+        self._host_behind = 0.0
         self._link_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._carried_ends: dict[Direction, float] = {"out": 0.0, "in": 0.0}
         self._disk_end = 0.0
@@ -159,6 +163,7 @@ class Clock:
         """It ends likewise. What is still on its way holds up the next one."""
         self._catch_up()
         self._behind.clear()
+        self._host_behind = 0.0
         self.end = self._free = self._end
 
     def calls(self, seconds: float) -> None:
@@ -182,15 +187,18 @@ class Clock:
             return
         if seconds:
             if len(self.ends) >= _MOST_QUEUED and self.ends[-_MOST_QUEUED] > self.now:
+                free = max(self.now - self._host_behind, self._free_ends[-_MOST_QUEUED])
                 self.now = self.ends[-_MOST_QUEUED]
+                self._host_behind = max(0.0, self.now - free)
             if self.now > self._end or self._awaited:
                 self._catch_up()
             elif self._behind:
-                self._would_stand_still(self.now, "host", 0.0)
+                self._would_stand_still(self.now - self._host_behind, "host", 0.0)
         self.begins.append(self._end)
         self._end += seconds
         self._free += seconds
         self.ends.append(self._end)
+        self._free_ends.append(self._free)
         if self._is_host:
             self.now = max(self.now, self._end)  # it may have waited, which what takes time comes after
         self.issued.append(self.now)
@@ -202,6 +210,7 @@ class Clock:
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
+        self._free_ends.append(self._free)
 
     def mark(self, lane: Lane | None) -> Mark:
         """When a stream will be through with all that it was given so far."""
@@ -240,6 +249,7 @@ class Clock:
         self.issued.append(self.now)
         self.begins.append(self._end)
         self.ends.append(self._end)
+        self._free_ends.append(self._free)
 
     def across(self, direction: Direction, nbytes: int) -> float:
         """The host copies between the device and memory of its own, behind all that the device was given, and waits.
@@ -321,7 +331,8 @@ class Clock:
 
     def _stand_still(self, begin: float, end: float, cause: str) -> float:
         if self._behind and cause not in COLLECTIVES:
-            self._would_stand_still(end, cause, max(0.0, end - begin))
+            free = end - self._host_behind if cause == "host" else end
+            self._would_stand_still(free, cause, max(0.0, end - begin))
         if end > begin:
             if cause in COLLECTIVES and not self._is_host:
                 if not self._behind:

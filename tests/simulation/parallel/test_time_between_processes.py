@@ -10,6 +10,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import COLLECTIVES
+from memscale.simulation.schedule.clock import CAUSES, Clock
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
@@ -213,3 +214,18 @@ def test_the_schedule_is_written_drawn_and_said(tmp_path):
     assert "waits for reduce-scatter" in text
     profile.html(tmp_path / "step.html")
     assert "waits for all-gather" in (tmp_path / "step.html").read_text()
+
+
+def test_a_host_whose_launches_wait_for_a_device_that_waits_for_links_is_not_late():
+    clock = Clock(CARD)
+    clock.begin_step()
+    for at in range(4000):
+        if at % 400 == 0:  # more operators than the queue of launches takes wait behind it
+            clock.wait(clock.collective("all-gather", "all", 8, 1, 5e-3), None)
+        clock.calls(1e-6)
+        clock.operator(1e-5)
+    clock.end_step()
+    waits = {cause: sum(each.end - each.begin for each in clock.stalls if each.cause == cause) for cause in CAUSES}
+    assert waits["all-gather"] == pytest.approx(10 * 5e-3, rel=0.01)
+    assert clock.end == pytest.approx(4000 * 1e-5 + waits["all-gather"], rel=0.01)
+    assert waits["host"] < 1e-4
