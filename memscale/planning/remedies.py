@@ -94,7 +94,8 @@ def other_loops(optimizer: torch.optim.Optimizer | None) -> list[dict[str, bool]
     """What else the optimizer could be built with, such that its step has other temporaries."""
     groups = optimizer.param_groups if optimizer is not None else []
     found = []
-    if groups and all("fused" in group and not group["fused"] for group in groups):
+    takes_fused = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
+    if groups and takes_fused and all("fused" in group and not group["fused"] for group in groups):
         found.append({"fused": True, "foreach": False})
     if groups and all(group.get("foreach", False) is not False and not group.get("fused") for group in groups):
         found.append({"foreach": False})

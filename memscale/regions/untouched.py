@@ -35,6 +35,8 @@ def untouched(
     versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
     values = [(tensor, _copy(tensor)) for tensor in tensors if _can_change(tensor)] if computes else []
     gradients = [(tensor, tensor.grad) for tensor in leaves if tensor.is_leaf and tensor.requires_grad]
+    # A forward may ask for the gradients of its batch, or freeze what has been trained enough.
+    trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor, _ in versions if tensor.is_leaf]
     with ExitStack() as stack:
         # In the order that the last one is put back first.
         stack.callback(Environment(devices, host_random=True, generators=scope.generators).enter, [])
@@ -42,6 +44,8 @@ def untouched(
             stack.callback(_set_version, tensor, version)
         for tensor, value in values:
             stack.callback(_set_value, tensor, value)
+        for tensor, is_trained, gradient in trained:
+            stack.callback(_set_trained, tensor, is_trained, gradient)
         for tensor, gradient in gradients:
             stack.callback(partial(setattr, tensor, "grad", gradient))
         for tensor, name in product(leaves, _HOOKS):
@@ -62,6 +66,12 @@ def _can_change(tensor: torch.Tensor) -> bool:
         or tensor.layout != torch.strided
         or not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
+
+
+def _set_trained(tensor: torch.Tensor, is_trained: bool, gradient: torch.Tensor | None) -> None:
+    if tensor.is_leaf and tensor.requires_grad is not is_trained:
+        tensor.requires_grad_(is_trained)
+        tensor.grad = gradient
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

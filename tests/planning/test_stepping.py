@@ -137,3 +137,20 @@ def test_what_is_no_way_to_step_is_refused(wrong):
     with pytest.raises(ms.ConfigError, match="has step_in_backward twice; choose one"):
         engine(("step_in_backward", ms.step_in_backward(max_norm=1.0)))
     assert len(NAMES) == 4
+
+
+def test_no_fused_step_is_tried_of_parameters_that_have_none():
+    """A fused step takes no complex numbers."""
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.weight).abs().square().mean()
+
+    model = Turns()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ms.BudgetError, match="no plan fits"):
+        ms.plan(model, torch.ones(8, 64), budget=2000, optimizer=optimizer, loss=lambda y, _: y, hardware="cpu")

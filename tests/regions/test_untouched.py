@@ -91,3 +91,25 @@ def test_an_exception_leaves_nothing_either():
     with pytest.raises(KeyError):
         step()
     assert same(state(model), before)
+
+
+class Force(nn.Module):
+    """Asks for the gradient of its batch, and freezes what it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.frozen = nn.Linear(4, 1), nn.Linear(1, 1)
+
+    def forward(self, x):
+        self.frozen.requires_grad_(False)
+        return self.frozen(self.energy(x.requires_grad_()).tanh()).sum()
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_what_is_trained_is_as_it_was(static):
+    model, x = Force(), torch.randn(3, 4)
+    config = ms.Config(use_static_profiling=static)
+    ms.MemoryProfiler(model, loss=lambda y, _: y, hardware="cpu", config=config).profile(x)
+    assert not x.requires_grad
+    assert x.grad is None
+    assert all(parameter.requires_grad for parameter in model.parameters())
