@@ -53,7 +53,7 @@ def llama(name: str) -> Any:
 def row(name: str, world: int, tokens: int, plan: bool, lean: bool = False) -> dict[str, Any]:
     model = llama(name)
     ids = torch.zeros(1, tokens, dtype=torch.long)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=lean)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=lean or None)
     wall, cpu = time.perf_counter(), time.process_time()
     step = ms.profile(
         model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, hardware="h100",
