@@ -11,7 +11,7 @@ from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part
 from memscale.planning.solver import Chooser
 from memscale.simulation import Phase, Station
-from memscale.transforms import checkpoint
+from memscale.transforms import checkpoint, offload
 
 PARTS = 8
 AMONG = frozenset({"checkpoint"})
@@ -67,3 +67,16 @@ def test_where_simulations_are_few_what_other_techniques_showed_says_what_is_wor
     assert not simulated  # though it is thought to be faster, before what holes there are is known
     other.look(prove, limit, best, 8)
     assert simulated
+
+
+def test_the_form_with_one_candidate_streams_late_parts():
+    stations = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(PARTS))
+    none = np.zeros(len(stations), dtype=np.int64)
+    menu = tuple(Effect(np.full(len(stations), held), none, seconds, 0.0) for held, seconds in (*MENU, (0, 9.0)))
+    kinds = (*KINDS, Candidate((("", offload(what="params")),)))
+    parts = tuple(Part(f"h.{at}", None, (), 0) for at in range(PARTS))
+    outside = (Effect(none, none, 0.0, 0.0),)
+    costs = Costs(stations, parts, ((kinds,) * PARTS) + ((AS_IT_IS,),), ((menu,) * PARTS) + (outside,), 0.0, {})
+    chooser = Chooser(costs, None)
+    found = chooser.uniform((0, 3, 0, 2, 2, 3, 1, 1, 0), AMONG | {"stream"})
+    assert found == (1, 1, 1, 1, 1, 1, 3, 3, 0)
