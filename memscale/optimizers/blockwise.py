@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from memscale.core import RuntimeUnavailable, device_type
 
 
-@functools.cache
 def kernels() -> Any:
     """The operators of bitsandbytes.
 
@@ -25,8 +25,9 @@ def kernels() -> Any:
         RuntimeUnavailable: it is not installed, or does not load.
     """
     try:
-        with _quiet():
-            import bitsandbytes.functional  # noqa: F401
+        if sys.modules.get("bitsandbytes.functional") is None:  # an import, for each piece, would not be quick
+            with _quiet():
+                import bitsandbytes.functional  # noqa: F401
     except Exception as error:  # of its libraries, too
         raise RuntimeUnavailable(
             f"quantize_states() needs bitsandbytes, which cannot be loaded ({type(error).__name__}: {error}); "

@@ -180,7 +180,6 @@ def test_with_others_it_gives_the_numbers_that_it_gives_alone(how, small):
 
 
 def test_without_bitsandbytes_it_is_refused_with_what_to_do(monkeypatch):
-    blockwise.kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(
