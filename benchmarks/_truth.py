@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -88,6 +89,18 @@ def real_step(case: Case, dtype: str, variant: str, device: str) -> Truth:
 
 def described(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def median_seconds(step: Callable[[], object], steps: int) -> float:
+    """Of so many steps on a CUDA device, each waited for."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def release(device: str) -> None:

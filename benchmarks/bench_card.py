@@ -19,8 +19,6 @@ import json
 import multiprocessing
 import pickle
 import re
-import statistics
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +29,7 @@ import torch
 import transformers
 from _environment import environment
 from _llama import LLAMA_VOCABULARY, llama
-from _truth import release
+from _truth import median_seconds, release
 from bench_plan import checkpointed
 from torch import nn
 from torch.autograd import DeviceType
@@ -265,17 +263,11 @@ def real(
         return loss.detach()
 
     losses = [step().item() for _ in range(LOSSES)]
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    seconds = median_seconds(step, steps)
     truth = Truth(
         torch.cuda.max_memory_allocated() - held_bytes,
         torch.cuda.max_memory_reserved(),
-        statistics.median(times),
+        seconds,
         losses,
     )
     if operators is not None:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from _environment import environment
-from _truth import WARM_STEPS, described, release
+from _truth import WARM_STEPS, described, median_seconds, release
 
 import memscale as ms
 from memscale.benchmarks.columns import plans
@@ -50,17 +48,11 @@ def trained(subject: Subject, simulated: dict[str, Any], steps: int) -> dict[str
     for _ in range(WARM_STEPS):
         step()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    seconds = median_seconds(step, steps)
     return {
         "peak_bytes": torch.cuda.max_memory_allocated() - held_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "step_seconds": statistics.median(times),
+        "step_seconds": seconds,
     }
 
 
