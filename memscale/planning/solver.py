@@ -9,20 +9,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from memscale.planning.costs import Assignment, Bytes, Costs
+from memscale.planning.exchanges import INTEGRAL, Exchanges
 from memscale.planning.program import GAP, Floats, Program
 from memscale.planning.trial_rows import MOVES
 
 # Of programs with more binaries the search takes long: 2 s for 160, of 12 blocks, and 16 s for 560, of 32. The relaxed
 # program's choice, its fractional parts decided, is within 0.4 % and 0.05 % of what it finds: many parts divide finely.
 _WHOLE = 100
-_INTEGRAL = 1 - 1e-6
 _MIB = 2.0**20
-
-# So many exchanges for each part make a rounded choice fit, or none do.
-_EXCHANGES = 4
 
 # So much more is about as little.
 _NEAR = 1e-2
@@ -195,28 +191,37 @@ class Chooser:
             for row in (family if len(family) > 1 else ())
             if not self._techniques[columns[row]] & MOVES
         ]
-        held, found = self._held_now(), dict[Assignment, Floats]()
+        exchanges, found = self._exchanges(), dict[Assignment, Floats]()
         for kind in dict.fromkeys(each for row in rows for each in self.costs.candidates[row]):
             other = list(assignment)
             for row in rows if not kind.techniques & MOVES else ():
                 menu = self.costs.candidates[row]
                 if kind in menu and allowed[self._offsets[row] + menu.index(kind)]:
                     other[row] = menu.index(kind)
-            found[tuple(other)] = self._held_of(held, self._columns(tuple(other)))
+            found[tuple(other)] = exchanges.held_by(tuple(other))
         for much in (np.max, np.sum):
             least = min((float(much(each)) for each in found.values()), default=0.0)
             found = {each: held for each, held in found.items() if much(held) <= (1 + _NEAR) * least}
         best = min(found, key=self.seconds, default=assignment)
-        return self._in_order(best, float(self._held_of(held, columns).max()))
+        return exchanges.in_order(best, float(exchanges.held_by(assignment).max()))
 
     def held_bytes(self, assignment: Assignment) -> float:
         """The most that the step is thought to hold under an assignment."""
-        return float(self._held_of(self._held_now(), self._columns(assignment)).max() * _MIB)
+        return float(self._exchanges().held_by(assignment).max() * _MIB)
 
-    def _held_of(self, held: Floats, columns: list[int]) -> Floats:
-        """[station] what these candidates hold together, of what each of them holds."""
-        found: Floats = held[columns].sum(axis=0)
-        return found - self._together if self._streams[columns].any() else found
+    def _exchanges(self) -> Exchanges:
+        """With what is thought of the candidates now."""
+        return Exchanges(
+            self.costs.candidates,
+            self._families,
+            self._offsets,
+            self._seconds,
+            self._held_now(),
+            self._together,
+            self._streams,
+            self._out,
+            None if self.link is None else self.link.cap_bytes,
+        )
 
     def _held_now(self) -> Floats:
         """[candidate, station] with the corrections, in MiB."""
@@ -263,10 +268,10 @@ class Chooser:
             return None
         columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        near = bound * (1 + GAP) * unit
-        quick = None if limit is None else self._rounded(relaxed, limit, allowed)
+        near, exchanges = bound * (1 + GAP) * unit, self._exchanges()
+        quick = None if limit is None else exchanges.rounded(relaxed, limit, allowed)
         if limit is not None and quick is not None:
-            quick = self._in_order(self._polished(quick, limit, allowed), limit)
+            quick = exchanges.in_order(exchanges.polished(quick, limit, allowed), limit)
             if self._takes_seconds(cost, quick) <= near:
                 return Choice(quick, bound * unit + self.costs.fixed_seconds)
         program.whole([*range(columns), *counts])
@@ -285,7 +290,7 @@ class Chooser:
         )
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        polished = self._in_order(self._polished(assignment, limit, allowed), limit)
+        polished = exchanges.in_order(exchanges.polished(assignment, limit, allowed), limit)
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
@@ -293,7 +298,7 @@ class Chooser:
         divided by `freed`."""
         low_bounds, high_bounds = np.zeros(len(values)), allowed.copy()
         for part, (low, high) in enumerate(zip(self._offsets, self._offsets[1:], strict=False)):
-            chosen = values[low:high] >= _INTEGRAL
+            chosen = values[low:high] >= INTEGRAL
             if chosen.any() and (not freed or part % freed):
                 low_bounds[low:high] = high_bounds[low:high] = chosen
         return low_bounds, high_bounds
@@ -320,113 +325,3 @@ class Chooser:
                 program.add_row(0.0, 0.0, [*which, count], [*np.ones(len(which)), -1.0])
                 counts.append(count)
         return counts
-
-    def _rounded(self, values: Floats, limit: float, allowed: Floats) -> Assignment | None:
-        """What the relaxed program chooses most of, exchanged one by one for what holds less until it fits; None if
-        that leads nowhere.
-
-        Of many parts it is as near to the best as the program of whole numbers is asked to come, which takes up to 4 s
-        for a Llama of 32 blocks where this takes 0.02 s.
-        """
-        starts = np.array(self._offsets[:-1])
-        chosen = starts.copy()
-        for rows in self._families.values():
-            columns = np.array([starts[row] + np.arange(len(self.costs.effects[row])) for row in rows])
-            shares = values[columns] * allowed[columns]
-            numbers = self._counted(shares.sum(axis=0), self._streams[columns[0]], len(rows))
-            chosen[rows] += sorted(numbers, key=self._places(rows).__getitem__)
-        held, part_of = self._held_now(), np.repeat(np.arange(len(starts)), np.diff(self._offsets))
-        matter = _stations_that_matter(held, self._together)
-        held, together, seconds = held[:, matter], self._together[matter], self._seconds
-        for _ in range(_EXCHANGES * len(chosen)):
-            over = held[chosen].sum(axis=0) - limit - together * self._streams[chosen].any()
-            excess = float(np.maximum(0.0, over).sum())
-            if not excess:
-                break
-            now = chosen[part_of]
-            less = excess - np.maximum(0.0, over + held - held[now]).sum(axis=1)
-            may = (allowed > 0) & (less > 0)
-            if (may & (self._streams == self._streams[now])).any():
-                may &= self._streams == self._streams[now]
-            if not may.any():
-                return None
-            slower = np.maximum(0.0, seconds - seconds[now])
-            best = int(np.where(may, slower / np.where(may, less, 1.0), np.inf).argmin())
-            chosen[part_of[best]] = best
-        else:
-            return None
-        fits = self.link is None or self.link.cap_bytes is None or self._out[chosen].sum() <= self.link.cap_bytes
-        return tuple((chosen - starts).tolist()) if fits else None
-
-    @staticmethod
-    def _counted(shares: Floats, streams: npt.NDArray[np.bool_], rows: int) -> list[int]:
-        """So many candidates as there are rows, by their shares [candidate] of them: as many stream as is nearest."""
-        streamed = round(float(shares[streams].sum()))
-        numbers: list[int] = []
-        for which, count in ((~streams, rows - streamed), (streams, streamed)):
-            share = np.where(which, shares, -1.0)
-            whole = np.floor(share + (1 - _INTEGRAL)).clip(0).astype(int)
-            rest = np.argsort(whole - share, kind="stable")[: max(0, count - whole.sum())].tolist()
-            numbers += [*np.repeat(np.arange(len(whole)), whole).tolist(), *rest][:count]
-        return numbers
-
-    def _polished(self, assignment: Assignment, limit: float, allowed: Floats) -> Assignment:
-        """The assignment after exchanges of one or two candidates that make it faster, as long as there are any."""
-        held = self._held_now()
-        # Whether any part streams stays as it is: no two are exchanged that do not move the same.
-        limits = limit + self._together * self._streams[self._columns(assignment)].any()
-        matter = _stations_that_matter(held, self._together)
-        held, limits = held[:, matter], limits[matter]
-        seconds, moves = self._seconds, self._out
-        part_of = np.repeat(np.arange(len(assignment)), np.diff(self._offsets))
-        chosen = np.array([offset + number for offset, number in zip(self._offsets, assignment, strict=False)])
-        for _ in range(len(assignment)):
-            now = chosen[part_of]  # of each candidate, the one in whose place it would be
-            free = limits - held[chosen].sum(axis=0)
-            faster = seconds[now] - seconds  # by how much each exchange is
-            more = held - held[now]
-            same = (moves == moves[now]) & (self._streams == self._streams[now]) & (allowed > 0)
-            single = np.where(same & (more <= free).all(axis=1), faster, 0.0)
-            best = single.max(initial=0.0)
-            pair: tuple[int, ...] = (int(single.argmax()),)
-            for one in np.flatnonzero(same & (faster > best)).tolist():
-                fits = same & (part_of != part_of[one]) & (more + more[one] <= free).all(axis=1)
-                gain = np.where(fits, faster + faster[one], 0.0)
-                if gain.max() > best * (1 + 1e-9):
-                    best = gain.max()
-                    pair = (one, int(gain.argmax()))
-            if best <= 1e-6 * seconds[chosen].sum():
-                break
-            for each in pair:
-                chosen[part_of[each]] = each
-        return tuple((chosen - np.array(self._offsets[:-1])).tolist())
-
-    def _in_order(self, assignment: Assignment, limit: float) -> Assignment:
-        """The assignment in which, of parts that are alike, the early ones change and the late ones stream, where that
-        fits as well: of many that are as fast always the same one.
-
-        Gradients of late parts are there first, and what is on the host is updated behind the backward of the others.
-        """
-        found = list(assignment)
-        for rows in self._families.values():
-            chosen = sorted((found[row] for row in rows), key=self._places(rows).__getitem__)
-            for row, number in zip(rows, chosen, strict=True):
-                found[row] = number
-        held = self._held_of(self._held_now(), self._columns(tuple(found)))
-        return tuple(found) if (held <= limit).all() else assignment
-
-    def _places(self, rows: list[int]) -> dict[int, tuple[bool, bool, int]]:
-        """By candidate of parts that are alike, where in their row it stands."""
-        menu = self.costs.candidates[rows[0]]
-        return {number: ("stream" in menu[number].techniques, number == 0, number) for number in range(len(menu))}
-
-
-def _stations_that_matter(held: Floats, together: Floats) -> list[int]:
-    """The stations, of [candidate, station], where some choice can hold most: what another one covers is left out, also
-    by what it holds without what is there only together."""
-    kept: list[int] = []
-    columns = held.T
-    for at in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
-        if not any((columns[other] >= columns[at]).all() and together[other] <= together[at] for other in kept):
-            kept.append(at)
-    return sorted(kept)
