@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-cover docs compat dist policy
+.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-tests ghost-bytes ghost-cover docs compat dist policy
 
 setup: $(READY)
 
@@ -80,18 +80,24 @@ $(GHOST)/.built: $(GHOST)/.installed $(wildcard tests/ghost/*.c) tests/ghost/bui
 	$(GHOST)/bin/python tests/ghost/build_libraries.py $(GHOST)/headers/nvidia/cu13/include $(GHOST)/headers/nvidia/cudnn/include
 	@touch $@
 
-ghost: $(GHOST)/.built $(READY)
+ghost: ghost-tests ghost-bytes
+
+ghost-tests: $(GHOST)/.built $(READY)
 	@failed=; for file in $$(grep -rl 'mark\.cuda' tests --include='test_*.py'); do \
 		echo "== $$file"; \
 		PYTHONPATH=tests/ghost/stand_in_cupy:. GHOST_COPY=1000000000 OMP_NUM_THREADS=1 \
 			$(GHOST)/bin/python -m pytest $$file -m 'cuda and not values' -q || test $$? = 5 || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "ghost: failed:$$failed" >&2; exit 1; }
-	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --every 12 --threads 1 $(ARGS)
+
+# A run that was cut goes on where it stopped, as long as the sources are the same.
+COMPARE := benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --threads 1 --journal $(GHOST)/compared.jsonl
+
+ghost-bytes: $(GHOST)/.built $(READY)
+	$(PYTHON) $(COMPARE) --every 12 $(ARGS)
 
 # Every two settings of the benchmark together: 35 minutes on two cores that others used.
 ghost-cover: $(GHOST)/.built $(READY)
-	$(PYTHON) benchmarks/bench_predict.py --ghost $(GHOST)/bin/python --threads 1 \
-		--json benchmarks/results/predict-ghost.json $(ARGS)
+	$(PYTHON) $(COMPARE) --json benchmarks/results/predict-ghost.json $(ARGS)
 
 docs: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[docs]'

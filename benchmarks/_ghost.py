@@ -19,6 +19,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STAND_INS = HERE.parent / "tests" / "ghost"
+# What decides a comparison: without `results/`, which a run writes itself.
+SOURCES = (
+    HERE.parent / "memscale",
+    STAND_INS,
+    *(HERE / f"{name}.py" for name in ("_ghost", "_truth", "_zoo", "_zoo_torch", "bench_predict")),
+)
 CARDS = ("h100", "a100-80", "rtx-4090", "t4")
 ALLOCATORS = ("", "expandable_segments:True")
 

@@ -32,7 +32,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch loads: the pro
 import torch
 import transformers
 from _environment import environment
-from _ghost import ALLOCATORS, CARDS, Combination, Ghost, as_stand_ins, at_once, case_of, covering, places
+from _ghost import ALLOCATORS, CARDS, SOURCES, Combination, Ghost, as_stand_ins, at_once, case_of, covering, places
+from _journal import Journal
 from _truth import Truth, described, plans, real_step, release
 from _zoo import ADAMW, AUTOCAST, DTYPES, ZOO, Case
 
@@ -155,25 +156,31 @@ def combinations(options: argparse.Namespace) -> list[Combination]:
     return sorted(found, key=lambda one: (one.place, one.case)) if options.all else covering(found)[:: options.every]
 
 
-def against_stand_ins(options: argparse.Namespace) -> Iterator[Row | str]:
+def against_stand_ins(options: argparse.Namespace, journal: Journal) -> Iterator[Row | str]:
     """Rows, and why there is none for a combination."""
     as_stand_ins()
     for (card, allocator), group in places(combinations(options)):
-        ghost = Ghost(options.ghost, card, allocator)
+        known = {one: journal.find(str(one)) for one in group}
+        ghost = None if all(known.values()) else Ghost(options.ghost, card, allocator)
         os.environ["PYTORCH_ALLOC_CONF"] = allocator  # which is what a prediction takes the settings from
         for one in group:
-            ghost.ask(one)
-            case = case_of(one)
-            unknown = Truth(1, 0, 0.0)
-            row = predict(case, one.dtype, one.variant, "meta", unknown, hardware=at_once(card))
-            found = ghost.answer()
-            if "failure" in found:
-                yield f"{one!s:63}no truth: {found['failure']}"
-            else:
-                yield dataclasses.replace(
-                    row, truth=Truth(**found), on="/".join(filter(None, (one.optimizer, *one.place)))
-                )
-        ghost.close()
+            found = known[one]
+            if found is None:
+                assert ghost is not None
+                found = compared(ghost, one)
+                journal.add(str(one), found if isinstance(found, str) else dataclasses.asdict(found))
+            yield found if isinstance(found, Row | str) else Row(**found | {"truth": Truth(**found["truth"])})
+        if ghost is not None:
+            ghost.close()
+
+
+def compared(ghost: Ghost, one: Combination) -> Row | str:
+    ghost.ask(one)
+    row = predict(case_of(one), one.dtype, one.variant, "meta", Truth(1, 0, 0.0), hardware=at_once(one.card))
+    found = ghost.answer()
+    if "failure" in found:
+        return f"{one!s:63}no truth: {found['failure']}"
+    return dataclasses.replace(row, truth=Truth(**found), on="/".join(filter(None, (one.optimizer, *one.place))))
 
 
 class Truths:
@@ -339,6 +346,9 @@ def main() -> int:
         "--all", action="store_true", help="with --ghost: all combinations, instead of every two settings"
     )
     parser.add_argument("--every", type=int, default=1, help="with --ghost: one in so many of them")
+    parser.add_argument(
+        "--journal", type=Path, help="with --ghost: keep what is compared in this file, and go on where a run was cut"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="some kernels allocate for each")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument(
@@ -366,12 +376,14 @@ def main() -> int:
     large = shapes(options.threads) if options.shapes else {}
     if not options.shapes:
         print(COLUMNS)
-        for found in against_stand_ins(options) if options.ghost else ():
+        journal = Journal(options.journal, SOURCES, f"{about['torch']}, transformers {about['transformers']}")
+        for found in against_stand_ins(options, journal) if options.ghost else ():
             print(found, flush=True)
             if isinstance(found, Row):
                 rows.append(found)
             else:
                 missing.append(found)
+        journal.close()
         truths = Truths(options.truth_cache, options.device)
         for case, dtype, variant in () if options.ghost else chosen(options):
             release(options.device)
