@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import inspect
 import math
@@ -111,6 +112,12 @@ def _async_config(value: object) -> AsyncOffloadConfig:
     raise Misfit("must be an AsyncOffloadConfig or None; build one with AsyncOffloadConfig(...)")
 
 
+def _no_field(name: str, value: object, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    remedy = f"write {near[0]}={value!r}" if near else f"its fields are {', '.join(names)}"
+    return f"Config({name}={value!r}) is no field of it; {remedy}"
+
+
 @dataclass(frozen=True, repr=False)
 class Config:
     """Says what :func:`memscale.wrap` may do to a model; frozen, validated, never changed by memscale.
@@ -145,8 +152,8 @@ class Config:
             it is. False uses the config exactly as given.
 
     Raises:
-        ConfigError: a field is of the wrong type or out of range (all bad fields are named at once), or two fields
-            contradict each other.
+        ConfigError: a field is of the wrong type or out of range, or does not exist (all bad fields are named at once),
+            or two fields contradict each other.
 
     >>> config = Config(mode="aggressive", enable_offloading=False)
     >>> sorted(config.eligible())
@@ -182,6 +189,9 @@ class Config:
         # Only here are the fields that the caller wrote still distinguishable from the defaults.
         config = super().__new__(cls)
         names = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(kwargs.keys() - {*names, "_replaced"})
+        if unknown:
+            raise ConfigError("; ".join(_no_field(name, kwargs[name], names) for name in unknown))
         object.__setattr__(config, "_given", frozenset(names[: len(args)]) | (kwargs.keys() & set(names)))
         return config
 

@@ -99,7 +99,7 @@ def test_all_bad_fields_are_reported_at_once():
 
 
 def test_an_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="tiling_factor"):
+    with pytest.raises(ConfigError, match=r"Config\(tiling_factor=2\) is no field of it; its fields are mode"):
         Config(tiling_factor=2)
 
 

@@ -60,6 +60,12 @@ TOLD = {
     "wrap(mode=)": (lambda: ms.wrap(layer(), mode="aggressive"), r"write wrap\(\.\.\., Config\(mode='aggressive'\)\)"),
     "a mode as a config": (lambda: ms.wrap(layer(), "aggressive"), r"write Config\(mode='aggressive'\)"),
     "a dict as a config": (lambda: ms.wrap(layer(), {"auto_policy": True}), r"write Config\(auto_policy=True\)"),
+    "a field that is misspelled": (lambda: ms.Config(warm_steps=3), r"write warmup_steps=3$"),
+    "a field of something else": (
+        lambda: ms.Config(budget=3),
+        r"Config\(budget=3\) is no field of it; its fields are mode,",
+    ),
+    "a result as a step": (lambda: ms.measure(3), r"write measure\(lambda: "),
     "wrap(budget=)": (lambda: ms.wrap(layer(), budget="6GiB"), r"plan\(model, batch, budget='6GiB'\)"),
     "wrap(optimizer=)": (lambda: ms.wrap(layer(), optimizer=1), r"write with optimize\(model, optimizer\)"),
     "optimize(mode=)": (

@@ -270,7 +270,8 @@ class HollowMode(TorchDispatchMode):
         operator, args, kwargs, tensors, *_ = call
         source, guess = tensors[0], CHOICE
         if source.is_floating_point():
-            values = torch.randn_like(source)
+            # What draws from a distribution, `multinomial`, takes no negative probabilities.
+            values = torch.rand_like(source) if operator.draws else torch.randn_like(source)
         elif (whole := self.values.of(source)) is not None:
             values, guess = whole, self.storages.record(source).guess
         else:

@@ -24,12 +24,15 @@ from memscale.simulation.postponed import TooLarge, overwritten, postponed, valu
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
+# Whatever this file reads is whether arguments are valid, and it raises where they are not.
+_VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
 # What stands for values that are not computed, the one that says least about them first.
 _ASSUMED = {
     SCALAR: "reads a number computed by the step: one without overflow was assumed",
     CHOICE: "chooses by activations: random ones were assumed",
     DRAW: "decides by a random number: one draw was taken",
 }
+_VALID = "validates arguments of torch.distributions: valid ones were assumed"
 
 
 class NeedsValues(MemscaleError):
@@ -121,9 +124,13 @@ class Values:
         guess = guess_of(records)
         if not guess:
             return
-        if guess == SCALAR and (decides or self._reads_often()):
-            raise NeedsValues(f"{operator.op} reads a value that only a real run computes", path)
-        self.assumptions[f"{operator.name} in {path or 'the step'} {_ASSUMED[guess]}"] = None
+        assumed = _ASSUMED[guess]
+        if guess == SCALAR:
+            if _validates():
+                assumed = _VALID
+            elif decides or self._reads_often():
+                raise NeedsValues(f"{operator.op} reads a value that only a real run computes", path)
+        self.assumptions[f"{operator.name} in {path or 'the step'} {assumed}"] = None
 
     def _reads_often(self) -> bool:
         """Whether one line of the step keeps reading stand-ins: a loop that waits for a value would never end."""
@@ -134,6 +141,14 @@ class Values:
         site = (frame.f_code, frame.f_lineno)
         self._sites[site] = self._sites.get(site, 0) + 1
         return bool(self._sites[site] > _MOST_READS)
+
+
+def _validates() -> bool:
+    """Whether a distribution of PyTorch checks its arguments, by its own code."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename == _VALIDATES
 
 
 def _follows(call: Call, result: Any) -> bool:

@@ -23,7 +23,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memscale.core import ConfigError, RuntimeUnavailable
+from memscale.core import ConfigError, RuntimeUnavailable, shown
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import MemoryTimeline
 
@@ -120,7 +120,8 @@ def measure(
             that role at that moment. :func:`training_roles` makes one for a usual training step.
 
     Raises:
-        ConfigError: ``device`` is neither a CPU nor a CUDA device, or ``roles`` names an unknown role.
+        ConfigError: ``step`` cannot be called, ``device`` is neither a CPU nor a CUDA device, or ``roles`` names an
+            unknown role.
         RuntimeUnavailable: a CUDA device is asked for and there is none.
 
     Warns:
@@ -131,6 +132,10 @@ def measure(
     go through a temporary file.
     """
     device = _checked_device(device)
+    if not callable(step):
+        raise ConfigError(
+            f"measure() runs a step, got {shown(step)}; write measure(lambda: model(batch).sum().backward())"
+        )
     # Cyclic garbage of earlier steps would die at some chance moment of this one.
     gc.collect()
     before = _held(roles, device)
