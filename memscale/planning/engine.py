@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -90,6 +91,7 @@ class DecisionEngine:
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
         self._searches: list[Search] | None = None
+        self._tries: frozenset[str] | None = None
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
@@ -220,12 +222,14 @@ class DecisionEngine:
     def searches(self) -> list[Search]:
         """Among the exact transforms; and, where the config allows it, among them in a model that is cast.
 
-        All that are exact are on the menu, also those that the config does not allow: see `Search`.
+        All that are exact are on the menu, also those that the config does not allow: see `Search`. With a policy in
+        front those that it did not choose are not, which is what it is there to save.
         """
         if self._searches is None:
             link = self._link
             moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
-            menu = Menu.of({"checkpoint", "tile"} | moves, self._dtype(), self.batch)
+            exact = frozenset({"checkpoint", "tile"} | moves)
+            menu = Menu.of(exact if self._tries is None else exact & self._tries, self._dtype(), self.batch)
             self._searches = [self._search_among(menu, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
@@ -313,16 +317,27 @@ class DecisionEngine:
         best: Found | None = None
         for widened, config in widenings(asked, context, self.config):
             decision = dataclasses.replace(asked, widened=widened, config=config)
-            found = self._fastest(limit, config)
+            found = self._trying(config)._fastest(limit, config)
             if found is not None and (best is None or found.proven.seconds < best.proven.seconds):
                 best = found
             if found is not None and (widened == "rules" or found.proven.seconds <= _NEAR * self._floor_seconds()):
                 break
         return best, decision
 
+    def _trying(self, config: Config) -> DecisionEngine:
+        """This engine, or one that tries nothing that the config has not: trials take most of a planner's time."""
+        among = self._techniques(config)
+        if among == self._techniques(everything(self.config)):
+            return self
+        assert self.ways is not None, "found once for both"
+        few = copy.copy(self)
+        few._tries, few._searches, few._stepping = among, None, {}
+        return few
+
     def _floor_seconds(self) -> float:
         """No plan is faster, whatever is eligible: transforms that are exact only add to a step."""
-        steps = [self.plain_step, *(each.plain for each in self.searches), *(way.plain for way in self.ways)]
+        casting = self.searches[1:] if "cast" in self.config.eligible() else []
+        steps = [self.plain_step, *(each.plain for each in casting), *(way.plain for way in self.ways)]
         return min(step.profile().step_seconds or 0.0 for step in steps)
 
     def _floor_bytes(self) -> int:

@@ -233,6 +233,17 @@ def test_a_plan_carries_its_decision(artifact):
     assert asked.plan(1.0).decision.reason == "the step fits"
 
 
+def test_what_it_did_not_choose_is_not_tried(artifact):
+    artifact(forest(0b001))
+    asked = engine(AUTO)
+    budget = int(0.95 * taken_bytes(asked.plain))
+    few, everything = asked.plan(budget), engine(ms.Config(mode="aggressive")).plan(budget)
+    assert few.decision.widened == "no"
+    assert few.evidence.planned == everything.evidence.planned
+    assert 2 * few.evidence.simulations < everything.evidence.simulations
+    assert not [each for each in few.evidence.decisions if "offload" in str(each)]
+
+
 LIES = [(0.6, 0b100), *((share, arm) for share in (0.9, 0.6, 0.4) for arm in (0b000, 0b100, 0b010))]
 
 
