@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 from memscale.simulation.ledger import StorageRecord
 
-# Of the last level, which other cores and other processes fill, too.
-_CACHE_BYTES = 1 << 24
-
 
 class CacheContents:
     """Follows which storages were used last.
 
+    Args:
+        held_bytes: what the caches hold.
+
     A storage is there until other uses have gone through as many bytes as the cache has. A new one takes the place of
     one of its size that died, as allocators do, the last one first.
 
-    >>> contents, weight, state = CacheContents(), StorageRecord(1 << 20, -1), StorageRecord(1 << 24, -1)
+    >>> contents, weight, state = CacheContents(1 << 24), StorageRecord(1 << 20, -1), StorageRecord(1 << 24, -1)
     >>> weight.used_at = state.used_at = -1
     >>> [contents.missing_share([(record, record.nbytes)]) for record in (weight, weight, state, weight)]
     [1.0, 0.0, 1.0, 1.0]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_bytes: int) -> None:
+        self._held_bytes = held_bytes
         self._passed_bytes = 0
         self._places: dict[int, list[int]] = {}  # size of storages that died -> when each was used last
 
@@ -39,7 +40,7 @@ class CacheContents:
             *((places[-1] if (places := self._places.get(nbytes)) else -1, nbytes) for nbytes in made),
         ):
             total += nbytes
-            if used_at < 0 or self._passed_bytes - used_at > _CACHE_BYTES - nbytes:
+            if used_at < 0 or self._passed_bytes - used_at > self._held_bytes - nbytes:
                 missing += nbytes
         self._passed_bytes += total
         for record, _ in used:

@@ -28,7 +28,7 @@ class LiveStorages:
         ledger: where births and deaths are recorded.
         residents: the category and the name of storages of before the step, by address of their storage object.
         beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
-        cached: whether it is followed what the caches of the device have.
+        held_bytes: what the caches of the device hold; None where nobody asks what is in them.
         lane: the stream that is the current one, None for the step's own.
 
     Attributes:
@@ -41,14 +41,14 @@ class LiveStorages:
         residents: dict[int, tuple[str, str]],
         *,
         beside_cpu: bool = False,
-        cached: bool = False,
+        held_bytes: int | None = None,
         lane: Callable[[], object] = lambda: None,
     ) -> None:
         self.ledger = ledger
         self._lane = lane
         self._streams: dict[object, int] = {None: 0}
         self.beside_cpu = beside_cpu
-        self._caches = CacheContents() if cached else None
+        self._caches = None if held_bytes is None else CacheContents(held_bytes)
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record

@@ -8,9 +8,9 @@ operands that are cached, and after enough other memory has been used that they 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from memscale.core import available_host_bytes
 from memscale.hardware import Seconds, Work
+from memscale.simulation.kernels.caches import Clock, cpu_clock, flush
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
@@ -32,14 +33,10 @@ _COLD_CALLS = 3
 _LONG_SECONDS, _ROUNDS = 0.004, 5
 # What is smaller costs its dispatch, wherever its operands are.
 _SMALLEST_COLD_BYTES = 1 << 16
-# Larger than any cache that a core has a share of.
-_FLUSH_BYTES = 48 << 20
 _POOL = 1 << 16
 _FEW_FAULTS = 8  # of the interpreter and the allocator
 # They talk to other processes, or to a profiler.
 _NOT_RUN = ("c10d", "_c10d_functional", "c10d_functional", "profiler")
-
-Clock = Callable[[], float]
 
 try:
     import resource
@@ -56,7 +53,7 @@ class CpuTimes:
     """
 
     def __init__(self, *, budget_seconds: float = _BUDGET_SECONDS) -> None:
-        self._cache: KernelCache[Seconds] = KernelCache("times", lambda both: Seconds(*both), tuple)
+        self._cache: KernelCache[Seconds] = KernelCache("seconds", lambda both: Seconds(*both), tuple)
         self._left_seconds = budget_seconds
         self._known: dict[OpOverload, list[tuple[int, Seconds]]] = {}
         self._moved_bytes, self._moving_seconds = 0, 0.0
@@ -122,9 +119,7 @@ class CallTimer:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        # One thread's own time, since what else runs on the machine must not count. Several threads have no such clock.
-        self.now = clock or (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
-        self._flush: torch.Tensor | None = None
+        self.now = clock or cpu_clock()
         self._pool: dict[torch.dtype, torch.Tensor] = {}
         self._last: Any = None
 
@@ -145,10 +140,14 @@ class CallTimer:
         with _random_state_kept(op):
             self._once(op, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
             cached = self._cached(op, args, kwargs)
-            has_both = _SMALLEST_COLD_BYTES <= nbytes <= _FLUSH_BYTES
+            has_both = nbytes >= _SMALLEST_COLD_BYTES and nbytes <= self._flush.nbytes
             uncached = self._uncached(op, args, kwargs) if has_both else cached
         self._last = None
         return Seconds(cached, max(cached, uncached))
+
+    @functools.cached_property
+    def _flush(self) -> torch.Tensor:
+        return flush()
 
     def _cached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
         taken: list[_Call] = []
@@ -159,8 +158,6 @@ class CallTimer:
         return _usual(taken)
 
     def _uncached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
-        if self._flush is None:
-            self._flush = torch.ones(_FLUSH_BYTES // 4, device="cpu", dtype=torch.float32)
         taken = []
         for _ in range(_COLD_CALLS):
             self._flush.sum()

@@ -59,7 +59,10 @@ class KernelCache(Generic[T]):
             hash(called)  # what cannot be hashed has a repr that says where it is
         except TypeError:
             return measure()
-        key = repr((op, *called))
+        return self.named(repr((op, *called)), measure, again)
+
+    def named(self, key: str, measure: Callable[[], T], again: Callable[[str, T], T] | None = None) -> T:
+        """The same of what has a name of its own."""
         known = self._read()
         if key not in known:
             known[key] = measure()
