@@ -29,7 +29,7 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         if self.mark is not None:
-            self._clock.hold_up(self.mark.end, self.mark.cause)
+            self._clock.hold_up_for(self.mark)
 
 
 class SimulatedStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memscale.hardware import COLLECTIVES, Direction, Hardware, HostSeconds, copy_seconds, host_calls
@@ -55,10 +55,32 @@ class Transfer:
 
 
 class Mark(NamedTuple):
-    """When something will be over, and why whoever waits for it stands still."""
+    """When something will be over, and why whoever waits for it stands still.
+
+    Attributes:
+        end, cause: of the last part of it.
+        before: what that part began right behind, where anything: until then it is that which is waited for.
+    """
 
     end: float
     cause: str
+    before: Mark | None = None
+
+    @classmethod
+    def behind(cls, before: Mark, begin: float, end: float, cause: str) -> Mark:
+        """The end of something that could begin once `before` was over, and began then or later."""
+        if before.end < begin:
+            return cls(end, cause)
+        return cls(end, cause, before.before if before.cause == cause else before)
+
+    def parts(self) -> list[tuple[float, str]]:
+        """The end and the cause of each part, in the order in which they are over."""
+        found: list[tuple[float, str]] = []
+        mark: Mark | None = self
+        while mark is not None:
+            found.append((mark.end, mark.cause))
+            mark = mark.before
+        return found[::-1]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +88,17 @@ class Lane:
     """A stream of the device beside the main one, which runs while that computes.
 
     Attributes:
-        end: when it is through with what it was given.
-        cause: why whoever waits for it stands still.
+        mark: when it is through with what it was given.
+        cause: why whoever waits for what it computes stands still.
     """
 
-    end: float = 0.0
+    mark: Mark = field(default_factory=lambda: Mark(0.0, "stream"))
     cause: str = "stream"
+
+    @property
+    def end(self) -> float:
+        """When it is through with what it was given."""
+        return self.mark.end
 
 
 class CollectiveRun(NamedTuple):
@@ -135,12 +162,12 @@ class Clock:
         self.collectives: list[CollectiveRun] = []
         self.lane: Lane | None = None
         self.beside: dict[int, tuple[float, float]] = {}
-        self._group_ends: dict[str, float] = {}
+        self._of_groups: dict[str, Mark] = {}  # the last collective of each group
         self._is_host = hardware.device_type == "cpu"
         self.host = host_calls(hardware) if charges else _NO_SECONDS
         self._between = 0.0
         self._end = 0.0  # of all that the device was given
-        self._awaited: list[tuple[float, str]] = []  # what its next operator comes after
+        self._awaited: list[Mark] = []  # what its next operator comes after
         self._accounted = 0  # how many of `held_up` the device has stood still for
         # Where the device would be if no collective had held it up, and the stalls that it is behind that by: their
         # places, and how much of each is still behind.
@@ -205,7 +232,7 @@ class Clock:
 
     def _beside(self, lane: Lane, seconds: float) -> None:
         begin = max(self.now, lane.end)
-        lane.end = begin + seconds
+        lane.mark = Mark.behind(lane.mark, begin, begin + seconds, lane.cause)
         self.beside[len(self.ends)] = begin, lane.end
         self.issued.append(self.now)
         self.begins.append(self._end)
@@ -214,16 +241,16 @@ class Clock:
 
     def mark(self, lane: Lane | None) -> Mark:
         """When a stream will be through with all that it was given so far."""
-        return Mark(self.point(), "host") if lane is None else Mark(lane.end, lane.cause)
+        return Mark(self.point(), "host") if lane is None else lane.mark
 
     def wait(self, mark: Mark, lane: Lane | None) -> None:
         """Let what a stream is given from here on come after something."""
         if lane is not None:
-            lane.end = max(lane.end, mark.end)
+            lane.mark = mark if mark.end > lane.end else lane.mark
         elif self._is_host:
-            self.hold_up(mark.end, mark.cause)
+            self.hold_up_for(mark)
         elif mark.end > self._end:
-            self._awaited.append((mark.end, mark.cause))
+            self._awaited.append(mark)
 
     def collective(self, kind: str, group: str, size: int, nbytes: int, seconds: float) -> Mark:
         """The host issues a collective on the present stream, which runs behind those that its group has still to do.
@@ -234,13 +261,14 @@ class Clock:
             seconds: how long it takes.
         """
         self.now += self.host.operator
-        ready = self.point() if self.lane is None else max(self.now, self.lane.end)
-        begin = max(ready, self._group_ends.get(group, 0.0))
-        self._group_ends[group] = end = begin + seconds
+        given = self.mark(self.lane)
+        before = max(given, self._of_groups.get(group, given), key=lambda mark: mark.end)
+        begin = max(self.now, before.end)
+        self._of_groups[group] = mark = Mark.behind(before, begin, begin + seconds, kind)
+        self.collectives.append(CollectiveRun(begin, mark.end, kind, nbytes, size))
         if self.lane is not None:
             self.lane.cause = kind
-        self.collectives.append(CollectiveRun(begin, end, kind, nbytes, size))
-        return Mark(end, kind)
+        return mark
 
     def host_operator(self, seconds: float) -> None:
         """The host itself computes."""
@@ -264,7 +292,7 @@ class Clock:
 
     def point(self) -> float:
         """When the device is through with all that it was given so far."""
-        return max(self._end, self.now, *(end for end, _ in self._awaited))
+        return max(self._end, self.now, *(mark.end for mark in self._awaited))
 
     def come_after(self, transfer: Transfer) -> None:
         """Let what the device is given from here on come after a copy. Where the CPU takes part, the host waits."""
@@ -273,7 +301,12 @@ class Clock:
         if transfer.carried:
             self.hold_up(transfer.end, transfer.cause)
         elif transfer.end > self._end:
-            self._awaited.append((transfer.end, transfer.cause))
+            self._awaited.append(Mark(transfer.end, transfer.cause))
+
+    def hold_up_for(self, mark: Mark) -> None:
+        """Let the host wait for all parts of `mark`."""
+        for end, cause in mark.parts():
+            self.hold_up(end, cause)
 
     def hold_up(self, end: float, cause: str) -> None:
         """Let the host wait until `end`."""
@@ -312,7 +345,7 @@ class Clock:
         if lane is None:
             self.come_after(transfer)
             return
-        lane.end, lane.cause = transfer.end, transfer.cause
+        lane.mark = Mark.behind(lane.mark, transfer.begin, transfer.end, transfer.cause)
         if transfer.carried:
             self.hold_up(transfer.end, transfer.cause)
 
@@ -323,8 +356,10 @@ class Clock:
             at = self._stand_still(at, begin, "host")
             at = self._stand_still(at, end, cause)
         at = self._stand_still(at, self.now, "host")
-        for end, cause in self._awaited:
-            at = self._stand_still(at, end, cause)
+        for mark in self._awaited:
+            for end, cause in mark.parts()[:-1]:
+                at = self._stand_still(at, end, cause) if end > at else at
+            at = self._stand_still(at, mark.end, mark.cause)
         self._end = at
         self._accounted = len(self.held_up)
         self._awaited.clear()

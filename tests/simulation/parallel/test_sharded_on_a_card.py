@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
+from memscale.hardware import COLLECTIVES
 from memscale.simulation import MemoryProfiler
 from memscale.simulation.allocator.caching import replay
 
@@ -141,6 +142,19 @@ def test_a_slow_link_holds_an_offloaded_step_up(group):
     seconds = [offloaded(each)[1].step_seconds for each in (card, slow)]
     moved = sum(parameter.to_local().nbytes for parameter in sharded("cpu", device="meta").parameters())
     assert seconds[1] > seconds[0] + moved / 1e8
+
+
+def test_a_wait_for_a_shards_copy_is_not_told_as_one_for_the_collective_behind_it(group):
+    card = ms.Hardware.named("h100")
+    slow = dataclasses.replace(card, host_to_device_bytes_per_second=1e8, device_to_host_bytes_per_second=1e8)
+    profile = offloaded(slow)[1]
+    copied = sum(each.seconds for each in profile.schedule.copies if each.direction == "in")
+    assert profile.exposed_seconds["input"] == pytest.approx(copied, rel=0.05)
+    assert sum(profile.exposed_seconds.get(kind, 0.0) for kind in COLLECTIVES) < 0.01 * copied
+    by_host = [each for each in profile.schedule.waits if each.queue == "host" and each.cause != "host"]
+    assert {"input", "room", "reduce-scatter"} <= {each.cause for each in by_host}, "for gradients, and what is before"
+    sent = sum(each.seconds for each in profile.schedule.collectives)
+    assert sum(each.seconds for each in by_host if each.cause in COLLECTIVES) <= sent
 
 
 def test_what_ddp_sends_when_it_is_made_comes_and_goes_before_the_step(group):
