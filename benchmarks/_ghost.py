@@ -120,7 +120,7 @@ def as_stand_ins() -> None:
     from memscale.simulation.kernels import cuda_rnns
     from memscale.simulation.kernels.cudnn_workspaces import Convolution
 
-    def workspace(self: Convolution, capability: tuple[int, int]) -> int:
+    def workspace(self: Convolution, capability: tuple[int, int], multiprocessors: int = 0) -> int:
         if self.groups == self.image.size(1) > 1:
             return 0
         return sum(each.numel() * each.itemsize for each in (self.image, self.kernel, self.result))

@@ -125,7 +125,7 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
     if not without_cudnn(given, capability):
         copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)
         of_image = convolved.result_bytes(capability) if args[7] else convolved.image_bytes(capability)
-        of_weight = convolved.weight_bytes(capability)
+        of_weight = convolved.weight_bytes(capability, multiprocessors)
     parts: list[Program] = [(Result(0), *briefly(of_image * wanted[0])), (Result(1), *briefly(of_weight * wanted[1]))]
     if _channel_by_channel(given):
         parts.reverse()

@@ -15,17 +15,23 @@ import torch
 
 from memscale.simulation.kernels.programs import Capability
 
-# In float32, what several thread blocks sum up of the weight's gradient: so many partial sums, and bytes.
-_SPLITS, _FEWEST_BYTES, _MOST_BYTES = 14, 2 * 1024**2, 8_650_752
+# The weight's gradient is cut into tiles of so many channels each way, at each place of the kernel. Where they leave
+# multiprocessors idle, several share the positions of one, and each keeps its own sum in float32; two waves of
+# thread blocks of which the second fills less than so much of the card are cut as well.
+_TILE, _SMALL_TILE, _FILLED = 128, 64, 0.58
+_MOST_SHARES = 16
+# The positions that a share has at least, with the channels last; in half precision, so few are not shared.
+_SHARE, _TOO_FEW = 1024, 16_384
 _PRODUCT_SPLITS, _MOST_PRODUCT_BYTES = 128, 32 * 1024**2
-_PADDED_SPLITS = 4
-# The positions that it takes until several blocks share the sum, in half precision.
-_SHARED_POSITIONS = 16_384
+# With the channels last, where sums take the place of copies: fewer in half precision, whose cores are faster.
+_WAVES, _MOST_WAVES_BYTES = {4: 1.0, 2: 0.5}, {4: 17_301_504, 2: 8 * 1024**2}
+# Sums of kernels whose channels are padded; of few channels, as of four: where windows overlap, and with stride 1.
+_PADDED_SPLITS, _WINDOW_SPLITS, _DENSE_SPLITS = 4, 122, 32
 # Channel by channel with the channels last, as ConvNeXt has it. In float32, of wider images, each channel is padded to
 # what tensor cores read at once, as if it were a group; in 16 bits there are so many partial sums of each image.
 _WIDE_PLACES, _DEPTH_SUMS_BYTES, _DEPTH_SPLITS = 400, 10 * 1024**2, 8
-# Colours, say: in float32 cuDNN has kernels for so few channels that read the image as it lies.
-_FEW_CHANNELS, _LARGE_KERNEL = 4, 7
+# Colours, say: in float32 cuDNN has kernels for so few channels that read the image as it lies, with stride 1.
+_FEW_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,22 @@ class Convolution:
 
     def result_bytes(self, capability: Capability) -> int:
         """The workspace of the result."""
-        if self._has_few_channels and max(self.kernel.shape[2:]) < _LARGE_KERNEL:
+        if not self._has_few_channels:
+            return self._of_copies(capability)
+        if not self._on_tensor_cores(capability) or self._is_dense:
             return 0
-        return self._of_copies(capability)
+        copied = (self.image, self.kernel) if self.channels_last else (self.image, self.kernel, self.result)
+        return sum(_padded(each) if self._is_of_patches else each.nbytes for each in copied)
 
     def image_bytes(self, capability: Capability) -> int:
         """The workspace of the image's gradient."""
-        return 0 if self._has_few_channels and not self.channels_last else self._of_copies(capability)
+        if not self._has_few_channels:
+            return self._of_copies(capability)
+        if not self.channels_last or not self._on_tensor_cores(capability):
+            return 0
+        if self._is_dense:
+            return _padded(self.image) + _padded(self.kernel)
+        return self._images_bytes + self.kernel.nbytes
 
     def _of_copies(self, capability: Capability) -> int:
         if not self._on_tensor_cores(capability):
@@ -65,17 +80,21 @@ class Convolution:
             return 0 if self._places % 4 == 0 else self._images_bytes
         return self._copies_bytes
 
-    def weight_bytes(self, capability: Capability) -> int:
+    def weight_bytes(self, capability: Capability, multiprocessors: int = 132) -> int:
         """The workspace of the weight's gradient."""
         if self._is_of_depths and self.channels_last:
             return self._of_depths(capability)
         if not self._on_tensor_cores(capability):
             return 0
         if not self._is_product:
-            return self._copies_bytes + self._sums_bytes
-        if self.channels_last or self._places % (32 // self.image.itemsize) == 0:
-            return min(_PRODUCT_SPLITS * 4 * self.kernel.numel(), _MOST_PRODUCT_BYTES)
-        return self._images_bytes + self._sums_bytes
+            return self._copies_bytes + self._sums_bytes(multiprocessors)
+        one = 4 * self.kernel.numel()
+        if self.channels_last:
+            itemsize = self.image.itemsize
+            return min(int(multiprocessors * _WAVES[itemsize]) * one, _MOST_WAVES_BYTES[itemsize])
+        if self._places % (32 // self.image.itemsize) == 0:
+            return min(_PRODUCT_SPLITS * one, _MOST_PRODUCT_BYTES)
+        return self._images_bytes + self._sums_bytes(multiprocessors)
 
     def _of_depths(self, capability: Capability) -> int:
         if self.image.itemsize == 2 and capability >= (7, 0):
@@ -84,15 +103,33 @@ class Convolution:
             return 0
         return 16 // self.image.itemsize * self._images_bytes + _DEPTH_SUMS_BYTES
 
-    @property
-    def _sums_bytes(self) -> int:
-        one = 4 * self.kernel.numel()
-        padded = _padded(self.kernel) * 4 // self.kernel.itemsize
-        few = min(max(_SPLITS * one, _FEWEST_BYTES), _MOST_BYTES)
-        if padded > one:
-            return max(few, _PADDED_SPLITS * padded)
+    def _sums_bytes(self, multiprocessors: int) -> int:
+        """Of the weight's gradient, of which several thread blocks have a share each."""
+        one, padded = 4 * self.kernel.numel(), _padded(self.kernel) * 4 // self.kernel.itemsize
+        if self.image.size(1) <= _FEW_CHANNELS:
+            return self._sums_of_few_channels(padded)
+        return max(self._sums_of_tiles(multiprocessors), _PADDED_SPLITS * padded if padded > one else 0)
+
+    def _sums_of_tiles(self, multiprocessors: int) -> int:
         positions = self.result.size(0) * math.prod(self.result.shape[2:])
-        return 0 if self.image.itemsize == 2 and positions <= _SHARED_POSITIONS else few
+        if self.image.itemsize == 2 and positions <= _TOO_FEW:
+            return 0
+        sides = [_SMALL_TILE if channels <= _SMALL_TILE else _TILE for channels in self.kernel.shape[:2]]
+        places = math.prod(self.kernel.shape[2:])
+        tiles = places * math.prod(-(-size // side) for size, side in zip(self.kernel.shape[:2], sides, strict=True))
+        shares = min(multiprocessors // tiles, _MOST_SHARES)
+        if self.channels_last:
+            shares = min(shares, positions // _SHARE)
+        if 2 * tiles <= multiprocessors:
+            return shares * tiles * 4 * math.prod(sides) if shares > 1 else 0
+        waves = -(-tiles // multiprocessors)
+        return multiprocessors * 4 * math.prod(sides) if tiles < _FILLED * waves * multiprocessors else 0
+
+    def _sums_of_few_channels(self, padded_bytes: int) -> int:
+        if self._is_of_patches:
+            return 0 if self.image.itemsize == 4 else _PADDED_SPLITS * padded_bytes
+        of_four = 4 * self.kernel.numel() // self.kernel.size(1) * _FEW_CHANNELS
+        return (_DENSE_SPLITS if self._is_dense else _WINDOW_SPLITS) * of_four
 
     def _on_tensor_cores(self, capability: Capability) -> bool:
         if self._is_of_depths:  # PyTorch's own kernel, or one without copies
@@ -115,6 +152,21 @@ class Convolution:
         return self.image.dtype is torch.float32 and self.image.size(1) <= _FEW_CHANNELS
 
     @property
+    def _is_dense(self) -> bool:
+        """Whether there is a result for each position."""
+        return max(self.stride) == 1
+
+    @property
+    def _is_of_patches(self) -> bool:
+        """Whether its windows lie side by side."""
+        return not self._is_dense and all(map(int.__le__, self.kernel.shape[2:], self._strides))
+
+    @property
+    def _strides(self) -> tuple[int, ...]:
+        dims = self.kernel.dim() - 2
+        return self.stride * dims if len(self.stride) == 1 else self.stride
+
+    @property
     def _is_product(self) -> bool:
         one = all(size == 1 for size in (*self.kernel.shape[2:], *self.stride))
         return one and not any(self.padding)
@@ -131,8 +183,10 @@ class Convolution:
     def _copies_bytes(self) -> int:
         """Each tensor with its channels last and a multiple of what the cores read at once, unless it is so already."""
         lies_so = self.channels_last and not self._has_few_channels
-        sizes = [(tensor.nbytes, _padded(tensor)) for tensor in (self.image, self.result, self.kernel)]
-        return sum(padded for nbytes, padded in sizes if not lies_so or padded != nbytes)
+        is_point = all(size == 1 for size in self.kernel.shape[2:])  # which lies in both layouts at once
+        sizes = [(each.nbytes, _padded(each), lies_so) for each in (self.image, self.result)]
+        sizes.append((self.kernel.nbytes, _padded(self.kernel), lies_so or is_point))
+        return sum(padded for nbytes, padded, lies in sizes if not lies or padded != nbytes)
 
 
 def _padded(tensor: torch.Tensor) -> int:
