@@ -104,11 +104,13 @@ def _simulated(step: Step, options: CheckOptions) -> Run:
         hardware=step.hardware,
         config=Config(use_empirical_fallback=False),
     )
-    profile = profiler.profile(batch_of(subject, asked.batch, step.seq), accumulate=asked.accumulate)
+    batch = batch_of(subject, asked.batch, step.seq)
+    profile = profiler.profile(batch, accumulate=asked.accumulate)
     # What was asked for, and not what it came to: that a plan now means something else is what a check is for.
     name = f"{asked.hf} batch={asked.batch} seq={step.seq} accumulate={asked.accumulate} optimizer={asked.optimizer}"
     name += f" dtype={asked.dtype}" * (asked.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
-    return record(profile, name, plan=plan) or Run.of(profile, name, plan=plan)
+    about: dict[str, Any] = {"plan": plan, "model": subject.model, "batch": batch}
+    return record(profile, name, **about) or Run.of(profile, name, **about)
 
 
 def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> None:

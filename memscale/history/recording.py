@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memscale.algebra import Plan
+from memscale.config import Config
 from memscale.core import HISTORY, MemscaleError, tensors
 from memscale.history.database import History
 from memscale.history.run import Run
@@ -29,6 +30,9 @@ def record(
     plan: Plan | None = None,
     measured: Mapping[str, float] | None = None,
     path: str | os.PathLike[str] | None = None,
+    model: object = None,
+    batch: Any = None,
+    config: Config | None = None,
 ) -> Run | None:
     """Add a run to the history and return it; None where there is no history, or where it could not be written.
 
@@ -40,7 +44,7 @@ def record(
     True
 
     Args:
-        profile, name, plan, measured: as in `Run.of`.
+        profile, name, plan, measured, model, batch, config: as in `Run.of`.
         path: of the history's file; None is ``$MEMSCALE_HISTORY``, and without that nothing is recorded.
 
     Raises:
@@ -48,7 +52,8 @@ def record(
     """
     if path is None and not os.environ.get(HISTORY):
         return None
-    return _added(Run.of(profile, name, plan=plan, measured=measured), path)
+    run = Run.of(profile, name, plan=plan, measured=measured, model=model, batch=batch, config=config)
+    return _added(run, path)
 
 
 def keep(
@@ -59,6 +64,7 @@ def keep(
     *,
     plan: Plan | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    config: Config | None = None,
     **options: object,
 ) -> Run | None:
     """`record` for a verb with ``record=...``: the run has a name of what the verb was given, and nothing is raised.
@@ -72,7 +78,7 @@ def keep(
     told = [f"{name}={value}" for name, value in options.items() if value not in (None, 1)]
     words = [kind, *shapes, *([] if optimizer is None else [type(optimizer).__name__]), *told]
     try:
-        run = Run.of(profile, " ".join(words), plan=plan)
+        run = Run.of(profile, " ".join(words), plan=plan, model=model, batch=batch, config=config)
     except Exception as error:  # a plan with a policy of the caller's own has no JSON form, or fails to make one
         _log.warning("this run is not recorded: %s", error)
         return None

@@ -15,14 +15,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, Document
-from memscale.planning import ProvenPlan, simulator
+from memscale.config import Config
+from memscale.core import ConfigError, Document, tensors
+from memscale.planning import ProvenPlan, simulator, taken_bytes
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("run", version=1, writer="Run.to_json()", error=ConfigError)
 _MOST_HOLDINGS = 20
+_MOST_SHAPES = 16
 _GIT_SECONDS = 5.0
 
 
@@ -40,8 +43,13 @@ class Run:
             outside of one.
         versions: of memscale, torch and python.
         simulator: a hash of memscale's own code and of the packages that a prediction depends on.
-        decision_source: ``"planner"`` for a plan with evidence, else ``"user"``.
+        decision_source: ``"planner"`` for a plan with evidence, that of its `StrategyDecision` where a policy made one,
+            else ``"user"``.
         measured: what was measured of the same step, by name, such as ``{"peak_bytes": 8_589_934_592}``.
+        model: a hash of the modules' classes and of the shapes and dtypes of parameters and buffers, ``""`` unless the
+            run was told of the model; nothing of their values.
+        shapes: of the batch's tensors, with their dtypes.
+        config: as Python, ``""`` for the usual one.
     """
 
     id: str
@@ -54,10 +62,21 @@ class Run:
     simulator: str
     decision_source: str
     measured: Mapping[str, float]
+    model: str = ""
+    shapes: tuple[str, ...] = ()
+    config: str = ""
 
     @classmethod
     def of(
-        cls, profile: Profile, name: str, *, plan: Plan | None = None, measured: Mapping[str, float] | None = None
+        cls,
+        profile: Profile,
+        name: str,
+        *,
+        plan: Plan | None = None,
+        measured: Mapping[str, float] | None = None,
+        model: object = None,
+        batch: Any = None,
+        config: Config | None = None,
     ) -> Run:
         """A run made now.
 
@@ -73,6 +92,7 @@ class Run:
             name: what it is a profile of; say in it what else decides the step, such as the batch's size.
             plan: what was applied.
             measured: see `Run`.
+            model, batch, config: what the step is of, which the run then tells more of.
 
         Raises:
             ConfigError: the name is empty, or has more than one line.
@@ -96,8 +116,11 @@ class Run:
                 "python": platform.python_version(),
             },
             simulator=hashlib.sha256(repr(simulator()).encode()).hexdigest(),
-            decision_source="planner" if isinstance(plan, ProvenPlan) else "user",
+            decision_source=_source_of(plan),
             measured=dict(measured or {}),
+            model=_hash_of(model) if isinstance(model, nn.Module) else "",
+            shapes=tuple(_shape_of(tensor) for tensor in tensors(batch)[:_MOST_SHAPES]),
+            config="" if config is None or not config.given else repr(config),
         )
 
     @property
@@ -109,6 +132,12 @@ class Run:
     def plan_hash(self) -> str:
         """`Plan.hash` of the plan, ``""`` without one."""
         return Plan.from_json(self.plan).hash if self.plan else ""
+
+    @property
+    def verdict(self) -> str:
+        """``"fits"`` if the device has what the step takes, as predicted and as measured, else ``"does not fit"``."""
+        taken = max(taken_bytes(self.profile), self.measured.get("peak_bytes", 0))
+        return "fits" if taken <= self.profile.hardware.usable_bytes else "does not fit"
 
     def to_json(self) -> str:
         """The run as JSON text, with a schema version."""
@@ -124,7 +153,9 @@ class Run:
         """
         data = _DOCUMENT.read(text)
         with _DOCUMENT.parts():
-            return cls(**data | {"profile": Profile.from_json(json.dumps(data["profile"]))})
+            # What runs were not told of at first has its default.
+            shapes = tuple(data.get("shapes", ()))
+            return cls(**data | {"profile": Profile.from_json(json.dumps(data["profile"])), "shapes": shapes})
 
     def summary(self) -> dict[str, Any]:
         """The run's figures by name, as one row of a table."""
@@ -136,12 +167,35 @@ class Run:
             "hardware": self.hardware,
             "plan": self.plan_hash[:12],
             "commit": self.commit[:12],
+            "model": self.model[:12],
+            "shapes": ", ".join(self.shapes),
+            "config": self.config,
+            "verdict": self.verdict,
             "peak_bytes": profile.peak_bytes,
             "reserved_peak_bytes": profile.reserved_peak_bytes,
             "step_seconds": profile.step_seconds,
             "decision_source": self.decision_source,
             **{f"measured_{name}": value for name, value in self.measured.items()},
         }
+
+
+def _source_of(plan: Plan | None) -> str:
+    if not isinstance(plan, ProvenPlan):
+        return "user"
+    return "planner" if plan.decision is None else plan.decision.decision_source
+
+
+def _hash_of(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for path, module in model.named_modules():
+        found.update(f"{path} {type(module).__qualname__}\n".encode())
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{path} {_shape_of(tensor)} {tensor.requires_grad}\n".encode())
+    return found.hexdigest()
+
+
+def _shape_of(tensor: torch.Tensor) -> str:
+    return f"{'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def commit_of(reference: str) -> str:

@@ -48,7 +48,8 @@ class Recording:
                     model, trained, loss=any_loss, plan=verdict.plan, hardware=hardware, config=self.config
                 )
                 profile = profiler.profile(batch)
-            run = keep(profile, self.path, model, batch, plan=verdict.plan, optimizer=trained)
+            plan, config = verdict.plan, self.config
+            run = keep(profile, self.path, model, batch, plan=plan, optimizer=trained, config=config)
         except Exception as error:  # recording stops no run
             LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
         return dataclasses.replace(verdict, run=run)

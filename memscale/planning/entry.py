@@ -99,7 +99,7 @@ def plan(
 
         with_it = engine.steps.profile(found)
         options = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, **options)
+        history.keep(with_it, path, model, batch, plan=found, optimizer=optimizer, config=config, **options)
     return found
 
 

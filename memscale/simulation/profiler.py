@@ -117,7 +117,7 @@ def profile(
         from memscale import history  # the other import that points up: loaded when something is recorded
 
         applied = None if plan is None else as_plan(plan)
-        options = {"accumulate": accumulate, "parallel": parallel, "world": world}
+        options: dict[str, Any] = {"accumulate": accumulate, "parallel": parallel, "world": world}
         history.keep(found, path, model, batch, plan=applied, optimizer=optimizer, **options)
     return found
 

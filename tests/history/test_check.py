@@ -1,5 +1,6 @@
 """``memscale history check``: regressions that were put into a small package are found, other changes are not."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -62,9 +63,30 @@ NEUTRAL = {
     "a comment": ("def make():", "# makes it\ndef make():"),
     "a new name": ("hidden", "inner"),
     "another rate": ("Dropout(0.1)", "Dropout(0.2)"),
-    "the same sum": ("return x + self.drop(self.down(hidden))", "return self.drop(self.down(hidden)) + x"),
+    "the same sum": ("x + self.drop(self.down(hidden))", "self.drop(self.down(hidden)) + x"),
     "a docstring": ("def forward(self, tokens):", "def forward(self, tokens):\n        'logits'"),
+    "an import": ("import torch\n", "import math\nimport torch\n"),
+    "a keyword": ("nn.LayerNorm(width)", "nn.LayerNorm(normalized_shape=width)"),
+    "an assertion": ("x = self.embed(tokens)", "assert tokens.dim() == 2\n        x = self.embed(tokens)"),
+    "a variable": ("return self.head(x)", "logits = self.head(x)\n        return logits"),
+    "another loop": ("for block in self.blocks:", "for block in [*self.blocks]:"),
+    "a reshape": ("logits.flatten(0, 1)", "logits.reshape(-1, logits.shape[-1])"),
+    "a method": ("def make():", "def unused(rows):\n    return 2 * rows\n\ndef make():"),
 }
+
+
+def neutral_commits(count):
+    """The changes one by one, and then in pairs that do not meet."""
+    for size in (1, 2):
+        for names in itertools.combinations(NEUTRAL, size):
+            text = MODEL
+            for before, after in map(NEUTRAL.__getitem__, names):
+                text = text.replace(before, after) if before in text else None
+                if text is None:
+                    break
+            if text is not None and count:
+                count -= 1
+                yield ", ".join(names), text
 
 
 def check(tmp_path, monkeypatch, capsys, module, text, *options):
@@ -97,10 +119,12 @@ def test_ten_regressions_are_found_at_their_modules(checked):
         assert (grown or "(root)").startswith(blamed), (name, told["by_module"])
 
 
-def test_changes_that_take_nothing_pass(checked):
-    for name, (before, after) in NEUTRAL.items():
-        assert before in MODEL
-        status, told = checked(MODEL.replace(before, after))
+@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.deep)])
+def test_changes_that_take_nothing_pass(checked, count):
+    commits = dict(neutral_commits(count))
+    assert len(commits) == count
+    for name, text in commits.items():
+        status, told = checked(text)
         assert (status, told["verdict"], told["changed_bytes"]) == (0, "same", 0), name
 
 

@@ -127,6 +127,56 @@ def test_a_newer_file_is_left_alone(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_may_only_be_read_is_one_clear_line(profile, tmp_path, monkeypatch, caplog):
+    path, connect = tmp_path / "runs.db", sqlite3.connect
+    with History(path) as history:
+        history.add(Run.of(profile, "layer"))
+    before = path.read_bytes()
+
+    def read_only(path, **options):  # what a file system that is mounted so gives; a superuser may write all others
+        return connect(f"file:{path}?mode=ro", uri=True, **options)
+
+    monkeypatch.setattr("memscale.history.database.sqlite3.connect", read_only)
+    with History(path) as history:
+        assert [run.name for run in history.runs()] == ["layer"]
+        with pytest.raises(ConfigError, match=r"readonly database; check that it is a file .* that you may write to"):
+            history.add(Run.of(profile, "another"))
+    monkeypatch.setenv("MEMSCALE_HISTORY", str(path))
+    assert record(profile, "another") is None
+    assert "this run is not recorded: the history" in caplog.text
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+def test_what_older_runs_were_not_told_of_is_not_there(profile):
+    run = Run.of(
+        profile, "layer", model=torch.nn.Linear(2, 2), batch=torch.ones(2), config=ms.Config(mode="aggressive")
+    )
+    assert (run.shapes, run.config) == (("2 float32",), "Config(mode=OptimizationMode.AGGRESSIVE)")
+    fields = json.loads(run.to_json())
+    for name in ("model", "shapes", "config"):
+        del fields[name]
+    old = Run.from_json(json.dumps(fields))
+    assert old == dataclasses.replace(run, model="", shapes=(), config="")
+
+
+def test_a_model_is_known_by_its_modules_and_shapes(profile):
+    def hash_of(*layers):
+        return Run.of(profile, "layer", model=torch.nn.Sequential(*layers)).model
+
+    first = hash_of(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    assert first == hash_of(torch.nn.Linear(4, 4), torch.nn.ReLU())  # whatever its values are
+    others = [(torch.nn.Linear(4, 5), torch.nn.ReLU()), (torch.nn.Linear(4, 4), torch.nn.GELU())]
+    assert len({first, *(hash_of(*layers) for layers in others), hash_of(torch.nn.Linear(4, 4).double())}) == 4
+
+
+def test_a_verdict_is_of_what_was_predicted_and_measured(profile):
+    room = profile.hardware.usable_bytes
+    assert Run.of(profile, "layer", measured={"peak_bytes": room}).verdict == "fits"
+    assert Run.of(profile, "layer", measured={"peak_bytes": room + 1}).verdict == "does not fit"
+    assert Run.of(dataclasses.replace(profile, reserved_peak_bytes=room + 1), "layer").verdict == "does not fit"
+
+
 def test_recording_never_stops_a_script(profile, tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("MEMSCALE_HISTORY", raising=False)
     assert record(profile, "layer") is None

@@ -14,6 +14,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.core import PolicyFallbackNeeded
+from memscale.history import Run
 from memscale.planning import ProvenPlan, taken_bytes
 from memscale.policy import FEATURES, TECHNIQUES, Artifact, StrategyContext, StrategyDecision, rule, select
 
@@ -212,6 +213,10 @@ def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
     plan = plain.plan(int(0.6 * taken_bytes(plain.plain)))
     assert plan.decision is None
     assert '"decision":' not in plan.to_json()
+    for name in ("StrategyContext", "select", "widenings", "everything"):
+        monkeypatch.setattr(f"memscale.planning.engine.{name}", None)
+    again = engine(ms.Config(mode="conservative"))
+    assert again.plan(plan.evidence.budget_bytes).to_json() == plan.to_json()
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(64, 8)
     host = ms.Hardware.detect("cpu")
     on_cpu = [
@@ -230,6 +235,7 @@ def test_a_plan_carries_its_decision(artifact):
     assert plan.decision.widened in ("no", "rules", "all")
     assert ProvenPlan.from_json(plan.to_json()).decision == plan.decision
     assert plan.explain().startswith("policy: checkpoint, by ml: few")
+    assert Run.of(asked.plain, "stack", plan=plan).decision_source == "ml"
     assert asked.plan(1.0).decision.reason == "the step fits"
 
 

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -179,6 +181,51 @@ def test_a_training_step_writes_nothing(place, monkeypatch):
         for _ in range(3):
             each(torch.ones(8, 16)).sum().backward()
             optimizer.step()
+
+
+STEPS = """
+import os, sys, torch, memscale as ms
+from torch import nn
+torch.set_num_threads(1)
+layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+model = ms.wrap(nn.Sequential(*layers), ms.Config(enable_logging=False, force_optimize=True), torch.ones(64, 16))
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(4):
+    if number == 2:
+        os.access("/first-mark", os.F_OK)
+    model(torch.ones(64, 16)).sum().backward()
+    optimizer.step()
+os.access("/second-mark", os.F_OK)
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_no_system_call_of_a_step_is_about_a_file_or_a_connection(place, tmp_path):
+    chosen(State.LOCAL)
+    told = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    trace = tmp_path / "trace"
+    command = ["strace", "-f", "-o", str(trace), "-e", "trace=%file,%network,read,write", sys.executable, "-c", STEPS]
+    subprocess.run(command, check=True, env=told | {"OMP_NUM_THREADS": "1"})
+    text = trace.read_text()
+    assert len(lines(place)) == 1  # of the call of `wrap`
+    steps = text[text.index("first-mark") : text.index("second-mark")].splitlines()
+    assert steps[1:-1] == []
+
+
+def test_threads_at_once_tear_no_line(place):
+    chosen(State.LOCAL)
+    threads = [
+        threading.Thread(target=lambda: [counting.count("plan_called", lambda: ["outcome:fits"]) for _ in range(4)])
+        for _ in range(32)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = lines(place)
+    assert set(found) == {"plan_called outcome:fits"}
+    assert 64 <= len(found) < 64 + len(threads)
 
 
 # -- what switches it off ----------------------------------------------------------------------------------------------
