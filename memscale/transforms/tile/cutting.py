@@ -115,7 +115,7 @@ class Joined:
         self._thrifty = thrifty
         self._spec: Any = None
         self._leaves: list[Any] = []
-        self._kinds: dict[int, str] = {}
+        self._kinds: dict[int, _Kind] = {}
         self._sinks: dict[int, Sink] = {}
 
     def add(self, output: Any, start: int, length: int) -> None:
@@ -155,8 +155,9 @@ class Joined:
         # A sum broadcasts, and a copy into its place casts too, where `cat` would not.
         kind = _kind(leaf, dim)
         if self._kinds.setdefault(index, kind) != kind:
+            one, another = _spelled(*self._kinds[index]), _spelled(*kind)
             raise TransformError(
-                f"{self._how!r}: output {index} of one piece is {self._kinds[index]} and that of another {kind} (* is "
+                f"{self._how!r}: output {index} of one piece is {one} and that of another {another} (* is "
                 "the joined dimension), so the region is not the same function for every row; cut another dimension, "
                 "or use checkpoint() for this region"
             )
@@ -214,11 +215,17 @@ def _refuse_layout(how: Cutting, tensor: torch.Tensor) -> None:
         )
 
 
-def _kind(leaf: torch.Tensor, dim: int | None) -> str:
-    shape = [str(size) for size in leaf.shape]
+def _kind(leaf: torch.Tensor, dim: int | None) -> _Kind:
+    # Not as text: sizes that the compiler keeps open compare, but do not print.
+    shape: list[int | None] = list(leaf.shape)
     if dim is not None:
-        shape[dim] = "*"
-    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(shape)}] on {leaf.device}"
+        shape[dim] = None
+    return leaf.dtype, shape, leaf.device
+
+
+def _spelled(dtype: torch.dtype, shape: list[int | None], device: torch.device) -> str:
+    sizes = ", ".join("*" if size is None else str(size) for size in shape)
+    return f"{str(dtype).removeprefix('torch.')}[{sizes}] on {device}"
 
 
 def _real(leaf: Any) -> Any:

@@ -46,3 +46,10 @@ def test_pieces_of_one_kind_may_be_of_any_length():
     """Two rows out for each row in: joined along the given dimension, in whatever length they come."""
     fn = lambda x: x.repeat_interleave(2, 0)  # noqa: E731
     torch.testing.assert_close(tile(size=2, out_dims=0)(fn)(ONE_ROW), fn(ONE_ROW), rtol=0, atol=0)
+
+
+def test_lengths_that_the_compiler_keeps_open():
+    how = tile(size=2, dim=1)
+    fn = torch.compile(how(torch.tanh), backend="eager", fullgraph=True, dynamic=True)
+    for x in (torch.randn(4, 7, 3), torch.randn(5, 9, 4)):
+        assert torch.equal(fn(x), torch.tanh(x))
