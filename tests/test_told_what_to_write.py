@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ def profile(model, batch, **options):
     return ms.profile(model, batch, loss=lambda y, _: y.mean(), **options)
 
 
-def plan(budget):
-    return ms.plan(layer(), torch.ones(2, 4), budget=budget, loss=lambda y, _: y.mean(), hardware="t4")
+def plan(budget, model=None, batch=None):
+    model, batch = model or layer(), torch.ones(2, 4) if batch is None else batch
+    return ms.plan(model, batch, budget=budget, loss=lambda y, _: y.mean(), hardware="t4")
 
 
 def layer(device="cpu"):
@@ -80,6 +82,13 @@ TOLD = {
     "floats on meta": (lambda: rows(torch.randn(2, 3, device="meta"), "meta"), r"as rows.*batch\.long\(\)"),
     "a model without numbers": (lambda: ms.verify(layer("meta"), layer(), torch.ones(1, 4)), "has no numbers"),
     "a batch without": (lambda: ms.verify(layer(), layer(), torch.ones(1, 4, device="meta")), "have no numbers"),
+    "a loader for plan": (lambda: plan(80, batch=[[1]].__iter__()), "mapping of keyword arguments, got list_iterator"),
+    "labels for plan": (lambda: plan(80, batch=LABELS_TOO), "belong to the loss: leave them out"),
+    "nothing to train": (lambda: plan(80, model=layer().requires_grad_(False)), r"call requires_grad_\(\)"),
+    "losses by name": (
+        lambda: ms.profile(layer(), torch.ones(2, 4), loss=lambda y, _: {"mse": y.mean(), "l1": y.mean()}),
+        "got dict with 'mse', 'l1'; return the one that backward begins from",
+    ),
     "budget=80": (lambda: plan(80), "write budget='80GiB'"),
     "budget='8G'": (lambda: plan("8G"), "write '8GiB' or '8GB'"),
     "budget='80'": (lambda: plan("80"), "write '80GiB'"),
@@ -103,6 +112,7 @@ def test_a_mistake_is_told_what_to_write(mistake, told):
 def test_what_is_meant_is_taken():
     assert ms.cast(compute="bf16") == ms.cast(compute=torch.bfloat16)
     assert plan("90%") == plan(0.9)
+    assert plan(np.int64(1 << 30)) == plan(1 << 30)
 
 
 def test_a_model_that_is_partly_on_meta_is_simulated():

@@ -145,4 +145,12 @@ def _one_element(value: Any, source: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value
     got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    raise ConfigError(f"{source} must be a tensor with one element, got {got}; pass loss=... and take its mean")
+    remedy = "pass loss=... and take its mean"
+    if isinstance(value, Mapping):
+        got, remedy = (
+            f"{got} with {', '.join(map(repr, value)) or 'nothing'}",
+            "return the one that backward begins from",
+        )
+    elif isinstance(value, (tuple, list)):
+        got, remedy = f"{got} of {len(value)}", "return the one that backward begins from"
+    raise ConfigError(f"{source} must be a tensor with one element, got {got}; {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from decimal import Decimal
 
@@ -90,8 +91,8 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
         nbytes = _parsed_bytes(budget, argument)
     elif isinstance(budget, float) and 0 < budget <= 1:
         nbytes = int(budget * whole_bytes)
-    elif isinstance(budget, int) and not isinstance(budget, bool):
-        nbytes = budget
+    elif isinstance(budget, numbers.Integral) and not isinstance(budget, bool):
+        nbytes = int(budget)
     else:
         remedy = f"; write '{budget:g}GiB'" if isinstance(budget, float) and budget > 1 else ""
         raise ConfigError(f"{argument}={budget!r} must be {_RULE}{remedy}")

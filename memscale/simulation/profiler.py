@@ -222,19 +222,24 @@ class MemoryProfiler:
         return self._measure(step, batch, reason)
 
     def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
+        self._check(batch, accumulate)
+        if not isinstance(self.model, nn.Module):
+            return self.model
+        return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
+
+    def _check(self, batch: Any, accumulate: int) -> None:
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
         if not isinstance(self.model, nn.Module):
             if batch is not None:
                 raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
-            return self.model
+            return
         batches.check_call(self.model, batch)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "
                 "step; call requires_grad_() on what should train"
             )
-        return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
 
     def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
         """The step by simulation alone, with what its modules hold and when.
@@ -252,6 +257,7 @@ class MemoryProfiler:
             if updates and (profiler.optimizer is not None or not isinstance(model, nn.Module)):
                 return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
             assert isinstance(model, nn.Module), "a function's own step updates what it updates"
+            profiler._check(batch, accumulate)
             # The first step is no step like others: regions copy their inputs until they know what they write to.
             # Gradients that are still there after the last are known for what they are.
             stepping = profiler.optimizer

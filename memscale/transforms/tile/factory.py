@@ -196,7 +196,7 @@ class Tiled(Transformed):
         # In a `try`, so that what Dynamo cannot trace is left to Python as a whole; see `Checkpointed`.
         try:
             if torch.compiler.is_compiling():
-                refuse_compiled([self.fn, *self.captured], self.normalizes, self.watched, repr(self.how))
+                refuse_compiled([self.fn, *self.captured], self.normalizes, self.watched, self.how)
                 return self.run(args, kwargs)
         finally:
             pass

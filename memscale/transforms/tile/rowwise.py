@@ -88,14 +88,14 @@ def names(parts: list[Any], name: str) -> bool:
     return any(name in each for each in named)
 
 
-def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: str) -> None:
+def refuse_compiled(parts: list[Any], normalizes: bool, watched: tuple[bool, ...], what: object) -> None:
     """Raise `TransformError` if a region under `torch.compile`, which no watch sees, may do what pieces must not.
 
     Args:
         parts: what it is made of.
         normalizes: whether its code names `batch_norm`.
         watched: the modes (whether any module trains) in which it was watched outside of `torch.compile`.
-        what: the transform.
+        what: the transform, spelled only here: the compiler may keep its numbers open.
     """
     modules = _modules(parts)
     for module in modules:
