@@ -85,6 +85,10 @@ TOLD = {
     "a loader for plan": (lambda: plan(80, batch=[[1]].__iter__()), "mapping of keyword arguments, got list_iterator"),
     "labels for plan": (lambda: plan(80, batch=LABELS_TOO), "belong to the loss: leave them out"),
     "nothing to train": (lambda: plan(80, model=layer().requires_grad_(False)), r"call requires_grad_\(\)"),
+    "sparse gradients in a plan": (
+        lambda: plan(1.0, nn.Embedding(8, 4, sparse=True), torch.ones(2, dtype=torch.long)),
+        r"cannot be planned: .*sparse_coo.*sparse=True of an",
+    ),
     "losses by name": (
         lambda: ms.profile(layer(), torch.ones(2, 4), loss=lambda y, _: {"mse": y.mean(), "l1": y.mean()}),
         "got dict with 'mse', 'l1'; return the one that backward begins from",

@@ -114,6 +114,11 @@ class DecisionEngine:
             ) from error
         except MemscaleError:
             raise
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"this step cannot be planned: {error}. Plan the same model without what needs that (sparse=True of an "
+                "embedding, say), or write a plan by hand and measure it with profile(plan=...)"
+            ) from error
         except Exception as error:
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "

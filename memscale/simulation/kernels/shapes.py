@@ -117,7 +117,7 @@ def _describe(output: Any, arguments: Sequence[torch.Tensor], storages: dict[int
         if output is argument:
             return Argument(index)
     if output.layout != torch.strided:
-        raise NotImplementedError(f"results of layout {output.layout} cannot be simulated")
+        raise NotImplementedError(f"results of layout {output.layout} cannot be simulated, as of sparse gradients")
     storage = output.untyped_storage()
     at, _ = storages.setdefault(storage._cdata, (len(storages), storage.nbytes()))
     return NewTensor(at, output.dtype, tuple(output.shape), output.stride(), int(output.storage_offset()))

@@ -93,6 +93,7 @@ class Casted(Transformed):
             holders += [module.__dict__ for module in scope.modules]
         owned = {id(value) for mapping in holders for value in mapping.values()}
         self.traceable = all(id(tensor) in owned or not is_castable(tensor) for _, _, tensor in scope.tensors)
+        self._refuse_sparse(scope)
         paths = [path for root in scope.roots for path, _ in root.named_modules(remove_duplicate=False)]
         patterns = [pattern for pattern in self.how.keep if pattern != NORMS]
         if unmatched := [pattern for pattern in patterns if not any(matches(pattern, path) for path in paths)]:
@@ -101,6 +102,19 @@ class Casted(Transformed):
                 f"{self.how!r}: {', '.join(map(repr, unmatched))} in keep matches no submodule of the region; paths "
                 f"are relative to the region, which has {', '.join(known[:8]) or 'no submodules'}"
             )
+
+    def _refuse_sparse(self, scope: _CastScope) -> None:
+        """Raise `TransformError` where backward would: PyTorch casts no sparse gradient back."""
+        of = {module: path for root in scope.roots for path, module in root.named_modules()}
+        for module in scope.survey.cast:
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.sparse:
+                continue
+            if module.weight.requires_grad and module.weight.dtype != (self.how.params or self.how.compute):
+                kept = (*self.how.keep, of.get(module, ""))
+                raise TransformError(
+                    f"{self.how!r}: the {type(module).__name__} at {kept[-1]!r} has sparse gradients, which do not go "
+                    f"back through a cast; write keep={kept!r}, or sparse=False"
+                )
 
     @property
     def roots(self) -> list[nn.Module]:

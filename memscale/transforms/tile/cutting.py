@@ -12,6 +12,9 @@ from memscale.core import TransformError, pytrees
 from memscale.transforms.tile.head.deferred import Deferred, materialize
 from memscale.transforms.tile.pieces import Sink
 
+# What pieces of an output have in common: dtype, sizes (None where they are joined), device.
+_Kind = tuple[torch.dtype, list[int | None], torch.device]
+
 
 class Cutting(Protocol):
     """What of a `tile` says where to cut and to join; its ``repr`` is what errors call it."""

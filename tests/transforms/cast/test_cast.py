@@ -711,3 +711,12 @@ def test_a_plan_with_another_dtype_name_is_refused():
     text = ms.Plan({"": cast(compute=FP16)}).to_json().replace("float16", "float17")
     with pytest.raises((ConfigError, PlanError), match="float17"):
         ms.Plan.from_json(text)
+
+
+def test_an_embedding_with_sparse_gradients_is_named_before_backward_would_fail():
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(ms.TransformError, match=r"Embedding at '0' has sparse.* write keep=\('<norms>', '0'\), or"):
+        ms.transform(model, {"": ms.cast()})
+    fit = ms.transform(model, {"": ms.cast(keep=("<norms>", "0"))})
+    fit(torch.tensor([1, 2])).sum().backward()
+    assert model[0].weight.grad.is_sparse
