@@ -225,7 +225,8 @@ class Runtime:
 
 def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: CopyTimeline | None) -> Engine:
     if config.debug:
-        from memscale.runtime.checking.hazards import Checked, CheckedEngine  # only for debugging
+        from memscale.runtime.checking.checked_engine import CheckedEngine  # only for debugging
+        from memscale.runtime.checking.hazards import Checked
 
         return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
     return Engine(backend, depth=config.prefetch_depth, timeline=timeline)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from memscale.runtime.checking.hazards import Checked, CheckedEngine, Hazard
+from memscale.runtime.checking.checked_engine import CheckedEngine
+from memscale.runtime.checking.hazards import Checked, Hazard
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 

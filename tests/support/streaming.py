@@ -18,7 +18,8 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload
 from memscale.runtime import Homes, Runtime, home_of
-from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.checking.checked_engine import CheckedEngine
+from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.parameters import home as _home
 from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits

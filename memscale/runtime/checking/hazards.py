@@ -5,8 +5,8 @@ over. Each access to a range of bytes is remembered with the clock of its stream
 bytes, one of them a write, must be ordered by these clocks. If they are not, that is a hazard on *some* schedule, and
 it is reported with both call sites, even where the schedule at hand was kind.
 
-`Checked` stands between an engine and any backend; `CheckedEngine` tells it, beyond what a backend is told, when the
-caller makes and uses tensors, and whoever reads or writes memory that `Checked.map` returned says so to
+`Checked` stands between an engine and any backend; `CheckedEngine`, beside this file, tells it what no backend is told:
+when the caller makes and uses tensors. Whoever reads or writes memory that `Checked.map` returned says so to
 `Checked.touched`.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,14 +25,11 @@ import torch
 from memscale.core import CorrectnessError, version
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.checking.accesses import Access, Accesses, Clock, join
-from memscale.runtime.engine.engine import Engine
-from memscale.runtime.engine.entry import Handle
-from memscale.runtime.engine.loader import Loadable, Loader
-from memscale.runtime.engine.transfers import Transfers
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
 
 _LOG = logging.getLogger(__name__)
+_HERE = os.path.dirname(__file__)
 USED_EARLY = "use before a copy completes"
 READ_EARLY = "source read before it was computed"
 SOURCE_FREED = "source freed before its copy out ends"
@@ -366,64 +364,9 @@ class Checked:
         self.hazards.append(Hazard(kind, _site(), there, what))
 
 
-class CheckedLoader(Loader):
-    """A loader that says which loads were not in vain."""
-
-    def __init__(self, backend: Checked, transfers: Transfers) -> None:
-        super().__init__(backend, transfers)
-        self._checked = backend
-
-    def arrived(self, item: Loadable) -> torch.Tensor:
-        """See `Loader.arrived`, which is called with the lock held: another thread may let go of it right after."""
-        tensor = super().arrived(item)
-        self._checked.taken(tensor)
-        return tensor
-
-
-class CheckedEngine(Engine):
-    """An engine over `Checked` that also says what its caller makes and uses, and raises what was found."""
-
-    backend: Checked
-
-    def new_loader(self) -> Loader:
-        """See `Engine.new_loader`."""
-        return CheckedLoader(self.backend, self.transfers)
-
-    def go_on(self) -> None:
-        """See `Engine.go_on`."""
-        super().go_on()
-        self.backend.raise_hazards()
-
-    def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
-        """See `Engine.stash`."""
-        self.backend.produced(tensor)
-        return super().stash(tensor, tier=tier, region=region)
-
-    def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
-        """See `Engine.stash_all`."""
-        for tensor in tensors:
-            self.backend.produced(tensor)
-        return super().stash_all(tensors, tier=tier, region=region)
-
-    def used_by_host(self, memory: torch.Tensor) -> None:
-        """See `Engine.used_by_host`."""
-        self.backend.used_by_host(memory)
-
-    def fetch(self, handle: Handle) -> torch.Tensor:
-        """See `Engine.fetch`."""
-        return self.hand_out(super().fetch(handle))
-
-    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Engine.hand_out`."""
-        tensor = super().hand_out(tensor)
-        self.backend.used(tensor)
-        self.backend.raise_hazards()
-        return tensor
-
-
 def _site() -> str:
     """Where the engine, or its caller, asked for what is being checked."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+    while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from memscale.core.errors import CorrectnessError
 from memscale.runtime.checking import hazards
-from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.checking.checked_engine import CheckedEngine
+from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.engine import engine as _engine
 from memscale.runtime.engine import entry, loader, transfers
 from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed

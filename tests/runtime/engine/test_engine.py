@@ -12,7 +12,8 @@ import memscale as ms
 from memscale.runtime import Homes, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
-from memscale.runtime.checking.hazards import Checked, CheckedEngine
+from memscale.runtime.checking.checked_engine import CheckedEngine
+from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Entry
 from memscale.runtime.engine.loader import State

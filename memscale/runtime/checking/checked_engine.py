@@ -1,0 +1,68 @@
+"""The engine over `Checked`: it says what its caller makes and uses, and raises what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memscale.runtime.checking.hazards import Checked
+from memscale.runtime.engine.engine import Engine
+from memscale.runtime.engine.entry import Handle
+from memscale.runtime.engine.loader import Loadable, Loader
+from memscale.runtime.engine.transfers import Transfers
+
+
+class CheckedLoader(Loader):
+    """A loader that says which loads were not in vain."""
+
+    def __init__(self, backend: Checked, transfers: Transfers) -> None:
+        super().__init__(backend, transfers)
+        self._checked = backend
+
+    def arrived(self, item: Loadable) -> torch.Tensor:
+        """See `Loader.arrived`, which is called with the lock held: another thread may let go of it right after."""
+        tensor = super().arrived(item)
+        self._checked.taken(tensor)
+        return tensor
+
+
+class CheckedEngine(Engine):
+    """An engine over `Checked` that also says what its caller makes and uses, and raises what was found."""
+
+    backend: Checked
+
+    def new_loader(self) -> Loader:
+        """See `Engine.new_loader`."""
+        return CheckedLoader(self.backend, self.transfers)
+
+    def go_on(self) -> None:
+        """See `Engine.go_on`."""
+        super().go_on()
+        self.backend.raise_hazards()
+
+    def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
+        """See `Engine.stash`."""
+        self.backend.produced(tensor)
+        return super().stash(tensor, tier=tier, region=region)
+
+    def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
+        """See `Engine.stash_all`."""
+        for tensor in tensors:
+            self.backend.produced(tensor)
+        return super().stash_all(tensors, tier=tier, region=region)
+
+    def used_by_host(self, memory: torch.Tensor) -> None:
+        """See `Engine.used_by_host`."""
+        self.backend.used_by_host(memory)
+
+    def fetch(self, handle: Handle) -> torch.Tensor:
+        """See `Engine.fetch`."""
+        return self.hand_out(super().fetch(handle))
+
+    def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Engine.hand_out`."""
+        tensor = super().hand_out(tensor)
+        self.backend.used(tensor)
+        self.backend.raise_hazards()
+        return tensor
