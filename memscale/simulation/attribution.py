@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
 from memscale.simulation.garbage import few_collections
-from memscale.simulation.ledger import Ledger, Phase
+from memscale.simulation.ledger import Ledger, OpCall, Phase
 from memscale.simulation.results import Profile
 from memscale.simulation.schedule.clock import Clock
 
@@ -164,12 +165,9 @@ def shares(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Shares:
 
 def _waiting(ledger: Ledger, begin: int) -> set[int]:
     """The storages that are alive when the last backward begins, without parameters and the like."""
-    alive: set[int] = set()
-    for event, op in zip(ledger.events, ledger.event_ops, strict=True):
-        if begin <= 0 and _is_backward(ledger, op):
-            break
-        begin -= 1
-        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
+    ops = ledger.event_ops
+    until = next((at for at in range(max(begin, 0), len(ops)) if _is_backward(ledger, ops[at])), len(ops))
+    alive = _alive(ledger.events[:until])
     return {number for number in alive if ledger.records[number].category not in _RESIDENT}
 
 
@@ -183,70 +181,125 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
     """
     begin, first_op = ledger.steps[-1]
     owners = _Owners(paths)
-    outside = len(paths)
-    # The part of each operator, and its station.
     of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
-    stations: dict[Station, int] = {}
-    station_of: list[int] = []
-    last = (Phase.FORWARD, OUTSIDE)
-    for op, part in zip(ledger.ops[first_op:], of_op, strict=True):
-        if part != OUTSIDE:
-            last = (op.phase, part)
-        elif op.phase is not last[0]:
-            last = (op.phase, OUTSIDE)
-        station_of.append(stations.setdefault(Station(*last, part == OUTSIDE), len(stations)))
-    if not stations:
-        stations[Station(Phase.FORWARD, OUTSIDE, True)] = 0
-        station_of.append(0)
-
-    sizes = [_size(record.nbytes, clock.hardware) for record in ledger.records]
-    numbers = np.abs(np.array(ledger.events, dtype=np.int64)) - 1
-    signs = np.sign(np.array(ledger.events, dtype=np.int64))
-    deltas = signs * np.array(sizes, dtype=np.int64)[numbers] if len(numbers) else numbers
+    stations, station_of_op = _stations(ledger.ops[first_op:], of_op)
+    sizes = np.array([_size(record.nbytes, clock.hardware) for record in ledger.records], dtype=np.int64)
     rows = np.array(_rows(ledger, owners, of_op, first_op, begin), dtype=np.int64)
-    rows[rows == OUTSIDE] = outside
-    event_rows = rows[numbers] if len(numbers) else numbers
-
+    # A part's number is its row, and `OUTSIDE` the last one.
     parts = len(paths) + 1
-    levels = np.zeros((parts, len(numbers) - begin + 1), dtype=np.int64)
-    np.add.at(levels[:, 0], event_rows[:begin], deltas[:begin])
-    levels[event_rows[begin:], np.arange(1, levels.shape[1])] = deltas[begin:]
-    levels = levels.cumsum(axis=1)
-    event_stations = np.array(
-        [station_of[0], *(station_of[max(0, op - first_op)] for op in ledger.event_ops[begin:])], dtype=np.int64
+    held, slack, handed = _held(
+        _Events.of(ledger, sizes, [station_of_op[max(0, op - first_op)] for op in ledger.event_ops[begin:]]),
+        rows,
+        np.array([owners.of(record.path) for record in ledger.records], dtype=np.int64),
+        (parts, len(stations)),
     )
-    held = np.zeros((parts, len(stations)), dtype=np.int64)
-    most = np.zeros(len(stations), dtype=np.int64)
-    starts = np.flatnonzero(np.diff(event_stations, prepend=-1))
-    runs = event_stations[starts]
-    np.maximum.at(held.T, runs, np.maximum.reduceat(levels, starts, axis=1).T)
-    np.maximum.at(most, runs, np.maximum.reduceat(levels.sum(axis=0), starts))
-    makers = np.array([owners.of(record.path) for record in ledger.records], dtype=np.int64)
-    makers[makers == OUTSIDE] = outside
-    handed: dict[tuple[int, int], Bytes] = {}
-    strangers = np.flatnonzero(event_rows != makers[numbers]) if len(numbers) else numbers
-    for holder, maker in sorted({(int(event_rows[at]), int(makers[numbers[at]])) for at in strangers}):
-        theirs = strangers[(event_rows[strangers] == holder) & (makers[numbers[strangers]] == maker)]
-        level = np.zeros(levels.shape[1], dtype=np.int64)
-        np.add.at(level, np.maximum(0, theirs - begin + 1), deltas[theirs])
-        handed[holder, maker] = np.zeros(len(stations), dtype=np.int64)
-        np.maximum.at(handed[holder, maker], runs, np.maximum.reduceat(level.cumsum(), starts))
 
     resident = {name: np.zeros(parts, dtype=np.int64) for name in _RESIDENT}
-    alive: set[int] = set()
-    for event in ledger.events[:begin]:
-        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
     born = {event - 1 for event in ledger.events[begin:] if event > 0}
-    for number in alive | born:
+    for number in _alive(ledger.events[:begin]) | born:
         if (category := ledger.records[number].category) in resident:
             resident[category][rows[number]] += sizes[number]
-
     kept = np.zeros(parts, dtype=np.int64)
     for number in _waiting(ledger, begin):
         kept[rows[number]] += sizes[number]
     seconds = np.zeros((parts, len(_PHASES)))
     for op, taken, part in zip(ledger.ops[first_op:], _op_seconds(ledger, clock), of_op, strict=True):
-        seconds[outside if part == OUTSIDE else part, _PHASES.index(op.phase)] += taken
+        seconds[part, _PHASES.index(op.phase)] += taken
+    return Attribution(
+        stations=stations,
+        held_bytes=held,
+        slack_bytes=slack,
+        states_bytes=resident["optimizer state"],
+        gradients_bytes=resident["gradient"],
+        parameters_bytes=resident["parameter"],
+        kept_bytes=kept,
+        seconds=seconds,
+        waits_seconds=_waits(clock, of_op, first_op, parts),
+        handed_bytes=handed,
+    )
+
+
+def _stations(ops: Sequence[OpCall], of_op: Sequence[int]) -> tuple[tuple[Station, ...], list[int]]:
+    """The stations of a step, and which of them each operator is at; there is one at least."""
+    stations: dict[Station, int] = {}
+    station_of: list[int] = []
+    last = (Phase.FORWARD, OUTSIDE)
+    for op, part in zip(ops, of_op, strict=True):
+        if part != OUTSIDE:
+            last = (op.phase, part)
+        elif op.phase is not last[0]:
+            last = (op.phase, OUTSIDE)
+        station_of.append(stations.setdefault(Station(*last, part == OUTSIDE), len(stations)))
+    return tuple(stations) or (Station(Phase.FORWARD, OUTSIDE, True),), station_of or [0]
+
+
+class _Events(NamedTuple):
+    """Births and deaths of storages, each with a number of bytes, the second half of them within the step.
+
+    Attributes:
+        numbers: of the storages.
+        deltas: the bytes that come, or go where below 0.
+        begin: the first one of the step.
+        stations: [1 + events of the step] where the step is before the first of them, and at each.
+    """
+
+    numbers: npt.NDArray[np.int64]
+    deltas: Bytes
+    begin: int
+    stations: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ledger: Ledger, sizes: Bytes, stations: Sequence[int]) -> _Events:
+        events = np.array(ledger.events, dtype=np.int64)
+        numbers = np.abs(events) - 1
+        deltas = np.sign(events) * sizes[numbers] if len(events) else events
+        return cls(numbers, deltas, ledger.steps[-1][0], np.array([0, *stations], dtype=np.int64))
+
+    def levels(self, rows: npt.NDArray[np.int64], count: int) -> Bytes:
+        """[row, 1 + events of the step] what is held by each of `count` rows, each event being on one."""
+        levels = np.zeros((count, len(self.numbers) - self.begin + 1), dtype=np.int64)
+        np.add.at(levels[:, 0], rows[: self.begin], self.deltas[: self.begin])
+        levels[rows[self.begin :], np.arange(1, levels.shape[1])] = self.deltas[self.begin :]
+        return levels.cumsum(axis=1)
+
+
+def _held(
+    events: _Events, rows: npt.NDArray[np.int64], makers: npt.NDArray[np.int64], shape: tuple[int, int]
+) -> tuple[Bytes, Bytes, dict[tuple[int, int], Bytes]]:
+    """What `Attribution` calls ``held_bytes``, ``slack_bytes`` and ``handed_bytes``.
+
+    Args:
+        events: the births and deaths.
+        rows: the part that each storage counts to.
+        makers: the part that made it.
+        shape: how many parts and stations there are.
+    """
+    parts, stations = shape
+    starts = np.flatnonzero(np.diff(events.stations, prepend=-1))  # of the runs of events at one station
+    runs = events.stations[starts]
+
+    def most(levels: Bytes) -> Bytes:
+        """[..., station] the most of [..., event]."""
+        found = np.zeros((*levels.shape[:-1], stations), dtype=np.int64)
+        np.maximum.at(found.T, runs, np.maximum.reduceat(levels, starts, axis=-1).T)
+        return found
+
+    holders, made_by = (each[events.numbers] % parts for each in (rows, makers))
+    levels = events.levels(holders, parts)
+    held = most(levels)
+    slack = held.sum(axis=0) - most(levels.sum(axis=0))
+    handed: dict[tuple[int, int], Bytes] = {}
+    strangers = np.flatnonzero(holders != made_by)
+    for holder, maker in sorted({(int(holders[at]), int(made_by[at])) for at in strangers}):
+        theirs = strangers[(holders[strangers] == holder) & (made_by[strangers] == maker)]
+        level = np.zeros(levels.shape[1], dtype=np.int64)
+        np.add.at(level, np.maximum(0, theirs - events.begin + 1), events.deltas[theirs])
+        handed[holder, maker] = most(level.cumsum())
+    return held, slack, handed
+
+
+def _waits(clock: Clock, of_op: Sequence[int], first_op: int, parts: int) -> npt.NDArray[np.float64]:
+    """[part] how long the device stands still for what the part moves."""
     copies = {transfer.end: transfer for transfer in clock.transfers}
     waits = np.zeros(parts)
     for stall in clock.stalls:
@@ -255,20 +308,16 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
             continue
         # Who waits for memory that is to be used again need not be who sent away what is in it.
         at = (stall.op if transfer.direction == "in" else transfer.asked - 1) - first_op
-        part = of_op[min(max(at, 0), len(of_op) - 1)] if of_op else OUTSIDE
-        waits[outside if part == OUTSIDE else part] += stall.end - stall.begin
-    return Attribution(
-        stations=tuple(stations),
-        held_bytes=held,
-        slack_bytes=held.sum(axis=0) - most,
-        states_bytes=resident["optimizer state"],
-        gradients_bytes=resident["gradient"],
-        parameters_bytes=resident["parameter"],
-        kept_bytes=kept,
-        seconds=seconds,
-        waits_seconds=waits,
-        handed_bytes=handed,
-    )
+        waits[of_op[min(max(at, 0), len(of_op) - 1)] if of_op else OUTSIDE] += stall.end - stall.begin
+    return waits
+
+
+def _alive(events: Sequence[int]) -> set[int]:
+    """The storages that are alive after these events."""
+    alive: set[int] = set()
+    for event in events:
+        (alive.add if event > 0 else alive.discard)(abs(event) - 1)
+    return alive
 
 
 class _Owners:
