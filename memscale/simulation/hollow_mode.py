@@ -117,18 +117,8 @@ class HollowMode(TorchDispatchMode):
             return NotImplemented  # a subclass takes itself apart, and its parts come back here
         operator = self._operators.get(id(op))
         if operator is None:
-            if getattr(op, "namespace", "") == NAMESPACE:
-                return self._collective(op, args)
-            if op.__class__ is not OpOverload:  # operators of higher order
-                return op(*args, **kwargs)
-            if is_of_fsdp(op):
-                with self:  # a function of operators: one returns views of memory that it has copied to
-                    return op._op_dk(composition(op, DispatchKey.CPU), *args, **kwargs)
-            if is_wait(op):
-                self.works.awaited(args[0])
-                return args[0]
-            if is_wrap(op):
-                return op(*args, **kwargs)
+            if (answer := self._of_another_kind(op, args, kwargs)) is not NotImplemented:
+                return answer
             operator = self._operators[id(op)] = Operator.of(op, self._kernels)
         if operator.composed is not None:
             with self:
@@ -146,25 +136,13 @@ class HollowMode(TorchDispatchMode):
         key: Any = signature(args, kwargs, tensors, loose=operator.loose)
         if (device is not None and device.type == "meta") or any(map(_IS_META, tensors)):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
-        records = self.storages.of_arguments(tensors)
-        if self.host is not None:
-            pairs = zip(records, tensors, strict=True)
-            self.books.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
-        if op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
-            self._check_indices(*tensors[:2])
-        known = operator.is_constant or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
-        call = Call(operator, args, kwargs, tensors, records, known)
+        call = self._call(operator, args, kwargs, tensors)
         if operator.reads:
             return self._read(call)
         if operator.goes_by_lengths:
             return self._from_values(call)
         try:
-            try:
-                effect = operator.effects.get(key)
-            except TypeError:  # a generator or another argument without a hash
-                effect = key = None
-            if effect is None:
-                effect = self._effects.find(operator, args, kwargs, tensors, key, self.books.path())
+            effect = self._effect(call, key)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._from_values(call)
         if effect.draws:
@@ -173,22 +151,61 @@ class HollowMode(TorchDispatchMode):
             return self.books.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
             return self._in_place(call, effect)
-        if known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
+        if call.known and all(nbytes <= LARGEST_KNOWN for nbytes in effect.layout.storage_bytes):
             with contextlib.suppress(NotImplementedError):  # a kernel of the device's that a CPU does not have
                 return self._compute(call, effect)
-        if operator.chooses and records and tensors[0].numel() <= _LARGEST_GUESS:
+        if operator.chooses and tensors and tensors[0].numel() <= _LARGEST_GUESS:
             return self._choose(call, effect)
+        return self._stand_in(call, effect)
+
+    def _of_another_kind(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The answer of what is no operator of ATen's or a library's; NotImplemented where it is one."""
+        if getattr(op, "namespace", "") == NAMESPACE:
+            return self._collective(op, args)
+        if op.__class__ is not OpOverload:  # operators of higher order
+            return op(*args, **kwargs)
+        if is_of_fsdp(op):
+            with self:  # a function of operators: one returns views of memory that it has copied to
+                return op._op_dk(composition(op, DispatchKey.CPU), *args, **kwargs)
+        if is_wait(op):
+            self.works.awaited(args[0])
+            return args[0]
+        return op(*args, **kwargs) if is_wrap(op) else NotImplemented
+
+    def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
+        """The call, with what is known of its arguments; an error where the kernel would refuse them."""
+        records = self.storages.of_arguments(tensors)
+        if self.host is not None:
+            pairs = zip(records, tensors, strict=True)
+            self.books.used = [(record, min(tensor.nbytes, record.nbytes)) for record, tensor in pairs]
+        if operator.op is aten.embedding.default and (records[1].known or tensors[1].is_floating_point()):
+            self._check_indices(*tensors[:2])
+        known = operator.is_constant or (all(map(_KNOWN, records)) and all(map(is_small, tensors)))
+        return Call(operator, args, kwargs, tensors, records, known)
+
+    def _effect(self, call: Call, key: Any) -> CallEffect:
+        """What the call does, as found once for all calls of the same `key`."""
+        operator, args, kwargs, tensors, *_ = call
+        try:
+            effect = operator.effects.get(key)
+        except TypeError:  # a generator or another argument without a hash
+            effect = key = None
+        return effect or self._effects.find(operator, args, kwargs, tensors, key, self.books.path())
+
+    def _stand_in(self, call: Call, effect: CallEffect) -> Any:
+        """Results of the layouts that the kernel returns, without memory."""
+        operator, args, kwargs, tensors, *_ = call
         result = effect.results(self.hollow, tensors)
         if effect.has_numbers:
             result = with_numbers(operator, result)
         self.books.enter(operator, result, effect)
         if operator.sends:
-            self.works.sent(op, args, kwargs, result)
+            self.works.sent(operator.op, args, kwargs, result)
         if not self.values.follow(call, result) and effect.has_numbers:
             self.values.trust([tensor for tensor in results_of(result) if stands_in(tensor)], SCALAR)
         if operator.sums:
-            self._sums.maybe_in_place(op, tensors, result, self.books.first_of_node)
-        elif op is aten._safe_softmax.default:
+            self._sums.maybe_in_place(operator.op, tensors, result, self.books.first_of_node)
+        elif operator.op is aten._safe_softmax.default:
             self._sums.mask_added_in_place(tensors[0])
         return result
 
