@@ -199,8 +199,12 @@ INTERNALS = tuple(
         (f"{_C}_get_math_sdp_allow_fp16_bf16_reduction", "attention's kernel", _S),
         (f"{_C}_get_sdp_priority_order", "attention's kernel", _S),
         # Several GPUs.
-        ("torch._C._distributed_c10d", "collectives that move nothing", _S, "asked for with parallel=... only"),
-        ("torch.testing._internal.distributed.fake_pg", "collectives that move nothing", _S, "likewise"),
+        (
+            "torch.testing._internal.distributed.fake_pg",
+            "collectives that move nothing",
+            _S,
+            "asked for with parallel=... only",
+        ),
         ("torch.distributed._register_comm_hook", "a DDP's own hook", _S, "likewise"),
         (f"{_C10D}_resolve_process_group", "whom a functional collective is among", _S, "likewise"),
         (

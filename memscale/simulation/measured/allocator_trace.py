@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memscale.core import ConfigError, RuntimeUnavailable, shown
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import MemoryTimeline
+from memscale.simulation.stand_ins import with_storages
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 
@@ -253,7 +254,7 @@ def _held(roles: Roles | None, device: torch.device) -> dict[int, _Held]:
         raise ConfigError(f"measure(roles=...) returned the unknown roles {unknown}; known are {list(ROLES)}")
     held: dict[int, _Held] = {}
     for role in ROLES:
-        for tensor in named.get(role, ()):
+        for tensor in with_storages(list(named.get(role, ()))):
             storage = tensor.untyped_storage()
             if storage.device == device and storage.nbytes():
                 ref = StorageWeakRef(storage)

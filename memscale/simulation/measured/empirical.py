@@ -18,6 +18,7 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
+from memscale.simulation.parallel.asked import Ranks, is_distributed
 from memscale.simulation.results import Moment, Profile
 from memscale.simulation.step_scope import StepScope
 
@@ -34,11 +35,12 @@ def measured_profile(
     """The profile of real steps: ``config.warmup_steps`` of them, and one that is measured.
 
     Raises:
-        ConfigError: the step itself fails.
+        ConfigError: the step itself fails, or is one process's of several.
         RuntimeUnavailable: it cannot run here (tensors on ``meta``), or not on the device that was asked for.
     """
     scope = StepScope(model if isinstance(model, nn.Module) else None, optimizer, step, batch)
     tensors = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
+    _check_alone(scope, reason)
     device = _device(tensors, hardware, reason)
     optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
     if any(each.writes_away for each in optimizers if isinstance(each, TransformedOptimizer)):
@@ -63,6 +65,19 @@ def measured_profile(
     notes = [f"measured on real steps, since it cannot be simulated: {reason}"]
     notes += dict.fromkeys(str(warning.message) for warning in caught if "upper bound" in str(warning.message))
     return _profile(trace, first, hardware, tuple(notes))
+
+
+def _check_alone(scope: StepScope, reason: str) -> None:
+    """Raise ConfigError for a step whose collectives would wait for other processes, which are not asked to run it."""
+    modules = nn.ModuleList(scope.modules)
+    ranks = Ranks.of_distributed(modules)
+    if is_distributed(modules) and not (ranks is not None and ranks.parallel == "ddp" and ranks.world == 1):
+        raise ConfigError(
+            f"the step cannot be simulated ({reason}), and is one process's of several "
+            f"({ranks or 'its parameters are DTensors'}), which is not run here to measure it. Where the model itself "
+            "raises that, mend it; where its control flow depends on computed values, make it independent of them, or "
+            "profile the plain model in one process"
+        )
 
 
 def _device(tensors: list[torch.Tensor], hardware: Hardware, reason: str) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,30 +175,35 @@ class Works:
         return self._clock.collective(kind, group.group_name, over.size, nbytes, seconds)
 
     def _work(self, written: list[torch.Tensor], mark: Mark | None) -> Any:
-        backward = torch._C._current_graph_task_id()
-        by_reducer = backward != -1 and _from_engine()
-        if not by_reducer:
+        if torch._C._current_graph_task_id() == -1 or not _from_engine():
             self._of_reducer.clear()
-            if mark is None:
-                return torch._C._distributed_c10d.FakeWork().boxed()
-            work = _Work([], partial(self._over, mark))
+            # By reference: C++ may wait for a work that Python has let go of, but not for what it has written.
+            results = [weakref.ref(tensor) for tensor in written]
+            work = _Work(results, over=partial(self._over, mark), taken=partial(self._await_at_end, mark))
             self._asked.add(work)
         else:
             # DDP's reducer takes a bucket's result from the future, and a fake work has none.
-            work = _Work(written, None)
+            work = _Work(written)
             self._of_reducer.append(work)
-            if mark is not None:
-                self._unawaited.append(mark)
-                if self._backward != backward:
-                    # Its reducer waits for all buckets after the last, in a callback that it asks for then.
-                    self._backward = backward
-                    engine: Any = torch.autograd.Variable._execution_engine
-                    engine.queue_callback(self._backward_over)
+            self._await_at_end(mark)
         return work.boxed()
 
-    def _over(self, mark: Mark, work: _Work) -> None:
+    def _over(self, mark: Mark | None, work: _Work) -> None:
         self._asked.discard(work)
-        self._clock.wait(mark, self._clock.lane)
+        if mark is not None:
+            self._clock.wait(mark, self._clock.lane)
+
+    def _await_at_end(self, mark: Mark | None) -> None:
+        """Let the end of the backward that runs wait for a bucket: of DDP's reducer, or of a communication hook."""
+        backward = torch._C._current_graph_task_id()
+        if mark is None or backward == -1:
+            return
+        self._unawaited.append(mark)
+        if self._backward != backward:
+            # Its reducer waits for all buckets after the last, in a callback that it asks for then.
+            self._backward = backward
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._backward_over)
 
     def _backward_over(self) -> None:
         self._backward = -1
@@ -231,10 +237,24 @@ def _from_engine() -> bool:
 
 
 class _Work(dist.Work):
-    def __init__(self, tensors: list[torch.Tensor], over: Callable[[_Work], None] | None) -> None:
+    """The work of a collective.
+
+    Args:
+        results: the tensors that it writes to, or weak references to them.
+        over: called when it is waited for.
+        taken: called when it is not, but its future may be.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[torch.Tensor | weakref.ref[torch.Tensor]],
+        over: Callable[[_Work], None] | None = None,
+        taken: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._tensors = tensors
+        self._results = results
         self._over = over
+        self._taken = taken
 
     def wait(self, *_: Any) -> bool:
         if self._over is not None:
@@ -243,6 +263,8 @@ class _Work(dist.Work):
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
-        future.set_result(self._tensors)
-        self._tensors = []  # a bucket is to die when its reducer lets it go
+        future.set_result([each() if isinstance(each, weakref.ref) else each for each in self._results])
+        self._results = ()  # a bucket is to die when its reducer lets it go
+        if self._taken is not None:
+            self._taken()
         return future

@@ -229,6 +229,14 @@ def _add(thing: Any, places: list[tuple[Place, Any]], seen: set[int]) -> None:
         _add(getattr(thing, "__dict__", ()), places, seen)
 
 
+def _remembers(state: Any) -> bool:
+    """Whether the state of a communication hook may be changed by a call."""
+    if isinstance(state, torch.distributed.ProcessGroup):
+        return False
+    fields = getattr(state, "__dict__", None) or getattr(type(state), "__slots__", ())  # PowerSGD's are in slots
+    return isinstance(state, _CONTAINERS) or bool(fields)
+
+
 def _renew(replica: Any) -> None:
     """Give a DDP module another reducer.
 
@@ -236,9 +244,7 @@ def _renew(replica: Any) -> None:
     nobody can put back. The other one has its buckets in the simulation.
     """
     hooks = replica._comm_hooks
-    if any(
-        getattr(state, "__dict__", None) and not isinstance(state, torch.distributed.ProcessGroup) for _, state in hooks
-    ):
+    if any(_remembers(state) for _, state in hooks):
         raise ConfigError(
             "the DistributedDataParallel has a communication hook with a state of its own, which a simulated step "
             "would change (PowerSGD's); profile it before register_comm_hook, and add what the hook keeps"

@@ -151,6 +151,65 @@ def test_replicated_peaks_are_those_of_the_allocator(group, options):
     assert profile.peak_bytes == pytest.approx(truth[-1], rel=1e-3)
 
 
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs the gloo backend of torch.distributed")
+def test_a_communication_hook_has_the_result_of_its_collective(group):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    group(1, backend="gloo")  # the fake one has no results for it
+
+    def made():
+        replica = replicated(bucket_cap_mb=1)
+        replica.register_comm_hook(None, fp16_compress_hook)
+        return replica
+
+    truth = true_peaks(lambda: trained(made())[1])
+    model = made()
+    profile = ms.profile(model, TOKENS, optimizer=trained(model)[0], loss=loss)
+    assert profile.method == "static"
+    assert profile.peak_bytes == pytest.approx(truth[-1], rel=1e-3)
+
+
+def test_what_a_communication_hook_remembers_is_refused(group):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    group(2)
+    for state in (PowerSGDState(None), {"calls": 0}):
+        model = replicated()
+        model.register_comm_hook(state, powerSGD_hook)
+        with pytest.raises(ms.ConfigError, match="profile it before register_comm_hook"):
+            ms.profile(model, TOKENS, loss=loss)
+
+
+def test_a_step_of_several_is_not_run_by_one_to_be_measured(group):
+    class Deciding(Model):
+        def forward(self, tokens):
+            output = super().forward(tokens)
+            return output if output.sum() > 0 else output * 2
+
+    group(2)
+    from torch.distributed.fsdp import fully_shard
+
+    for model in (fully_shard(Deciding()), nn.parallel.DistributedDataParallel(Deciding())):
+        with pytest.raises(
+            ms.ConfigError, match=r"cannot be simulated \(.*\), and is one process's of several \(.* over 2"
+        ):
+            ms.profile(model, TOKENS, loss=loss)
+
+
+def test_the_roles_of_a_sharded_model_are_its_shards(group):
+    from memscale.simulation.measured import measure, training_roles
+
+    group(8)
+    model = sharded()
+    optimizer, step = trained(model)
+    step()
+    trace = measure(step, roles=training_roles(model, optimizer, TOKENS))
+    live = {name: int(values[0]) for name, values in trace.timeline.live_bytes.items()}
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert live["parameter"] == shards + model.calls.nbytes
+    assert live["optimizer state"] == pytest.approx(2 * shards, rel=1e-2)
+
+
 def test_a_model_on_meta_is_simulated_as_one_with_numbers(group):
     group(8)
     found = []
