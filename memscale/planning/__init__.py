@@ -10,7 +10,7 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 4. `trials`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
 5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program (`program`), or
    made of that one's divided choice by `exchanges`.
-6. `search`: simulates the step that a choice makes, corrects the costs by it, and chooses again.
+6. `search`: simulates the steps that choices make, found on a `ladder` of limits; `halving` of it, or `shrinking`.
 7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;
    `curve`: several of them, as a frontier.
 

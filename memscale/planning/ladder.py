@@ -17,12 +17,12 @@ _STEP = 2e-3
 _ROUNDING = 1 + 1e-9
 # A plan that uses this share of the budget is not worth another round, unless that may find one that is faster by the
 # other: what streams does so in large steps.
-_USED, _WORTH = 0.97, 0.03
+USED, WORTH = 0.97, 0.03
 # Rounds go as far along the ladder as the one before was off; after so many in a row on one side of the budget, by
 # halves; and from above it by this share further at first, or many would end just above it.
 _HALVES, _BEYOND, _LEAST_AIM = 3, 4e-3, 0.1
 # What is faster by less than this share is not looked for: the solver's own choices are that far from the best.
-_FASTER = 1e-3
+FASTER = 1e-3
 # Where simulations are to be few: nor among other techniques what is faster by less than this; and after so many rounds
 # in a row above the budget no more, once something fits.
 _OTHERS, _MISSES = 5e-3, 2
@@ -103,9 +103,9 @@ class Ladder:
         """The last rung that has this choice, which `rung` has."""
         return max(rung, self.rung(self._chooser.held_bytes(choice.assignment)) - 1)
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, assignment: Assignment) -> float:
         """What it is thought to take."""
-        return self._chooser.seconds(choice.assignment)
+        return self._chooser.seconds(assignment)
 
     def look(
         self,
@@ -142,7 +142,7 @@ class Ladder:
 
         def simulated(assignment: Assignment) -> Shown:
             nonlocal late
-            found, thought = prove(assignment), self._chooser.seconds(assignment)
+            found, thought = prove(assignment), self.seconds(assignment)
             late = min(late, found.seconds - thought)
             if seen is not None:
                 seen.add(self._chooser.held_bytes(assignment), thought, found)
@@ -150,11 +150,11 @@ class Ladder:
 
         while over < rung < fits:
             choice = self.choice(rung)
-            thought = self.seconds(choice)
+            thought = self.seconds(choice.assignment)
             if choice.assignment in shown and over >= 0:  # it fits, or `over` would be below
                 fits, rung = rung, (over + rung) // 2
                 continue
-            if thought + (late if shown else 0.0) >= below * (1 - _FASTER) or len(shown) == rounds:
+            if thought + (late if shown else 0.0) >= below * (1 - FASTER) or len(shown) == rounds:
                 break
             if seen is not None and bound and misses == _MISSES:
                 break
@@ -164,12 +164,12 @@ class Ladder:
             if found.taken_bytes > limit_bytes:
                 over, run = self.until(choice, rung), max(1, run + 1)
                 aim *= 1 - _BEYOND * 4 ** (run - 1)
-                surer = self._surer(choice.assignment, below - late)
+                surer = self.surer(choice.assignment, below - late)
                 if surer is not None and surer not in shown | surely:
                     surely.add(surer)
                     sure = simulated(surer)
                     if sure.taken_bytes <= limit_bytes:
-                        found, thought, aim = sure, self._chooser.seconds(surer), limit_bytes / sure.taken_bytes
+                        found, thought, aim = sure, self.seconds(surer), limit_bytes / sure.taken_bytes
                         rung = min(max(self.rung(self._chooser.held_bytes(surer)), over + 1), fits - 1)
             if found.taken_bytes <= limit_bytes:
                 fits, run, misses, below = rung, min(-1, run - 1), 0, min(below, found.seconds)
@@ -178,13 +178,13 @@ class Ladder:
             halves = abs(run) >= _HALVES and over >= 0 and fits <= self.last
             rung = (over + fits) // 2 if halves else self.rung(self.limit_bytes(rung) * max(aim, _LEAST_AIM))
             rung = min(max(rung, over + 1), fits - 1)
-            if over + 1 == fits or not _USED * limit_bytes <= found.taken_bytes <= limit_bytes:
+            if over + 1 == fits or not USED * limit_bytes <= found.taken_bytes <= limit_bytes:
                 continue
-            if self.seconds(self.choice(over + 1 if over >= 0 else rung)) >= (1 - _WORTH) * thought:
+            if self.seconds(self.choice(over + 1 if over >= 0 else rung).assignment) >= (1 - WORTH) * thought:
                 break
         return bound
 
-    def _surer(self, assignment: Assignment, below: float) -> Assignment | None:
+    def surer(self, assignment: Assignment, below: float) -> Assignment | None:
         """A choice that holds less than this one and leaves an allocator fewer holes; None if that is slow."""
         found = self._chooser.uniform(assignment, self._among)
         holds_less = self._chooser.held_bytes(found) < self._chooser.held_bytes(assignment)

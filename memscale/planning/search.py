@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,12 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
 from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
+from memscale.planning.halving import halve
 from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part, parts_of
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.program import Floats
+from memscale.planning.shrinking import reaches, shrink
 from memscale.planning.solver import Chooser, LinkRates
 from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
@@ -26,8 +28,6 @@ from memscale.simulation import Profile, SimulatedStep
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
 _KEPT = 0.1
-# A smallest plan that holds no more than this share of what was thought to be the least is it.
-_LEAST = 1.005
 # Of the budget, for what a simulation may be off: 0.09 % at worst on models that it was never shown.
 _MARGIN = 1e-3
 
@@ -38,7 +38,7 @@ def leaves_margin(taken_bytes: int, budget_bytes: int) -> bool:
 
 
 # Small plans are looked for among the first so many sets of techniques.
-_SMALL, _LOOKS = 2, 3
+_SMALL = 2
 # A step of very many operators (a model that loops over time in Python) takes minutes to simulate: of such few choices
 # are tried, counted in operators, since a limit in seconds would make the plan depend on the machine.
 _MOST_OPERATORS, _FEWEST = 500_000, 2
@@ -315,7 +315,14 @@ class Search:
             tried[assignment] = self.prove(assignment)
             return tried[assignment]
 
+        if seen is None and self._reserves:
+            return halve(self._ladder(among), prove, safe_bytes, below, rounds)
         return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
+
+    @property
+    def _reserves(self) -> bool:
+        """Whether the device's allocator reserves memory in segments."""
+        return self.prove(self.costs.as_it_is).profile.reserved_peak_bytes is not None
 
     def _ladder(self, among: frozenset[str]) -> Ladder:
         if among not in self._ladders:
@@ -340,9 +347,9 @@ class Search:
             return self.uncut.smallest(among, floor_bytes)
         among = self.with_own(among)
         found = list(self._small_ones(among, floor_bytes).values())
-        if "tile" in among and not _reaches(found, floor_bytes) and self.finer is not None:
+        if "tile" in among and not reaches(found, floor_bytes) and self.finer is not None:
             found.append(self.finer.smallest(among, floor_bytes))
-        if not _reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
+        if not reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
             found.append(self.uncut.smallest(among - {"tile"}, floor_bytes))
         return min(found, key=lambda each: (each.taken_bytes, each.seconds))
 
@@ -352,7 +359,8 @@ class Search:
             return True
         ladders = [self._ladder(subset) for subset in self._subsets(among)[:_SMALL]]
         return any(
-            best.seconds > ladder.seconds(ladder.least) and ladder.last > ladder.rung(safe_bytes) for ladder in ladders
+            best.seconds > ladder.seconds(ladder.least.assignment) and ladder.last > ladder.rung(safe_bytes)
+            for ladder in ladders
         )
 
     def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
@@ -360,35 +368,10 @@ class Search:
         if (among, floor_bytes) not in self._small:
             found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
             for subset in self._subsets(among)[:_SMALL]:
-                self._shrink(subset, found, floor_bytes)
+                chooser = self._chooser()
+                shrink(chooser, self.prove, found, subset, floor_bytes, patience=min(self.patience, _ROUNDS))
             self._small[among, floor_bytes] = found
         return self._small[among, floor_bytes]
-
-    def _shrink(self, among: frozenset[str], tried: dict[Assignment, Proven], floor_bytes: int) -> None:
-        """Choose what takes least among these techniques and simulate until a step is what was thought of it, or the
-        floor is reached.
-        """
-        chooser = self._chooser()
-        seen: set[Assignment] = set()
-        for _ in range(min(self.patience, _ROUNDS)):
-            if _reaches(tried.values(), floor_bytes):
-                return
-            choice = chooser.smallest(among)
-            if choice.assignment in seen:
-                break
-            seen.add(choice.assignment)
-            found = tried[choice.assignment] = self.prove(choice.assignment)
-            found.correct(chooser)
-            if found.taken_bytes <= _LEAST * choice.bound:
-                break
-        # Many choices may hold as little: of these the fastest, and what looks for it may find a smaller one.
-        for _ in range(min(self.patience, _LOOKS)):
-            least = min(tried.values(), key=lambda each: each.taken_bytes)
-            faster = chooser.fastest(least.taken_bytes, among)
-            if faster is None or faster.assignment in tried:
-                break
-            found = tried[faster.assignment] = self.prove(faster.assignment)
-            found.correct(chooser)
 
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""
@@ -412,10 +395,3 @@ class Search:
     def _with(self, rules: Rules) -> Rules:
         # A later rule composes outside an earlier one.
         return (*rules, *self.always)
-
-
-def _reaches(found: Iterable[Proven], floor_bytes: int) -> bool:
-    """Whether one of these holds no more than what every step does."""
-    return any(
-        max(each.profile.first_step_peak_bytes, each.profile.peak_bytes) <= _LEAST * floor_bytes for each in found
-    )

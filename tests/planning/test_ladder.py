@@ -1,12 +1,15 @@
 """Which choices are simulated, where an allocator keeps more beside some of them than beside others."""
 
+import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from memscale.planning.candidates import AS_IT_IS, Candidate
 from memscale.planning.costs import Costs, Effect
+from memscale.planning.halving import between, halve
 from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part
 from memscale.planning.solver import Chooser
@@ -26,10 +29,10 @@ class Step:
     seconds: float
 
 
-def steps(*, always=False):
+def steps(*, always=False, noise=0.0):
     """A ladder of alike blocks, and what simulates a choice of it, with the list of those that it has simulated.
 
-    With `always` blocks of one kind leave the same holes.
+    With `always` blocks of one kind leave the same holes; with `noise` each choice leaves others, up to such a share.
     """
     stations = tuple(Station(phase, part, False) for phase in (Phase.FORWARD, Phase.BACKWARD) for part in range(PARTS))
     none = np.zeros(len(stations), dtype=np.int64)
@@ -43,9 +46,12 @@ def steps(*, always=False):
         simulated.append(assignment)
         held = int(costs.held_bytes(assignment).max())
         holes = HOLES * held if always or len(set(assignment[:-1])) > 1 else 0
+        if noise:
+            holes = held * random.Random(f"0 {assignment}").uniform(-noise, noise)
         return Step(int(held + holes), costs.seconds(assignment))
 
-    return Ladder(Chooser(costs, None), int(costs.held_bytes(costs.as_it_is).max()), AMONG), prove, simulated
+    most = int(costs.held_bytes(costs.as_it_is).max())
+    return Ladder(Chooser(costs, None), most, AMONG), prove, simulated
 
 
 def test_of_a_choice_that_leaves_holes_the_form_with_one_candidate_is_tried():
@@ -80,3 +86,23 @@ def test_the_form_with_one_candidate_streams_late_parts():
     chooser = Chooser(costs, None)
     found = chooser.uniform((0, 3, 0, 2, 2, 3, 1, 1, 0), AMONG | {"stream"})
     assert found == (1, 1, 1, 1, 1, 1, 3, 3, 0)
+
+
+def test_more_budget_is_never_slower_whatever_holes_each_choice_leaves():
+    ladder, prove, simulated = steps(noise=0.12)
+    times = []
+    for limit in range(200 << 20, 800 << 20, 20 << 20):
+        del simulated[:]
+        halve(ladder, prove, limit, np.inf, 8)
+        fitting = [step.seconds for step in map(prove, simulated[:]) if step.taken_bytes <= limit]
+        times.append(min(fitting, default=np.inf))
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times))
+    assert len(set(times)) > 10
+
+
+def test_whatever_two_rungs_are_is_halved_by_one_tree():
+    assert [between(0, 100, 1), between(64, 100, 1), between(96, 100, 1), between(-1, 5, 1)] == [64, 96, 98, 0]
+    assert [between(5, 13, 4), between(4, 8, 4), between(3, 4, 1)] == [8, None, None]
+    for low, high in ((10, 40), (17, 90)):  # a part of the range has the first number of the whole, or one below it
+        root = between(low, high, 1)
+        assert between(low, root + 1, 1) == root == between(root - 1, high, 1)
