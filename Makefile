@@ -117,11 +117,12 @@ dist: $(READY)
 	cd .dist && bin/memscale demo
 	rm -rf .dist
 
-# Labels cases by planning each in seven ways, and fits policies to them: docs/policy.md has the table. It goes on where it
-# was, for SECONDS more; a label takes about a second, and all 300 configurations on 12 cards with 6 budgets nearly three days.
+# Labels cases, proves a sample of them and fits policies to both: docs/policy.md has the tables. It goes on where it was,
+# for SECONDS more of each; a configuration on a card takes two seconds to label, and eight to prove for one budget.
 SECONDS ?= 1800
 
 policy: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[train]'
 	$(PYTHON) benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seconds $(SECONDS) $(ARGS)
-	$(PYTHON) benchmarks/policy/fit.py benchmarks/policy/labels.jsonl
+	$(PYTHON) benchmarks/policy/prove.py benchmarks/policy/labels.jsonl --out benchmarks/policy/proven.jsonl --seconds $(SECONDS)
+	$(PYTHON) benchmarks/policy/fit.py benchmarks/policy/labels.jsonl benchmarks/policy/proven.jsonl

@@ -220,9 +220,9 @@ FAMILIES = (
 def subject(family: str, seed: int) -> Subject:
     """The configuration of a family that a seed draws."""
     draw = random.Random(f"{family} {seed}")
-    width = draw.choice([256, 512, 1024, 2048])
+    width = draw.choice([256, 512, 1024, 2048, 4096, 8192])
     heads = max(4, width // 64)
-    layers = draw.choice([2, 4, 6, 8])
+    layers = draw.choice([2, 4, 6, 8] * 6 + [24, 64])  # blocks that are alike say little more by being many
     vocabulary = draw.choice([8_000, 32_000, 128_000])
     rows, length = draw.choice([(32, 256), (8, 1024), (2, 4096), (16, 2048)])
     with torch.device("meta"):

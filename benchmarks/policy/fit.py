@@ -1,8 +1,8 @@
 """Fits policies to labelled cases, and judges each where neither its family nor its card was seen.
 
-    python benchmarks/policy/fit.py benchmarks/policy/labels.jsonl --artifact policy.json
+    python benchmarks/policy/fit.py benchmarks/policy/labels.jsonl benchmarks/policy/proven.jsonl --artifact policy.json
 
-Prints a table for docs/policy.md. The artifact is the depth-3 tree of all cases, for ``$MEMSCALE_POLICY``; the same
+Prints the tables of docs/policy.md. The artifact is the depth-3 tree of all cases, for ``$MEMSCALE_POLICY``; the same
 labels give the same bytes.
 """
 
@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases import ALL, Case, Outcome, outcome, read
+from label import CARDS, SETS
 from sklearn.ensemble import GradientBoostingClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
@@ -23,158 +26,164 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from sklearn.tree import DecisionTreeClassifier
 
+from memscale.history import commit_of
 from memscale.planning.fingerprint import planner
-from memscale.policy import FEATURES, TECHNIQUES, StrategyContext, rule
+from memscale.policy import FEATURES, TECHNIQUES
 
-ALL = "+".join(TECHNIQUES)
-# The label of a case is the first of these that is within a percent of all of them.
-ORDER = ("checkpoint", "tile", "checkpoint+tile", "offload", "checkpoint+offload", "tile+offload", ALL)
-LOSES_NOTHING, NEAR = 1.01, 1.02
 RISK = 0.05
 FORCED = ", sure or not"
+SHARP = "the best, were the bound the truth"
 THRESHOLDS = (0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+NEVER_SEEN, CARDS_AT_ONCE = 40, 3
 MODELS: dict[str, Callable[[], Any]] = {
-    "depth-3 tree": lambda: DecisionTreeClassifier(max_depth=3, min_samples_leaf=3, random_state=0),
+    "depth-3 tree": lambda: DecisionTreeClassifier(max_depth=3, min_samples_leaf=10, random_state=0),
     "logistic regression": lambda: make_pipeline(
         FunctionTransformer(np.log1p), StandardScaler(), LogisticRegression(max_iter=2000, C=0.1)
     ),
-    "boosted trees": lambda: GradientBoostingClassifier(n_estimators=40, max_depth=3, subsample=0.8, random_state=0),
+    "boosted trees": lambda: GradientBoostingClassifier(n_estimators=30, max_depth=3, subsample=0.5, random_state=0),
 }
-Case = dict[str, Any]
+Answers = dict[str, list[str | None]]
 
 
-def label(case: Case) -> str:
-    sets = case["sets"]
-    most = sets[ALL]["step_seconds"] * LOSES_NOTHING
-    return next(name for name in ORDER if sets[name]["feasible"] and sets[name]["step_seconds"] <= most)
+def arrays(cases: Sequence[Case]) -> np.ndarray:
+    return np.array([case.features for case in cases], dtype=np.float64)
 
 
-def rules(case: Case) -> str:
-    return "+".join(rule(StrategyContext(**case["features"], eligible=TECHNIQUES)))
+class Fitted:
+    """A model of the cheapest answer that loses nothing, and how sure it has to be for its answer to count."""
 
-
-def outcome(case: Case, chosen: str | None) -> tuple[float, float, bool]:
-    """The regret of the final plan, its planning time as a share of always-all's, and whether it was widened.
-
-    `chosen` is None where a model abstains, and the rules decide. A wider set tries again what the one before it tried.
-    """
-    sets, ours = case["sets"], rules(case)
-    tried = [chosen or ours]
-    if chosen is not None:
-        tried.append("+".join(name for name in TECHNIQUES if name in (*chosen.split("+"), *ours.split("+"))))
-    tried.append(ALL)
-    seconds, seen, final = 0.0, set(), float("inf")
-    for number, name in enumerate(tried):
-        if name in seen:
-            continue
-        seen.add(name)
-        seconds += sets[name]["planning_seconds"]
-        found = sets[name]["step_seconds"]
-        if found is not None:
-            final = min(final, found)
-            if found <= NEAR * case["plain_seconds"] or (chosen is not None and number == 1):
+    def __init__(self, make: Callable[[], Any], cases: Sequence[Case]) -> None:
+        labels = np.array([case.best for case in cases])
+        groups = [case.configuration for case in cases]
+        held: list[tuple[float, bool]] = []
+        for fit, left in GroupKFold(3).split(cases, groups=groups):
+            model = make().fit(arrays([cases[at] for at in fit]), labels[fit])
+            shares = model.predict_proba(arrays([cases[at] for at in left]))
+            held += [
+                (row.max(), cases[at].is_wrong(str(model.classes_[row.argmax()])))
+                for at, row in zip(left, shares, strict=True)
+            ]
+        self.threshold = 1.01
+        for candidate in THRESHOLDS:
+            wrong = [bad for sure, bad in held if sure >= candidate]
+            if wrong and sum(wrong) / len(wrong) <= RISK:
+                self.threshold = candidate
                 break
-    whole = sets[ALL]
-    return final / whole["step_seconds"] - 1, seconds / whole["planning_seconds"], name != tried[0]
+        self.model = make().fit(arrays(cases), labels)
+
+    def answers(self, cases: Sequence[Case]) -> list[tuple[str, bool]]:
+        """What it says, and whether it is sure."""
+        shares = self.model.predict_proba(arrays(cases))
+        return [(str(self.model.classes_[row.argmax()]), bool(row.max() >= self.threshold)) for row in shares]
 
 
-def arrays(cases: list[Case]) -> np.ndarray:
-    return np.array([[case["features"][name] for name in FEATURES] for case in cases], dtype=np.float64)
-
-
-def answers(make: Callable[[], Any], train: list[Case], test: list[Case]) -> list[tuple[str, bool]]:
-    """What a model chooses for cases, and whether it is sure; the training set says how sure it has to be."""
-    labels = np.array([label(case) for case in train])
-    if len(set(labels)) < 2:
-        return [(str(labels[0]), True)] * len(test)
-    groups = [f"{case['family']} {case['seed']}" for case in train]
-    held: list[tuple[float, bool]] = []
-    for fit, left in GroupKFold(3).split(train, groups=groups):
-        if len(set(labels[fit])) < 2:
-            continue
-        model = make().fit(arrays([train[at] for at in fit]), labels[fit])
-        shares = model.predict_proba(arrays([train[at] for at in left]))
-        for at, row in zip(left, shares, strict=True):
-            sets = train[at]["sets"]
-            picked = sets[model.classes_[row.argmax()]]["step_seconds"]
-            held.append((row.max(), picked is None or picked > LOSES_NOTHING * sets[ALL]["step_seconds"]))
-    threshold = 1.01
-    for candidate in THRESHOLDS:
-        wrong = [bad for sure, bad in held if sure >= candidate]
-        if wrong and sum(wrong) / len(wrong) <= RISK:
-            threshold = candidate
-            break
-    model = make().fit(arrays(train), labels)
-    shares = model.predict_proba(arrays(test))
-    return [(str(model.classes_[row.argmax()]), row.max() >= threshold) for row in shares]
-
-
-def judged(cases: list[Case]) -> dict[str, list[str | None]]:
-    """What each policy chooses for each case, by models that saw neither its family nor its card."""
-    names = [f"{name}{how}" for name in MODELS for how in ("", FORCED)]
-    chosen: dict[str, list[str | None]] = {name: [None] * len(cases) for name in names}
-    for family, card in sorted({(case["family"], case["card"]) for case in cases}):
-        train = [case for case in cases if case["family"] != family and case["card"] != card]
-        at = [row for row, case in enumerate(cases) if (case["family"], case["card"]) == (family, card)]
+def judged(cases: Sequence[Case], folds: Iterable[tuple[list[Case], list[Case]]]) -> Answers:
+    """What each model says of each case that some fold leaves out."""
+    chosen: Answers = {f"{name}{how}": [None] * len(cases) for name in MODELS for how in ("", FORCED)}
+    place = {case.key: at for at, case in enumerate(cases)}
+    for train, test in folds:
         for name, make in MODELS.items():
-            for row, (answer, sure) in zip(at, answers(make, train, [cases[row] for row in at]), strict=True):
-                chosen[name][row] = answer if sure else None
-                chosen[f"{name}{FORCED}"][row] = answer
+            for case, (answer, sure) in zip(test, Fitted(make, train).answers(test), strict=True):
+                chosen[name][place[case.key]] = answer if sure else None
+                chosen[f"{name}{FORCED}"][place[case.key]] = answer
     return chosen
 
 
-def interval(values: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
+def left_out(cases: Sequence[Case]) -> Iterable[tuple[list[Case], list[Case]]]:
+    """For each family and each three cards: the cases of neither, and those of both."""
+    order = random.Random(0).sample(CARDS, len(CARDS))
+    for family in sorted({case.key[0] for case in cases}):
+        for at in range(0, len(order), CARDS_AT_ONCE):
+            cards = order[at : at + CARDS_AT_ONCE]
+            test = [case for case in cases if case.key[0] == family and case.key[2] in cards]
+            if test:
+                yield [case for case in cases if case.key[0] != family and case.key[2] not in cards], test
+
+
+def bounds(values: np.ndarray, clusters: np.ndarray) -> tuple[float, float]:
     """95 % of the mean, by resampling configurations."""
     draw = np.random.default_rng(0)
     by_cluster = [values[clusters == name] for name in sorted(set(clusters))]
-    means = [
-        np.concatenate([by_cluster[at] for at in draw.integers(0, len(by_cluster), len(by_cluster))]).mean()
-        for _ in range(2000)
-    ]
+    if not by_cluster:
+        return 0.0, 0.0
+    sums, counts = (np.array([each(part) for part in by_cluster]) for each in (np.sum, len))
+    drawn = draw.integers(0, len(by_cluster), (2000, len(by_cluster)))
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     return float(np.percentile(means, 2.5)), float(np.percentile(means, 97.5))
 
 
-def table(cases: list[Case]) -> str:
-    clusters = np.array([f"{case['family']} {case['seed']}" for case in cases])
-    chosen = judged(cases)
-    single = min(ORDER[:-1], key=lambda name: np.mean([outcome(case, name)[1] for case in cases]))
-    policies: dict[str, list[tuple[float, float, bool]]] = {
-        "always all": [(0.0, 1.0, False)] * len(cases),
-        f"always {single}, then the rules' too": [outcome(case, single) for case in cases],
-        "rules": [outcome(case, None) for case in cases],
-        **{
-            name: [outcome(case, answer) for case, answer in zip(cases, each, strict=True)]
-            for name, each in chosen.items()
-        },
-        "the best, known afterwards": [outcome(case, label(case)) for case in cases],
+def table(cases: Sequence[Case], chosen: Answers) -> str:
+    """A row for each policy."""
+    clusters = np.array([case.configuration for case in cases])
+    rules = [case.rules for case in cases]
+    single = min(SETS[:-1], key=lambda name: np.mean([outcome(case, name).cost for case in cases]))
+    said: Answers = {
+        "always all": [ALL] * len(cases),
+        f"always {single} first": [single] * len(cases),
+        "rules": [None] * len(cases),
+        **chosen,
+        "the best, known afterwards": [case.best for case in cases],
     }
-    base = {kind: np.array([each[kind] for each in policies["rules"]]) for kind in (0, 1)}
+    found = {
+        name: [outcome(case, answer) for case, answer in zip(cases, each, strict=True)] for name, each in said.items()
+    }
+    sharp = [case.times[ALL] or 1.0 for case in cases]
+    said[SHARP] = [case.best_for(bound) for case, bound in zip(cases, sharp, strict=True)]
+    found[SHARP] = [*map(outcome, cases, said[SHARP], sharp)]
     lines = [
-        "| policy | answered | regret mean, 99 %, most | planning time median, 90 % | widened "
-        "| regret less the rules' | time less the rules' |",
-        "|---|---|---|---|---|---|---|",
+        "| policy | answered | wrong by itself, at most | regret mean, 99 %, most | planning time median, 90 % "
+        "| widened | regret less the rules' | time less the rules' |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in policies.items():
-        regret, time = (np.array([each[kind] for each in found]) for kind in (0, 1))
-        answered = np.mean([each is not None for each in chosen[name]]) if name in chosen else 1.0
-        widened = np.mean([each[2] for each in found])
-        against = [interval(now - base[kind], clusters) for kind, now in ((0, regret), (1, time))]
+    for name, each in found.items():
+        answers = rules if name == "rules" else said[name]
+        at = [row for row, answer in enumerate(answers) if answer is not None]
+        wrong = np.array([cases[row].is_wrong(str(answers[row])) for row in at])
+        at_most = f"{bounds(wrong, clusters[at])[1]:.0%}" if at else "-"
+        regret, cost, widened = columns(each)
+        against = [
+            bounds(now - then, clusters) for now, then in zip((regret, cost), columns(found["rules"]), strict=False)
+        ]
         lines.append(
-            f"| {name} | {answered:.0%} | {regret.mean():.2%}, {np.percentile(regret, 99):.2%}, {regret.max():.2%} "
-            f"| {np.median(time):.2f}, {np.percentile(time, 90):.2f} | {widened:.0%} "
+            f"| {name} | {len(at) / len(cases):.0%} | {at_most} "
+            f"| {regret.mean():.2%}, {np.percentile(regret, 99):.2%}, {regret.max():.2%} "
+            f"| {np.median(cost):.2f}, {np.percentile(cost, 90):.2f} | {widened.mean():.0%} "
             f"| {against[0][0]:+.2%} to {against[0][1]:+.2%} | {against[1][0]:+.2f} to {against[1][1]:+.2f} |"
         )
     return "\n".join(lines)
 
 
-def artifact(cases: list[Case], source: bytes) -> bytes:
+def columns(found: Sequence[Outcome]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return tuple(np.array([getattr(each, name) for each in found]) for name in ("regret", "cost", "widened"))  # type: ignore[return-value]
+
+
+def disagreement(cases: Sequence[Case], proven: Sequence[Case]) -> str:
+    """How often labels and proofs say otherwise."""
+    labelled = {case.key: case for case in cases}
+    pairs = [(labelled[case.key], case) for case in proven if case.key in labelled]
+    fits = [(a.times[name] is None) != (b.times[name] is None) for a, b in pairs for name in SETS]
+    off = [
+        abs(a.times[name] / b.times[name] - 1)  # type: ignore[operator]
+        for a, b in pairs
+        for name in SETS
+        if a.times[name] is not None and b.times[name] is not None
+    ]
+    wrong = [a.is_wrong(name) != b.is_wrong(name) for a, b in pairs for name in SETS[:-1]]
+    near = [any(b.times[name] is not None and b.is_wrong(name) is False for name in [a.best]) for a, b in pairs]
+    return (
+        f"{len(proven)} proven cases that can fit, {len(pairs)} of them by the labels, too; of their {len(fits)} sets "
+        f"{np.mean(fits):.0%} fit for one and not for the other, {np.mean(wrong):.0%} lose a percent for one and not "
+        f"for the other; times are {np.median(off):.1%} off in the median, {np.percentile(off, 90):.0%} in nine of "
+        f"ten; {np.mean(near):.0%} of the labels' answers lose nothing by proof"
+    )
+
+
+def artifact(cases: Sequence[Case], source: bytes, metrics: dict[str, list[float]]) -> bytes:
     """The depth-3 tree of all cases, as `memscale.policy.Artifact` reads it: a tree for each arm, of the same shape."""
-    labels = np.array([label(case) for case in cases])
-    features = arrays(cases)
-    model = MODELS["depth-3 tree"]().fit(features, labels)
-    tree = model.tree_
+    fitted = Fitted(MODELS["depth-3 tree"], cases)
+    tree, features = fitted.model.tree_, arrays(cases)
     trees = []
-    for arm, name in enumerate(model.classes_):
+    for arm, name in enumerate(fitted.model.classes_):
         bits = sum(1 << TECHNIQUES.index(each) for each in name.split("+"))
         nodes = []
         for row in range(tree.node_count):
@@ -189,13 +198,15 @@ def artifact(cases: list[Case], source: bytes) -> bytes:
         "features": list(FEATURES),
         "techniques": list(TECHNIQUES),
         "ranges": [[int(column.min()), int(column.max())] for column in features.T],
-        "threshold": 70,
+        "threshold": min(100, round(100 * fitted.threshold)),
         "trees": trees,
         "manifest": {
             "planner": planner(),
+            "commit": commit_of("HEAD"),
             "data": hashlib.sha256(source).hexdigest(),
             "cases": len(cases),
             "seed": 0,
+            "metrics": metrics,
         },
     }
     return json.dumps(made, sort_keys=True, separators=(",", ":")).encode()
@@ -204,22 +215,38 @@ def artifact(cases: list[Case], source: bytes) -> bytes:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("labels", type=Path)
+    options.add_argument("proven", type=Path)
     options.add_argument("--artifact", type=Path)
     given = options.parse_args()
-    source = given.labels.read_bytes()
-    rows = [json.loads(line) for line in source.splitlines()]
-    cases = [case for case in rows if case["sets"][ALL]["feasible"]]
-    names = {(case["family"], case["seed"]) for case in rows}
-    cards = {case["card"] for case in rows}
-    print(
-        f"{len(rows)} cases, {len(rows) * len(ORDER)} labels, of {len(names)} configurations of "
-        f"{len({family for family, _ in names})} families on {len(cards)} cards; {len(cases)} of them can fit\n"
-    )
-    counts = {name: sum(label(case) == name for case in cases) for name in ORDER}
-    print("; ".join(f"{name} {count}" for name, count in counts.items()), "\n")
-    print(table(cases))
+    cases, proven = read(given.labels, given.proven)
+    configurations = list(dict.fromkeys(case.configuration for case in cases))
+    never = set(configurations[-min(NEVER_SEEN, len(configurations) // 3) :])
+    seen = [case for case in cases if case.configuration not in never]
+    unseen = [case for case in cases if case.configuration in never]
+    cards = {case.key[2] for case in cases}
+    print(f"{len(cases)} cases that can fit, of {len(configurations)} configurations on {len(cards)} cards\n")
+    print(disagreement(cases, proven), "\n")
+    print("; ".join(f"{name} {sum(case.best == name for case in cases)}" for name in SETS), "\n")
+    chosen = judged(seen, left_out(seen))
+    new = judged(unseen, [(seen, unseen)])
+    print("Neither family nor card seen:\n", table(seen, chosen), sep="\n")
+    print(f"\n{len(never)} configurations never seen:\n", table(unseen, new), sep="\n")
+    known = {case.key: (each, at) for each, part in ((chosen, seen), (new, unseen)) for at, case in enumerate(part)}
+    proven = [case for case in proven if case.key in known]
+    said: Answers = {name: [known[case.key][0][name][known[case.key][1]] for case in proven] for name in chosen}
+    print("\nThe same answers by whole proofs:\n", table(proven, said), sep="\n")
     if given.artifact is not None:
-        given.artifact.write_bytes(artifact(cases, source))
+        metrics = {
+            name: [
+                round(float(part.mean()), 4) for part in columns([outcome(*each) for each in zip(on, who, strict=True)])
+            ]
+            for name, on, who in (
+                ("left out", seen, chosen["depth-3 tree"]),
+                ("never seen", unseen, new["depth-3 tree"]),
+                ("proven", proven, said["depth-3 tree"]),
+            )
+        }
+        given.artifact.write_bytes(artifact(cases, given.labels.read_bytes(), metrics))
 
 
 if __name__ == "__main__":

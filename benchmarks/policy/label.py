@@ -1,14 +1,16 @@
-"""What each set of techniques comes to, for configurations, cards and budgets: a line of JSON for each case.
+"""What each set of techniques comes to, for configurations, cards and budgets, as far as a solver sees.
 
-    python benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seeds 6 --seconds 1800
+    python benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seeds 30 --cards 3 --seconds 1800
 
-A run that is stopped goes on where it was. Infeasible is a flag, and never a number.
+A line of JSON for each configuration on each card. Its candidates are simulated once; then for each budget and each set
+of techniques a solver chooses among them, and the step that it chose is not simulated: `prove.py` does that for a
+sample. Infeasible is null, and never a number. A run that is stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import dataclasses
 import itertools
 import json
 import os
@@ -19,11 +21,15 @@ from typing import Any
 
 os.environ["MEMSCALE_CACHE"] = ""  # a plan that is known already says nothing of how long it takes
 
-from families import FAMILIES, subject
+from families import FAMILIES, Subject, subject
 
 import memscale as ms
 from memscale.planning import taken_bytes
-from memscale.policy import TECHNIQUES, StrategyContext, rule
+from memscale.planning.parts import parts_of
+from memscale.planning.search import Search
+from memscale.planning.trials import TrialSteps
+from memscale.policy import TECHNIQUES, StrategyContext
+from memscale.simulation import Attribution
 
 CARDS = (
     "v100-16",
@@ -40,14 +46,17 @@ CARDS = (
     "rtx-5090",
 )
 BUDGETS = (0.95, 0.85, 0.7, 0.55, 0.4, 0.3)  # of what the step takes
+# The simplest first: each set after those that it contains.
 SETS = tuple(
     "+".join(each for each in TECHNIQUES if each in chosen)
     for size in range(1, 4)
     for chosen in itertools.combinations(TECHNIQUES, size)
 )
+ALLOWED = ms.Config(mode="aggressive")
 
 
 def config_of(names: str) -> ms.Config:
+    """The config with the techniques of a set, and no other."""
     chosen = names.split("+")
     return ms.Config(
         enable_checkpointing="checkpoint" in chosen,
@@ -56,87 +65,122 @@ def config_of(names: str) -> ms.Config:
     )
 
 
-def cases(family: str, seed: int, card: str, budgets: tuple[float, ...]) -> list[dict[str, Any]]:
-    """The cases of one configuration on one card."""
-    given = subject(family, seed)
-    begun = time.perf_counter()
-    whole = ms.DecisionEngine(
-        given.model, given.batch[0], optimizer=given.optimizer, loss=lambda y, b: given.loss(y, (b,)), hardware=card
-    )
-    identity_seconds = time.perf_counter() - begun
-    taken = taken_bytes(whole.plain)
-    limits = [int(taken * share) for share in budgets]
-    found: dict[int, dict[str, Any]] = {limit: {} for limit in limits}
-    for names in SETS:
-        engine = copy.copy(whole)
-        engine._allowed, engine._searches, engine._stepping = config_of(names), None, {}
-        engine.steps.count = 0
-        begun = time.perf_counter()
-        assert engine.searches  # the candidates, tried once for all budgets
-        trying, tried = time.perf_counter() - begun, engine.simulations
-        for limit in limits:
-            engine.simulations, begun = 0, time.perf_counter()
-            best = engine._fastest(limit)
-            seconds = time.perf_counter() - begun
-            found[limit][names] = {
-                "feasible": best is not None,
-                "peak_bytes": None if best is None else best.proven.taken_bytes,
-                "step_seconds": None if best is None else best.proven.seconds,
-                "planning_seconds": round(trying + seconds, 4),
-                "simulations": tried + engine.simulations,
-            }
-    config = ms.Config(mode="aggressive")
-    rows = []
-    for share, limit in zip(budgets, limits, strict=True):
-        context = StrategyContext.of(whole.plain, whole.hardware, limit, config)
-        rows.append(
-            {
-                "family": family,
-                "seed": seed,
-                "card": card,
-                "budget": share,
-                "plain_seconds": whole.plain.step_seconds,
-                "identity_seconds": round(identity_seconds, 4),
-                "features": context.features(),
-                "rule": "+".join(rule(context)),
-                "sets": found[limit],
-            }
-        )
-    return rows
+def engine_of(given: Subject, card: str, config: ms.Config | None = None) -> ms.DecisionEngine:
+    """A planner that has simulated the step as it is, and nothing else."""
+    step = {"optimizer": given.optimizer, "loss": lambda output, batch: given.loss(output, (batch,)), "hardware": card}
+    return ms.DecisionEngine(given.model, given.batch[0], config=config, **step)
+
+
+def cards_of(family: str, seed: int, count: int) -> list[str]:
+    """The cards that a configuration is planned for."""
+    return random.Random(f"cards {family} {seed}").sample(CARDS, len(CARDS))[:count]
+
+
+class Counted:
+    """Stands for simulated trials, and counts them."""
+
+    def __init__(self, base: Attribution) -> None:
+        self.base, self.count = base, 0
+
+    def __call__(self, rules: Any, away: frozenset[str]) -> Counted:
+        self.count += 1
+        return self
+
+    def attribution(self, paths: Any) -> Attribution:
+        return self.base
+
+
+def trial_steps(search: Search, among: frozenset[str]) -> int:
+    """How many simulations the trials of these techniques take, if no candidate has to be turned down."""
+    menu = dataclasses.replace(search.menu, techniques=search.menu.techniques & among)
+    parts = parts_of(search._model, search.plain, tiles=menu.tiles)
+    menus = [*(menu.for_part(part, search.plain) for part in parts), menu.for_outside(search._model, parts)]
+    stub = Counted(search.plain.attribution([part.path for part in parts]))
+    TrialSteps(stub.base, parts, menus, stub).run({}, search.patience)
+    return stub.count
+
+
+def labels(family: str, seed: int, card: str) -> dict[str, Any]:
+    """The line of one configuration on one card."""
+    begun = time.process_time()
+    engine = engine_of(subject(family, seed), card)
+    identity_seconds = time.process_time() - begun
+    (search,) = engine.searches
+    searches = [search] if search.uncut is None else [search, search.uncut]
+    simulated, begun = engine.simulations, time.process_time()
+    choosers = [(each, each._chooser()) for each in searches if each.costs]
+    trial_seconds = time.process_time() - begun
+    trials = engine.simulations - simulated
+    taken, plain = taken_bytes(engine.plain), engine.plain.step_seconds
+    assert plain
+    cases = []
+    for share in BUDGETS:
+        limit = int(taken * share)
+        context = StrategyContext.of(engine.plain, engine.hardware, limit, ALLOWED)
+        found: dict[str, tuple[float, float] | None] = {}
+        for names in SETS:
+            among = engine._techniques(config_of(names))
+            # More techniques are never slower: what the solver finds among fewer of them counts, too.
+            chosen = [each for fewer, each in found.items() if each and set(fewer.split("+")) <= set(names.split("+"))]
+            for each, chooser in choosers:
+                if (choice := chooser.fastest(limit, each.with_own(among))) is not None:
+                    seconds, held = chooser.seconds(choice.assignment), chooser.held_bytes(choice.assignment)
+                    chosen.append((round(seconds / plain, 5), round(held / taken, 4)))
+            found[names] = min(chosen, default=None)
+        cases.append([share, list(context.features().values()), [found[names] for names in SETS]])
+    return {
+        "family": family,
+        "seed": seed,
+        "card": card,
+        "parameters": sum(each.numel() for each in engine.model.parameters()),
+        "plain": [plain, taken],
+        "identity_seconds": round(identity_seconds, 3),
+        "trials": [trials, round(trial_seconds, 3)],
+        "steps": [sum(trial_steps(search, each) for each in cut_and_uncut(search, engine, names)) for names in SETS],
+        "cases": cases,
+    }
+
+
+def cut_and_uncut(search: Search, engine: ms.DecisionEngine, names: str) -> list[frozenset[str]]:
+    """The techniques that each search tries which a set asks: around a loss head that may be cut is no part."""
+    among = engine._techniques(config_of(names))
+    return [among, among - {"tile"}] if "tile" in among and search.uncut is not None else [among]
+
+
+def append(out: Path, row: dict[str, Any]) -> None:
+    """A line more."""
+    with open(out, "a", encoding="utf-8") as file:
+        file.write(f"{json.dumps(row, separators=(',', ':'))}\n")
+
+
+def known(out: Path) -> list[dict[str, Any]]:
+    """The lines that are there."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--seeds", type=int, default=25)
-    options.add_argument("--families", nargs="*", default=FAMILIES)
-    options.add_argument("--cards", type=int, default=12, help="how many of the cards a configuration is planned for")
-    options.add_argument("--budgets", type=int, default=6, help="how many of the budgets")
+    options.add_argument("--seeds", type=int, default=30)
+    options.add_argument("--first-seed", type=int, default=0)
+    options.add_argument("--cards", type=int, default=3, help="on how many cards each configuration is planned")
     options.add_argument("--seconds", type=float, default=float("inf"))
     given = options.parse_args()
-    done = set()
-    if given.out.exists():
-        rows = [json.loads(line) for line in given.out.read_text().splitlines()]
-        done = {(row["family"], row["seed"], row["card"]) for row in rows}
+    done = {(row["family"], row["seed"], row["card"]) for row in known(given.out)}
     begun = time.perf_counter()
-    for seed in range(given.seeds):
-        for family in given.families:
-            draw = random.Random(f"cards {family} {seed}")
-            cards = draw.sample(CARDS, given.cards)
-            budgets = tuple(sorted(draw.sample(BUDGETS, given.budgets), reverse=True))
-            for card in cards:
-                if (family, seed, card) in done:
-                    continue
-                if time.perf_counter() - begun > given.seconds:
-                    return
-                try:
-                    rows = cases(family, seed, card, budgets)
-                except ms.MemscaleError as error:
-                    print(f"{family} {seed} on {card}: {error}", flush=True)
-                    continue
-                with open(given.out, "a", encoding="utf-8") as file:
-                    file.writelines(f"{json.dumps(row, sort_keys=True)}\n" for row in rows)
-                print(f"{family} {seed} on {card}: {time.perf_counter() - begun:.0f} s", flush=True)
+    # A card for each configuration, and then the next: what is sampled are configurations.
+    for number in range(given.cards):
+        for seed, family in itertools.product(range(given.first_seed, given.seeds), FAMILIES):
+            card = cards_of(family, seed, given.cards)[number]
+            if (family, seed, card) in done:
+                continue
+            if time.perf_counter() - begun > given.seconds:
+                return
+            try:
+                append(given.out, labels(family, seed, card))
+            except ms.MemscaleError as error:
+                print(f"{family} {seed} on {card}: {error}", flush=True)
+            print(f"{family} {seed} on {card}: {time.perf_counter() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

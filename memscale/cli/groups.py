@@ -12,7 +12,7 @@ from memscale.cli.options import add, whole_number
 from memscale.telemetry import State
 
 HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
-TELEMETRY = typer.Typer(help="Counts of calls: off by default, and sent by nothing but `send`.")
+TELEMETRY = typer.Typer()
 
 _Name = Annotated[str | None, typer.Option(metavar="NAME", help="Only runs of this name.")]
 
@@ -59,6 +59,12 @@ def history_export_command(
 ) -> int:
     """Give the runs to other tools."""
     return history.export(to, name, out)
+
+
+@TELEMETRY.callback(invoke_without_command=True)
+def telemetry_command(context: typer.Context) -> int:
+    """Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."""
+    return telemetry.status() if context.invoked_subcommand is None else 0
 
 
 @TELEMETRY.command("status")

@@ -78,8 +78,11 @@ def show(week: str | None, as_json: bool) -> int:
     for report in reports:
         print(json.dumps(json.loads(report), indent=1) if as_json else report.decode())
     if not reports:
-        said = "is not over yet" if on.names() else "has been counted since it was switched on"
-        print(f"nothing would be sent: no week {said}; telemetry is {now.state.value}", file=sys.stderr)
+        said = "that is over" if on.names() else "since it was switched on"
+        counted = [*on.names(), *Weeks(State.LOCAL).names()]
+        more = f"; `--week {counted[-1]}` shows what was counted in that one" if counted else ""
+        why = f"no week {said} was counted, and telemetry is {now.state.value}{more}"
+        print(f"nothing would be sent: {why}", file=sys.stderr)
     return 0
 
 

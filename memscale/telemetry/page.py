@@ -23,7 +23,7 @@ it has no socket, no thread, and nothing that runs at exit. `send` is a command 
 
 | command | |
 |---|---|
-| `memscale telemetry status` | what holds, what decided it, and where the files are |
+| `memscale telemetry` | what holds, what decided it, and where the files are |
 | `memscale telemetry show` | the exact bytes that `send` would send; `--week 2026-W47` is one week, as it is so far |
 | `memscale telemetry send` | posts the weeks that are over, once each, in 3 seconds; with `--dry-run` it only says so |
 

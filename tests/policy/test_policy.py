@@ -239,6 +239,17 @@ def test_a_plan_carries_its_decision(artifact):
     assert asked.plan(1.0).decision.reason == "the step fits"
 
 
+def test_wrap_says_who_decided(monkeypatch, caplog):
+    monkeypatch.delenv("MEMSCALE_POLICY", raising=False)
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    card = dataclasses.replace(ms.Hardware.named("t4"), memory_bytes=(512 + 30) << 20)
+    monkeypatch.setattr(ms.Hardware, "detect", lambda device=None: card)
+    caplog.set_level("INFO", "memscale")
+    model = nn.Sequential(*[Block(64) for _ in range(4)])
+    ms.detach(ms.wrap(model, ms.Config(auto_policy=True, target_gpu_utilization=1.0), torch.ones(4096, 64)))
+    assert [each for each in caplog.messages if each.startswith("policy: ") and ", by rule: " in each]
+
+
 def test_what_it_did_not_choose_is_not_tried(artifact):
     artifact(forest(0b001))
     asked = engine(AUTO)
@@ -283,13 +294,14 @@ def test_the_same_labels_give_the_same_artifact(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     import fit
 
-    source = (folder / "labels.jsonl").read_bytes()
-    cases = [case for case in map(json.loads, source.splitlines()) if case["sets"][fit.ALL]["feasible"]]
-    made = fit.artifact(cases, source)
-    assert made == fit.artifact(cases, source)
+    labels = folder / "labels.jsonl"
+    cases, proven = fit.read(labels, folder / "proven.jsonl")
+    assert proven
+    made = fit.artifact(cases, labels.read_bytes(), {})
+    assert made == fit.artifact(cases, labels.read_bytes(), {})
     assert len(made) < 300_000
     path = tmp_path / "policy.json"
-    path.write_bytes(made)
-    contexts = [StrategyContext(**case["features"], eligible=TECHNIQUES) for case in cases]
+    path.write_text(json.dumps(json.loads(made) | {"threshold": 0}))  # sure or not
+    contexts = [StrategyContext(*case.features, eligible=TECHNIQUES) for case in cases]
     read = Artifact.read(str(path))
-    assert any(answered(lambda each=each: read.vote(each))[0] for each in contexts)
+    assert all(answered(lambda each=each: read.vote(each))[0] for each in contexts)

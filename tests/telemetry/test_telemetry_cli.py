@@ -149,6 +149,8 @@ def test_an_endpoint_that_is_none_is_refused(place, capsys, endpoint):
 def test_what_was_counted_before_on_is_not_sent(place, capsys):
     main(["telemetry", "local"])
     counted_in(place, state="local")
+    assert main(["telemetry", "show"]) == 0
+    assert f"`--week {WEEK}` shows what was counted" in capsys.readouterr().err
     with server(ok) as (address, received):
         main(["telemetry", "on", "--endpoint", address])
         assert main(["telemetry", "send"]) == 0
@@ -161,8 +163,9 @@ def test_what_was_counted_before_on_is_not_sent(place, capsys):
 
 
 def test_status_says_what_holds_and_what_decided_it(place, capsys, monkeypatch):
-    assert main(["telemetry", "status"]) == 0
-    assert capsys.readouterr().out.startswith("telemetry is off: the default: nobody has switched it on\n")
+    for command in (["telemetry"], ["telemetry", "status"]):
+        assert main(command) == 0
+        assert capsys.readouterr().out.startswith("telemetry is off: the default: nobody has switched it on\n")
     main(["telemetry", "on", "--endpoint", "https://example.org"])
     assert "telemetry is on: memscale telemetry on, of 20" in capsys.readouterr().out
     monkeypatch.setenv("DO_NOT_TRACK", "1")
