@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import memscale as ms
 from memscale.cli.demo import demo
 from memscale.cli.explain import ExplainOptions, explain_snapshot
 from memscale.cli.groups import HISTORY, TELEMETRY
@@ -23,13 +26,23 @@ from memscale.telemetry import count as count_call
 # so no import names it in both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO}
+
 app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
 app.add_typer(HISTORY, name="history")
 app.add_typer(TELEMETRY, name="telemetry")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"memscale {ms.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def memscale() -> None:
+def memscale(
+    version: Annotated[bool, typer.Option("--version", help="The version.", callback=_version, is_eager=True)] = False,
+) -> None:
     """Train in less memory, to the same numbers."""
 
 
@@ -79,11 +92,18 @@ def run(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         count_call(f"command:{arguments[0]}")
     try:
-        return int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
+        status = int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
+        sys.stdout.flush()  # here, and not when Python ends: what cannot be written is an error like others
+        return status
     except MemscaleError as error:
         message = str(error)
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        message = f"the output cannot be written: {error.strerror}"
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would say so again when it ends
     except (KeyboardInterrupt, typer.Abort):
         print("memscale: stopped", file=sys.stderr)
         return 130

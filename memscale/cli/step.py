@@ -12,7 +12,7 @@ from torch import nn
 from typer import Option
 
 from memscale.cli.options import count
-from memscale.cli.subject import DTYPES, Subject, read_subject
+from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
 from memscale.core import ConfigError
 from memscale.hardware import Hardware
 from memscale.planning import Budget
@@ -130,7 +130,9 @@ def batch_of(subject: Subject, batch: int, seq: int) -> Any:
     try:
         return subject.batch(batch, seq)
     except Exception as error:
-        raise ConfigError(f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {error}") from error
+        raise ConfigError(
+            f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {first_line(error)}"
+        ) from error
 
 
 def typed_budget(text: str) -> Budget:

@@ -112,7 +112,7 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except Exception as error:  # whatever transformers says to a config that it does not know
-        raise ConfigError(f"--hf {str(path)!r} is not a config of transformers: {_first_line(error)}") from error
+        raise ConfigError(f"--hf {str(path)!r} is not a config of transformers: {first_line(error)}") from error
     build = _architecture(transformers, config, path)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # keys and values for generating, which a training loop has no use for
@@ -122,7 +122,7 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
     except Exception as error:
         raise ConfigError(
             f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
-            f"{_first_line(error)}; correct the config, or write a function that builds it and give module:factory"
+            f"{first_line(error)}; correct the config, or write a function that builds it and give module:factory"
         ) from error
     code = (
         "import torch\nimport transformers\n\n"
@@ -162,7 +162,7 @@ def _from_factory(source: str, dtype: torch.dtype | None) -> Subject:
     try:
         made = made()
     except Exception as error:
-        raise ConfigError(f"--hf {source!r} raises {type(error).__name__}: {_first_line(error)}") from error
+        raise ConfigError(f"--hf {source!r} raises {type(error).__name__}: {first_line(error)}") from error
     model, *rest = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module) or len(rest) > 2 or not all(map(callable, rest)):
         raise ConfigError(
@@ -226,7 +226,8 @@ def _zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long, device="cpu" if real else "meta")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What `error` says, without the frames of C++ that PyTorch may add."""
     return (str(error).strip().splitlines() or [""])[0]
 
 

@@ -1,6 +1,8 @@
 """``memscale predict``: the numbers of `OOMPredictor`, exit codes that scripts can use, one line for each mistake."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -507,3 +509,30 @@ def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys,
     for wrong in ("cast:int8", "tile:fp16"):
         assert predict("--hf", "gpt2.json", "--gpu", "h100", "--plan", wrong) == 2
         assert f"'{wrong}' is none" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_behind_stdout_is_one_line(tmp_path):
+    (tmp_path / "mine.py").write_text(FACTORIES)
+    command = [sys.executable, "-m", "memscale.cli", "predict", "--hf", "mine:plain", "--gpu", "h100"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=_environment())
+    assert done.returncode == 2
+    assert done.stderr == "memscale: the output cannot be written: No space left on device\n"
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parents[1])}
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"memscale {ms.__version__}\n"
+
+
+def test_a_size_that_no_tensor_has_is_one_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "huge.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["predict", "--hf", "huge:plain", "--gpu", "h100", "--batch", "9" * 20]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
