@@ -190,7 +190,6 @@ class MemoryProfiler:
         self.hardware = as_hardware(hardware, _device_type(self.model))
         self.kernels = Kernels(self.hardware, probe=probe)
 
-    @few_collections()  # also between the simulation and what is made of it
     def profile(self, batch: Any = None, *, accumulate: int = 1, capacity_bytes: int | None = None) -> Profile:
         """The memory of a step with this batch; arguments and errors as in `memscale.profile`.
 
@@ -391,6 +390,7 @@ class MemoryProfiler:
         )
         return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), simulation.below())
 
+    @few_collections()  # also between the simulation and what is made of it
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
         return self._simulated([step] * _STEPS, batch).profile(capacity_bytes)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
-import pytest
 import torch
 from torch import nn
 
 import memscale as ms
 from memscale.simulation import call_effects
-from memscale.simulation.garbage import few_collections
 
 
 def changes(monkeypatch):
@@ -33,17 +29,3 @@ def test_two_results_that_are_one_tensor_are_one_in_every_simulation(monkeypatch
             hardware="h100",
         ).changes
     )
-
-
-def test_collections_are_rare_and_as_before_after_an_error():
-    before, found = gc.get_threshold(), []
-
-    def fails():
-        with few_collections():
-            found.append(gc.get_threshold())
-            raise ValueError("the step's")
-
-    with pytest.raises(ValueError, match="the step's"):
-        fails()
-    assert found != [before]
-    assert gc.get_threshold() == before
