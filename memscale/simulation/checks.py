@@ -1,8 +1,9 @@
-"""What a profile refuses before it simulates anything: a model that cannot be followed, an optimizer of another one."""
+"""What a profile refuses or says before it simulates anything: of a model that cannot be followed, of an optimizer."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ def check_followed(model: Any) -> None:
             f"profile(model=...): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
             "through the model first"
         )
+
+
+def about_compiled(modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """A note, where modules are compiled: which tensors a graph keeps is its compiler's choice."""
+    compiled = sum(
+        "_orig_mod" in each._modules or vars(each).get("_compiled_call_impl") is not None for each in modules
+    )
+    if not compiled:
+        return ()
+    are = "s are" if compiled > 1 else " is"
+    return (
+        f"{compiled} module{are} compiled, and simulated as written: a graph frees a tensor after its last use and "
+        "chooses what it keeps for backward, so a real step may take less, or more",
+    )
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

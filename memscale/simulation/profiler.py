@@ -17,7 +17,7 @@ from memscale.core import ConfigError, Loss, MemscaleError, Record, batches, che
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
-from memscale.simulation.checks import check_followed, check_optimizer
+from memscale.simulation.checks import about_compiled, check_followed, check_optimizer
 from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
@@ -386,6 +386,7 @@ class MemoryProfiler:
             *self._about_plan,
             *simulation.mode.values.assumptions,
             *self.kernels.notes(simulation.scope.modules),
+            *about_compiled(simulation.scope.modules),
             *runtimes.notes(),
         )
         return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), simulation.below())

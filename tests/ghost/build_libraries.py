@@ -3,9 +3,9 @@
 usage: PYTHON build_libraries.py INCLUDE_DIR..., with the Python of an environment that has the wheel, and the folders
 of the headers.
 
-Every symbol that the wheel's libraries leave undefined is defined by cudart.c or libraries.c, or here as "return 0",
-under the version and in the library that it is asked from. What makes something, by its name, gives fresh memory in its
-first argument: handles must differ, since PyTorch keeps a workspace for each.
+Every symbol that the libraries of the wheel and of bitsandbytes leave undefined is defined by cudart.c or libraries.c,
+or here as "return 0", under the version and in the library that it is asked from. What makes something, by its name,
+gives fresh memory in its first argument: handles must differ, since PyTorch keeps a workspace for each.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def output(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def undefined(lib_dir: Path) -> dict[str, dict[str, set[str]]]:
-    """What the wheel's libraries ask for: names by version by library."""
+def undefined(lib_dir: Path, *others: Path) -> dict[str, dict[str, set[str]]]:
+    """What the wheel's libraries and `others` ask for: names by version by library."""
     needed, wanted, defined = {DRIVER, NVML}, defaultdict(set), set()
-    for lib in sorted(lib_dir.glob("*.so*")):
+    for lib in (*sorted(lib_dir.glob("*.so*")), *others):
         needed |= set(re.findall(r"NEEDED.*\[(.*?)\]", output("readelf", "-d", lib)))
         for line in output("nm", "-D", lib).splitlines():
             kind, symbol = line.split()[-2:]
@@ -118,7 +118,7 @@ def main(*includes: str) -> None:
     out = torch.parent / "nvidia" / "cu13" / "lib"
     out.mkdir(parents=True, exist_ok=True)
     flags = ["-O1", "-fPIC", "-w", *(f"-I{path}" for path in includes)]
-    libraries = undefined(torch / "lib")
+    libraries = undefined(torch / "lib", *torch.parent.glob("bitsandbytes/libbitsandbytes_cuda130.so"))
     runtime = next(name for name in libraries if name.startswith(RUNTIME))
     for soname in sorted(libraries, key=lambda soname: soname != runtime):
         print(build(soname, libraries[soname], runtime, out, flags))

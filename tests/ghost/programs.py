@@ -26,6 +26,17 @@ HOWS = (
     ms.offload(min_bytes=0, tier="pageable"),
     ms.offload(min_bytes=0, tier="disk"),
 )
+# How the optimizer steps; None is SGD as it is.
+STEPPED = (
+    None,
+    None,
+    ms.offload_states(),
+    ms.step_in_backward(),
+    ms.compose(ms.step_in_backward(), ms.offload_states()),
+    ms.compose(ms.step_in_backward(), ms.offload_states(tier="disk")),
+    ms.step_in_groups(group_bytes=1 << 14),
+    ms.quantize_states(),
+)
 
 
 class Failure(Exception):
@@ -108,7 +119,13 @@ class Chain:
                 plan |= {path: choose.choice(HOWS)} if choose.random() < 0.9 else {}
         self.fit = ms.transform(model, plan, runtime=runtime)
         self.parameters = list(model.parameters())  # while a region runs, another thread finds what stands for them
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        # Of numbers of its own, so that a case stays the program that it was.
+        stepped = random.Random(repr(kinds)).choice(STEPPED)
+        self.steps_in_backward = "step_in_backward" in repr(stepped)
+        if stepped is None:
+            self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        else:
+            self.optimizer = stepped.on(runtime)(torch.optim.AdamW(self.parameters, fused=True))
         self.kept = []
 
     def step(self):
@@ -140,16 +157,16 @@ class Chain:
             wanted = [p for p in self.parameters if choose.random() < 0.5] or self.parameters[:1]
             torch.autograd.grad(loss, wanted)
             return
-        if how < 0.5:
+        if how < 0.5 and not self.steps_in_backward:  # which changes what a second backward would need
             loss.backward(retain_graph=True)
         if choose.random() < 0.3:
             with _on(choose.choice(self.sides), loss):
                 loss.backward()
         else:
             loss.backward()
-        if choose.random() < 0.7:
+        if choose.random() < 0.7 or self.steps_in_backward:  # whose gradients are gone by now
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=choose.random() < 0.5)
+            self.optimizer.zero_grad(set_to_none=choose.random() < 0.5 or self.steps_in_backward)
 
     def gradients(self):
         """Those of every parameter; other threads may ask for them at the same time."""

@@ -8,6 +8,7 @@ sanitizers tell it, at the moment in the order of calls.
 import contextlib
 import ctypes
 import gc
+import importlib
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memscale.optimizers.separability import check_separable
 from memscale.runtime.checking.accesses import Access, join
 
 _NAMES = (
@@ -68,6 +70,15 @@ def recording():
     gc.freeze()  # what is there by now need not be gone through again in every program
     yield found
     gc.unfreeze()
+
+
+@pytest.fixture
+def tried_on_the_cpu(monkeypatch):
+    """Optimizers are tried where numbers are right: by those of the stand-in, nothing would pass for separable."""
+    small = [torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))]
+    evidence = check_separable(torch.optim.AdamW(small), None)
+    module = importlib.import_module("memscale.optimizers.transformed")
+    monkeypatch.setattr(module, "check_separable", lambda optimizer, how: evidence)
 
 
 class Accessing(TorchDispatchMode):

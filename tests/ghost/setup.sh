@@ -8,8 +8,10 @@ wheels=$environment/wheels
 pip="$environment/bin/python -m pip --quiet --disable-pip-version-check"
 python3 -m venv "$environment"
 # "===" takes the wheel of that very name, which is the one with CUDA 13, and not 2.13.0+cpu of some other index.
-# Without its dependencies, which are the nvidia-* packages that the stand-ins replace, and these few:
+# Without its dependencies, which are the nvidia-* packages that the stand-ins replace, and these few; bitsandbytes, whose
+# states in 8 bits are kernels of its own, asks for nothing else.
 $pip install --no-deps 'torch===2.13.0'
+$pip install --no-deps --constraint "$here/../../constraints.txt" bitsandbytes
 $pip install --constraint "$here/../../constraints.txt" sympy networkx jinja2 fsspec typing-extensions filelock \
     setuptools numpy optree transformers psutil pytest pytest-xdist hypothesis
 $pip download --no-deps --dest "$wheels" 'nvidia-cuda-runtime==13.0.*' 'nvidia-cublas==13.0.*' \

@@ -27,6 +27,31 @@ def not_packed():
     masks.find_packed_sequence_indices = looks_in_vain
 
 
+def float_masks_are_of_ones():
+    """Tell them that masks in floating point, which they make themselves where the caller gives none, are of ones."""
+    import transformers.masking_utils as masks
+
+    prepare, of_ones = masks._preprocess_mask_arguments, False
+
+    def prepared(config, inputs_embeds, attention_mask, *args, **kwargs):
+        nonlocal of_ones
+        of_ones = isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point()
+        return prepare(config, inputs_embeds, attention_mask, *args, **kwargs)
+
+    def seen(ignores):
+        def ignored(padding_mask, *args, **kwargs):
+            if of_ones and padding_mask is not None:
+                padding_mask.all()  # which takes memory
+                padding_mask = None
+            return ignores(padding_mask, *args, **kwargs)
+
+        return ignored
+
+    masks._preprocess_mask_arguments = prepared
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        setattr(masks, name, seen(getattr(masks, name)))
+
+
 def on_host(x):
     """A CPU tensor over the memory of a ghost tensor."""
     storage = x.untyped_storage()

@@ -1,18 +1,15 @@
 """The step on the host of a card's parameters, with the real caching allocator on a stand-in for the CUDA runtime."""
 
-import importlib
-
 import pytest
 import torch
 from torch import nn
 
 import memscale as ms
-from memscale.optimizers.separability import check_separable
 from memscale.runtime import Runtime
 from memscale.runtime.parameters.host_copy import HostCopy
-from tests.ghost.record import Accessing, Order, recorded, recording
+from tests.ghost.record import Accessing, Order, recorded, recording, tried_on_the_cpu  # noqa: F401
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("tried_on_the_cpu")]
 lib = recording
 IN_BACKWARD = ms.compose(ms.step_in_backward(), ms.offload_states())
 HOWS = {
@@ -20,15 +17,6 @@ HOWS = {
     "in backward": IN_BACKWARD,
     "disk": ms.compose(ms.step_in_backward(), ms.offload_states(tier="disk")),
 }
-
-
-@pytest.fixture(autouse=True)
-def _tried_on_the_cpu(monkeypatch):
-    """Numbers of the stand-in are garbage, by which nothing would pass for separable."""
-    small = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))]
-    evidence = check_separable(torch.optim.AdamW(small), None)
-    module = importlib.import_module("memscale.optimizers.transformed")
-    monkeypatch.setattr(module, "check_separable", lambda optimizer, how: evidence)
 
 
 def races(lib, how, delay):

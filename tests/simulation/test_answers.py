@@ -239,3 +239,11 @@ def test_what_pytorch_keeps_of_its_constructors_is_not_kept_from_a_simulation():
     told(QUESTIONS["context"])
     with torch.device("meta"):
         assert torch.tensor(0).is_meta
+
+
+def test_a_profile_says_that_compiled_modules_are_simulated_as_written():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(8, 64)
+    model[0].compile(backend="eager")
+    model[1] = torch.compile(model[1], backend="eager")
+    (note,) = ms.profile(model, x, loss=mean, hardware="h100").notes
+    assert note.startswith("2 modules are compiled, and simulated as written")

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ class HostBackend:
         self._directory = directory
         self._threads = threads
         self._slab: DiskSlab | None = None
+        self._making = threading.Lock()  # of the slab: two threads that ask first must not have one each
         self._untrimmed_bytes = 0
         self._process = os.getpid()
 
@@ -80,11 +82,12 @@ class HostBackend:
         refuse_in_fork(self._process)
         if self._disk_bytes < PAGE_BYTES:
             return None
-        if self._slab is None:
-            try:
-                self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
-            except DiskTierFull:
-                return None
+        with self._making:
+            if self._slab is None:
+                try:
+                    self._slab = DiskSlab(self._directory, cap_bytes=self._disk_bytes, threads=self._threads)
+                except DiskTierFull:
+                    return None
         extent = self._slab.reserve(nbytes)
         return None if extent is None else DiskBuffer(extent)
 

@@ -1,10 +1,12 @@
 """What every backend promises of memory that the CPU reads and writes in place, and of waiting on the host."""
 
+import contextlib
 import gc
 import os
 import random
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from memscale.runtime.backends import cuda as _cuda
+from memscale.runtime.backends import host as _host
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
@@ -604,3 +607,22 @@ def test_transfers_of_mapped_memory_run_beside_the_interpreter(tmp_path):
     thread.join()
     assert my_tensor.unique().tolist() == [50]
     assert load(backend, mine, "cpu")[0].unique().tolist() == [50]
+
+
+def test_threads_that_ask_for_disk_first_get_it_of_one_slab(tmp_path, monkeypatch):
+    """As the optimizers of two models do that train beside each other with their states on disk."""
+    both = threading.Barrier(2, timeout=0.2)
+
+    class Slow(_host.DiskSlab):
+        def __init__(self, *args, **options):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait()  # for another thread that makes one
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(_host, "DiskSlab", Slow)
+    backend = HostBackend(tmp_path, disk_bytes=CAP)
+    with ThreadPoolExecutor(2) as threads:
+        buffers = list(threads.map(lambda _: backend.allocate(MIB, "disk"), range(2)))
+    for buffer in buffers:
+        backend.copy(torch.zeros(MIB, dtype=torch.uint8), buffer, "out", after=[]).wait()
+        backend.free(buffer, after=[])

@@ -11,10 +11,11 @@ import memscale as ms
 from memscale.runtime import Runtime
 from tests.ghost.mutants import MUTANTS
 from tests.ghost.programs import run, run_beside
-from tests.ghost.record import Accessing, Order, recorded, recording
+from tests.ghost.record import Accessing, Order, recorded, recording, tried_on_the_cpu  # noqa: F401
 
 pytestmark = [
     pytest.mark.cuda,
+    pytest.mark.usefixtures("tried_on_the_cpu"),
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning"),
 ]
 CASES = int(os.environ.get("GHOST_CASES", "100"))
