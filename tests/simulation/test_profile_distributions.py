@@ -11,6 +11,15 @@ from tests.support.profiled import ROWS, Forward, mlp, train, x
 from tests.support.steps import assert_exact
 
 
+@pytest.fixture(autouse=True)
+def _validating():
+    """As PyTorch does by default, until something is compiled in the process."""
+    before = d.Distribution._validate_args
+    d.Distribution.set_default_validate_args(True)
+    yield
+    d.Distribution.set_default_validate_args(before)
+
+
 def gaussian(y):
     posterior = d.Normal(y, F.softplus(y))
     return posterior.rsample() + d.kl_divergence(posterior, d.Normal(0.0, 1.0))
