@@ -39,6 +39,7 @@ def halve(
     """
     bound: list[float] = []
     shown, surely = set[Assignment](), set[Assignment]()
+    fitted = False  # a surer form that fits says nothing of the rungs further down
     late = math.inf  # by how much steps are later than is thought, at least
 
     def simulated(assignment: Assignment) -> Shown:
@@ -68,12 +69,12 @@ def halve(
                     if sure.taken_bytes <= limit_bytes:
                         below, bound = min(below, sure.seconds), bound or [choice.bound]
                 continue
-            fits, below, bound = rung, min(below, found.seconds), [choice.bound]
+            fits, below, bound, fitted = rung, min(below, found.seconds), [choice.bound], True
             fastest = ladder.seconds(ladder.choice(over + 1).assignment)
             is_near = fastest >= (1 - WORTH) * ladder.seconds(choice.assignment)
             if found.taken_bytes >= USED * limit_bytes and is_near:
                 return bound
-        if bound:
+        if fitted:
             break
     return bound
 
