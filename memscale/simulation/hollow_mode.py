@@ -25,7 +25,7 @@ from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEff
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.in_place_sums import InPlaceSums
-from memscale.simulation.kernels.caches import cache_bytes
+from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
@@ -81,7 +81,7 @@ class HollowMode(TorchDispatchMode):
             self.ledger,
             residents,
             beside_cpu=kernels.device_type != "cpu",
-            held_bytes=None if host is None else cache_bytes(),
+            caches=None if host is None else own_caches(),
             lane=lambda: clock.lane,
         )
         self.values = Values(self.storages)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.cache_contents import CacheContents
+from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.ledger import Ledger, StorageRecord
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
@@ -28,7 +29,7 @@ class LiveStorages:
         ledger: where births and deaths are recorded.
         residents: the category and the name of storages of before the step, by address of their storage object.
         beside_cpu: whether the device has a CPU beside it, whose memory is not its own.
-        held_bytes: what the caches of the device hold; None where nobody asks what is in them.
+        caches: of the device; None where nobody asks what is in them.
         lane: the stream that is the current one, None for the step's own.
 
     Attributes:
@@ -41,14 +42,14 @@ class LiveStorages:
         residents: dict[int, tuple[str, str]],
         *,
         beside_cpu: bool = False,
-        held_bytes: int | None = None,
+        caches: Caches | None = None,
         lane: Callable[[], object] = lambda: None,
     ) -> None:
         self.ledger = ledger
         self._lane = lane
         self._streams: dict[object, int] = {None: 0}
         self.beside_cpu = beside_cpu
-        self._caches = None if held_bytes is None else CacheContents(held_bytes)
+        self._caches = None if caches is None else CacheContents(caches)
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from memscale.core import available_host_bytes
 from memscale.hardware import Seconds, Work
-from memscale.simulation.kernels.caches import Clock, cpu_clock, flush
+from memscale.simulation.kernels.caches import Clock, cpu_clock, own_caches
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
 
@@ -33,6 +33,8 @@ _COLD_CALLS = 3
 _LONG_SECONDS, _ROUNDS = 0.004, 5
 # What is smaller costs its dispatch, wherever its operands are.
 _SMALLEST_COLD_BYTES = 1 << 16
+# What a smaller share of the operands takes longer tells little of what all would.
+_LEAST_LOST = 0.25
 _POOL = 1 << 16
 _FEW_FAULTS = 8  # of the interpreter and the allocator
 # They talk to other processes, or to a profiler.
@@ -139,15 +141,15 @@ class CallTimer:
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
         with _random_state_kept(op):
             self._once(op, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
-            cached = self._cached(op, args, kwargs)
-            has_both = nbytes >= _SMALLEST_COLD_BYTES and nbytes <= self._flush.nbytes
-            uncached = self._uncached(op, args, kwargs) if has_both else cached
+            cached = uncached = self._cached(op, args, kwargs)
+            if nbytes >= _SMALLEST_COLD_BYTES and (lost := own_caches().lost(nbytes, self._flush.nbytes + nbytes)):
+                uncached += (self._uncached(op, args, kwargs) - cached) / max(lost, _LEAST_LOST)
         self._last = None
         return Seconds(cached, max(cached, uncached))
 
     @functools.cached_property
     def _flush(self) -> torch.Tensor:
-        return flush()
+        return own_caches().flush()
 
     def _cached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
         taken: list[_Call] = []

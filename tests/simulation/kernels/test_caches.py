@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
+from memscale.simulation.cache_contents import CacheContents
 from memscale.simulation.kernels import caches
+from memscale.simulation.ledger import StorageRecord
 
 MIB = 1 << 20
 
@@ -23,37 +25,56 @@ class Reads:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(caches, "_MOST_BYTES", 64 * MIB)
+    monkeypatch.setattr(caches, "_MOST_BYTES", 8 * MIB)
 
 
-def test_what_is_read_as_fast_after_so_much_else_is_still_there():
-    # After 4, 8, 16, 32 and 64 MiB of others.
-    assert caches.tried_cache_bytes(Reads(1.0, 1.1, 1.2, 2.0, 2.1)) == 16 * MIB
-    assert caches.tried_cache_bytes(Reads(1.0, 2.0, 2.0, 2.0, 2.0)) == 4 * MIB
-    assert caches.tried_cache_bytes(Reads(1.0, 1.0, 1.0, 1.0, 2.0)) == 32 * MIB
-    # What disturbed a read of one size says nothing of those beyond it.
-    assert caches.tried_cache_bytes(Reads(1.0, 1.6, 1.0, 2.0, 2.0)) == 16 * MIB
+def test_reads_after_more_and_more_of_other_memory_say_what_is_missing():
+    found = caches.tried(Reads(1.0, 1.0, 2.0, 2.5, 3.0))
+    assert found == ((0, MIB, 2 * MIB, 4 * MIB, 8 * MIB), (0.0, 0.0, 0.5, 0.75, 1.0))
+    # What disturbed one read says nothing, and no less is missing after more.
+    assert caches.tried(Reads(1.0, 2.0, 1.5, 3.0, 2.0)).shares == (0.0, 0.5, 0.5, 1.0, 1.0)
+    assert caches.tried(Reads(1.0, 1.0, 1.0, 1.0, 1.0)).shares == (0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def test_trying_takes_an_eighth_of_the_memory_that_is_free(monkeypatch):
-    monkeypatch.setattr(caches, "available_host_bytes", lambda: 64 * MIB)
-    assert caches.tried_cache_bytes(Reads(1.0, 2.0)) == 4 * MIB
+    monkeypatch.setattr(caches, "available_host_bytes", lambda: 16 * MIB)
+    assert caches.tried(Reads(1.0, 2.0, 2.0)).nbytes == (0, MIB, 2 * MIB)
     monkeypatch.setattr(caches, "available_host_bytes", lambda: 0)
-    assert caches.tried_cache_bytes(Reads(1.0)) == 4 * MIB
+    assert caches.tried(Reads(1.0, 2.0)).nbytes == (0, MIB)
 
 
-def test_a_flush_is_some_times_as_large_as_what_is_held(monkeypatch):
-    monkeypatch.setattr(caches, "cache_bytes", lambda: 8 * MIB)
-    assert caches.flush().nbytes == 32 * MIB
-    monkeypatch.setattr(caches, "cache_bytes", lambda: 32 * MIB)
-    assert caches.flush().nbytes == 64 * MIB
+def test_a_flush_leaves_half_or_less():
+    own = caches.Caches((0, MIB, 2 * MIB, 8 * MIB), (0.0, 0.2, 0.6, 1.0))
+    assert own.flush().nbytes == 2 * MIB
+    assert own.lost(0, own.flush().nbytes) == 0.6
+    # Of what is used again and again a part is missing each time, which is none of what is lost beside.
+    assert own.lost(MIB, 2 * MIB) == pytest.approx(0.5)
+    assert own.lost(2 * MIB, MIB) == own.lost(9 * MIB, 16 * MIB) == 0.0
 
 
 def test_what_was_found_is_remembered_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("MEMSCALE_CACHE", str(tmp_path))
-    found = iter([16 * MIB])
-    monkeypatch.setattr(caches, "tried_cache_bytes", lambda _: next(found))
+    own = caches.Caches((0, MIB), (0.0, 1.0))
+    found = iter([own])
+    monkeypatch.setattr(caches, "tried", lambda _: next(found))
     for _ in range(2):
         caches._remembered.cache_clear()
-        assert caches.cache_bytes() == 16 * MIB
+        assert caches.own_caches() == own
     caches._remembered.cache_clear()  # what other tests find is theirs
+
+
+def test_an_operator_misses_what_others_have_driven_out():
+    def shares(*uses):
+        contents = CacheContents(caches.Caches((0, MIB, 4 * MIB, 64 * MIB), (0.0, 0.0, 0.4, 1.0)))
+        records = {}
+        for size in dict.fromkeys(uses):
+            records[size] = StorageRecord(size, -1)
+            records[size].used_at = -1
+        return [round(contents.missing_share([(records[size], size)]), 3) for size in uses]
+
+    assert shares(MIB, MIB) == [1.0, 0.0]
+    assert shares(MIB, 3 * MIB, MIB)[-1] == 0.4  # in the next level
+    assert shares(MIB, 63 * MIB, MIB)[-1] == 1.0
+    # The half of a large operand is in no cache even if it was used just now, which its own time knows.
+    assert shares(34 * MIB, 34 * MIB) == [1.0, 0.0]
+    assert 0.0 < shares(34 * MIB, 10 * MIB, 34 * MIB)[-1] < 1.0

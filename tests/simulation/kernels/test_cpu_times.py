@@ -10,6 +10,7 @@ import memscale as ms
 from memscale.hardware import Seconds, Work
 from memscale.simulation.host_time import HostTime, Own
 from memscale.simulation.kernels import cpu_times
+from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.kernels.cpu_times import CallTimer, CpuTimes
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ class Ticks:
 
 def test_a_call_is_timed_with_its_operands_cached_and_not(monkeypatch):
     monkeypatch.setattr(cpu_times, "_page_faults", lambda: 0)
+    monkeypatch.setattr(cpu_times, "own_caches", lambda: Caches((0, 1 << 22), (0.0, 1.0)))
     a = torch.empty(256, 256)
     first = 100.0  # loads code
     assert CallTimer(Ticks(first, 5.0, 5.0, 5.0, 9.0)).seconds(aten.mm.default, (a, a), {}) == (5.0, 9.0)
@@ -42,6 +44,10 @@ def test_a_call_is_timed_with_its_operands_cached_and_not(monkeypatch):
     assert CallTimer(Ticks(first, 1.0, 9.0, 8.0, 7.0, 2.0, 9.0)).seconds(aten.mm.default, (a, a), {}) == (1.0, 2.0)
     tiny = torch.empty(4)
     assert CallTimer(Ticks(first, 5.0, 5.0, 5.0, 9.0)).seconds(aten.add.Tensor, (tiny, tiny), {}) == (5.0, 5.0)
+    # Where half of what was there is left, all of it would take twice as much longer.
+    monkeypatch.setattr(cpu_times, "own_caches", lambda: Caches((0, 1 << 22, 1 << 30), (0.0, 0.5, 1.0)))
+    seconds = CallTimer(Ticks(first, 5.0, 5.0, 5.0, 9.0)).seconds(aten.mm.default, (a, a), {})
+    assert seconds == (5.0, pytest.approx(13.0, rel=0.1))
 
 
 def test_calls_with_page_faults_that_others_do_not_have_are_left_out(monkeypatch):
