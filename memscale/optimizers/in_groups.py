@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from memscale.core import budget_bytes
+from memscale.core import budget_bytes, device_type
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
 from memscale.optimizers.transformed import OptimizerTransform
 
@@ -46,8 +46,8 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
 
     Args:
         group_bytes: the most bytes of parameters that step at once, such as ``2**26`` or ``"64MiB"``. One that is
-            larger steps alone. A ``fused`` optimizer has no temporaries, and one that is neither has those of a single
-            parameter; both gain nothing here.
+            larger steps alone, and what streams apart from what stays on the device. A ``fused`` optimizer has no
+            temporaries, and one that is neither has those of a single parameter; both gain nothing here.
 
     Raises:
         ConfigError: `group_bytes` is not a positive number of bytes.
@@ -78,11 +78,14 @@ class _InGroups(StepPart):
 
 
 def at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """`parameters` in their order, so many bytes of them at a time, or one that is larger."""
+    """`parameters` in their order, so many bytes of them at a time, or one that is larger.
+
+    Those of one device at a time: PyTorch steps all that it is given one by one where one of them is on a CPU.
+    """
     few: list[torch.Tensor] = []
     total = 0
     for parameter in parameters:
-        if few and total + parameter.nbytes > nbytes:
+        if few and (total + parameter.nbytes > nbytes or device_type(parameter) != device_type(few[-1])):
             yield few
             few, total = [], 0
         few.append(parameter)

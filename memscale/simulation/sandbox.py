@@ -143,7 +143,7 @@ class Simulation:
             stack.enter_context(self.mode)
             self._sharded.begin()
             self._send_home()
-            stack.enter_context(self._kernels.chosen(self.scope.optimizers, self._is_below))
+            stack.enter_context(self._kernels.chosen(self._is_below))
         except BaseException:
             stack.close()
             raise

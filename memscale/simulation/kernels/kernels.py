@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,12 +157,10 @@ class Kernels:
         return found
 
     @contextmanager
-    def chosen(
-        self, optimizers: list[torch.optim.Optimizer], is_below: Callable[[torch.Tensor], bool]
-    ) -> Iterator[None]:
+    def chosen(self, is_below: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         """Make PyTorch choose as it does on the device: its attention kernel, its optimizers' multi-tensor loops.
 
-        Parameters that live on another memory tier are there, `is_below` says.
+        A loop over single tensors where some live on the CPU, as those that are streamed do, which `is_below` says.
         """
         with ExitStack() as stack:
             stack.enter_context(patched(F, "linear", linear))
@@ -174,13 +174,8 @@ class Kernels:
                 # of the weights. The tensors say that they are on a CPU.
                 for name in ("torch.optim.optimizer", "torch.optim.swa_utils"):
                     module = importlib.import_module(name)  # torch.optim deletes the name of the first
-                    stack.enter_context(patched(module, "_get_foreach_kernels_supported_devices", _with_loops))
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        # A loop over single tensors where some live on the CPU, as those that are streamed do.
-                        away = any(map(is_below, group["params"]))
-                        if "foreach" in group and group["foreach"] is None and not group.get("fused") and away:
-                            group["foreach"] = False  # put back with everything else that the simulation reached
+                    devices = partial(_with_loops, is_below)
+                    stack.enter_context(patched(module, "_get_foreach_kernels_supported_devices", devices))
             yield
 
 
@@ -199,8 +194,10 @@ def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     return _LINEAR(input, weight, bias)
 
 
-def _with_loops() -> list[str]:
-    return ["cpu", "cuda"]
+def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
+    """The devices with multi-tensor loops; none where PyTorch asks for tensors of which one is on no such device."""
+    asked = sys._getframe(1).f_locals.get("params", ())
+    return [] if any(each is not None and is_below(each) for each in asked) else ["cpu", "cuda"]
 
 
 class CudaProbe:

@@ -35,6 +35,20 @@ def test_an_optimizer_takes_the_loop_that_it_takes_on_the_device(optimizer, defa
     assert peaks[None] == peaks[default] != peaks[not default]
 
 
+def test_parameters_that_step_together_take_the_loop_that_their_own_places_allow():
+    def peak(streamed, foreach=None):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        optimizer = ms.step_in_groups(group_bytes=2**21)(torch.optim.AdamW(model.parameters(), foreach=foreach))
+        plan = ms.Plan({each: ms.offload(what="params", min_bytes=0) for each in streamed})
+        step = {"optimizer": optimizer, "plan": plan, "loss": mean, "hardware": "a100-80"}
+        return ms.profile(model, torch.ones(4, 256), **step).peak_bytes
+
+    # As the allocator of torch 2.13's CUDA build had it: 5 to 9 % less if one that streams were to decide for all.
+    assert peak(["7"]) > peak(["7"], foreach=False)
+    every = list(map(str, range(8)))
+    assert peak(every) == peak(every, foreach=False)
+
+
 def test_the_softmaxs_backward_makes_the_product_of_gradient_and_output():
     matrix = torch.empty(2, 4, 64, 64)
     turned = matrix.transpose(2, 3)
