@@ -44,9 +44,8 @@ class Program:
 
     def __init__(self, cost: Floats, upper: Floats) -> None:
         self._highspy = _highspy()
-        self._highs = self._highspy.Highs()
+        self._highs = _quiet(self._highspy)
         for option, value in (
-            ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
             ("mip_rel_gap", GAP),
@@ -154,6 +153,20 @@ class Program:
         self.values = np.array(highs.getSolution().col_value)
         self.bound = float(info.mip_dual_bound if self._integers else info.objective_function_value)
         return bool(len(self.values)) and bool(np.isfinite(info.objective_function_value))
+
+
+def _quiet(highspy: Any) -> Any:
+    """A solver that prints nothing."""
+
+    class Quiet(highspy.Highs):  # type: ignore[misc]
+        def enableCallbacks(self) -> None:
+            # The constructor calls this, whereupon HiGHS 1.16 prints its banner unless it was told before.
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    found = Quiet()
+    found.setOptionValue("output_flag", False)  # what has no callbacks
+    return found
 
 
 def _highspy() -> Any:

@@ -59,3 +59,8 @@ def test_what_has_no_solution_is_told():
     program.wait(np.array([[-1.0, -1.0]]), -3.0)
     assert not program.solve()
     assert not program.branch([0])
+
+
+def test_the_solver_prints_nothing(capfd):
+    assert Program(np.array([-1.0]), np.array([1.0])).solve()
+    assert capfd.readouterr() == ("", "")
