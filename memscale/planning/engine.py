@@ -12,13 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config
-from memscale.core import (
-    ConfigError,
-    Loss,
-    MemscaleError,
-    budget_bytes,
-    format_bytes,
-)
+from memscale.core import ConfigError, Loss, budget_bytes, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
@@ -36,7 +30,7 @@ from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import MemoryProfiler, NeedsValues, Parallel, Profile, Ranks, SimulatedStep
+from memscale.simulation import MemoryProfiler, Parallel, Profile, Ranks, SimulatedStep
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -104,26 +98,7 @@ class DecisionEngine:
         self.steps = StepSimulator(
             model, batch, optimizer, loss, accumulate, self.hardware, self.ranks, distributed, progress
         )
-        try:
-            self.plain_step = self.steps.simulate((), True)
-        except NeedsValues as error:
-            raise ConfigError(
-                f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "
-                "that only a real run computes; make the model's control flow independent of them, or write a plan by "
-                "hand and measure it with profile(plan=...)"
-            ) from error
-        except MemscaleError:
-            raise
-        except NotImplementedError as error:
-            raise ConfigError(
-                f"this step cannot be planned: {error}. Plan the same model without what needs that (sparse=True of an "
-                "embedding, say), or write a plan by hand and measure it with profile(plan=...)"
-            ) from error
-        except Exception as error:
-            raise ConfigError(
-                f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "
-                "with"
-            ) from error
+        self.plain_step = self.steps.as_it_is()
         self.plain = self.plain_step.profile()
         self._known: KnownPlans[DecisionEngine] = KnownPlans()
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import Loss, TransformError, matches
+from memscale.core import ConfigError, Loss, MemscaleError, TransformError, matches
 from memscale.hardware import Hardware
 from memscale.planning.candidates import Rules
 from memscale.planning.short_stack import shortened
-from memscale.simulation import MemoryProfiler, Profile, Ranks, SimulatedStep, arguments_of
+from memscale.simulation import MemoryProfiler, NeedsValues, Profile, Ranks, SimulatedStep, arguments_of
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
@@ -56,6 +56,33 @@ class StepSimulator:
             model, optimizer = shortened(self.model, left_out), None
         profiler = self._profiler(Plan(rules), model, optimizer, self.ranks)
         return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
+
+    def as_it_is(self) -> SimulatedStep:
+        """The step without any rule.
+
+        Raises:
+            ConfigError: it fails, or cannot be simulated.
+        """
+        try:
+            return self.simulate((), True)
+        except NeedsValues as error:
+            raise ConfigError(
+                f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "
+                "that only a real run computes; make the model's control flow independent of them, or write a plan by "
+                "hand and measure it with profile(plan=...)"
+            ) from error
+        except MemscaleError:
+            raise
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"this step cannot be planned: {error}. Plan the same model without what needs that (sparse=True of an "
+                "embedding, say), or write a plan by hand and measure it with profile(plan=...)"
+            ) from error
+        except Exception as error:
+            raise ConfigError(
+                f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "
+                "with"
+            ) from error
 
     def profile(self, plan: Plan, ranks: Ranks | None = None) -> Profile:
         """The profile of the step under a plan, as one process's of `ranks` if these are given."""
