@@ -286,10 +286,19 @@ class Shared(Assembled):
         self.agreement = agreement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self._check()
-            if self.agreement.is_open:
-                self.agreement.settle()
+        # In a `try`, so that between two graphs this frame is Python's, which looks before it calls.
+        try:
+            if torch.compiler.is_compiling():
+                # Dynamo makes a guard of each comparison. Afterwards, for it takes a parameter that it first meets
+                # outside of a module for an input like any other, of a size that may change.
+                result = self.fn(*args, **kwargs)
+                self._check()
+                return result
+        finally:
+            pass
+        self._check()
+        if self.agreement.is_open:
+            self.agreement.settle()
         return self.fn(*args, **kwargs)
 
     @property

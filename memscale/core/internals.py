@@ -145,6 +145,13 @@ INTERNALS = tuple(
         (f"{_C}_dynamo.eval_frame._FrameAction", "hooks that stay uncompiled", _R, "it may compile them"),
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
         ("torch._guards.TracingContext", "whether a compiler describes a parameter", "optimizers"),
+        ("torch._dynamo.config", "floats that are constants", _R, "dynamic=True around tile() is an AssertionError"),
+        (
+            "torch._dynamo.decorators.DynamoConfigPatchProxy",
+            "floats that are constants",
+            _R,
+            "dynamic=True around tile() is an AssertionError",
+        ),
         ("torch._dynamo.comptime.comptime", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
         ("torch._dynamo.exc.Unsupported", "a refusal while it traces", f"{_T}cast", "under torch.compile only"),
         (

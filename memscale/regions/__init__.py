@@ -14,7 +14,7 @@ from memscale.regions.scope import NOWHERE, Scope, as_it_was, code_names, put_ba
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
-from memscale.regions.uncompiled import OperatorWatch, never_compiled, uncompiled, without_dynamo
+from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import is_unrecorded, unrecorded
 from memscale.regions.untouched import untouched
 from memscale.regions.views import rewinding, wait_for_recomputes
@@ -43,6 +43,7 @@ __all__ = [
     "code_names",
     "counted_states",
     "differing",
+    "floats_as_constants",
     "functorch_state",
     "hidden_changes",
     "holds",

@@ -1,4 +1,4 @@
-"""What runs uncompiled under `torch.compile`: regions between two graphs, and modes that watch operators."""
+"""What runs uncompiled under `torch.compile`, and what is constant there."""
 
 from __future__ import annotations
 
@@ -51,6 +51,21 @@ def never_compiled(entry: F) -> F:
         _set_strategy(entry.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
     return entry
 
+
+def floats_as_constants() -> AbstractContextManager[None]:
+    """Where Dynamo traces with ``dynamic=True``: what is read in here, an epsilon say, is a constant, with a guard.
+
+    Else it makes each float that it meets an input, and the number of that in whichever body of a checkpoint read it
+    first, where no second body finds it: an AssertionError, with `torch.utils.checkpoint` as well.
+    """
+    if not internals.has("torch._dynamo.decorators.DynamoConfigPatchProxy"):
+        return nullcontext()
+    patch = torch._dynamo.config.patch(specialize_float=True)
+    return torch._dynamo.decorators.DynamoConfigPatchProxy(patch)
+
+
+# Dynamo calls it, and takes what it returns for a patch that its trace enters.
+floats_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _c = torch._C
 

@@ -309,6 +309,28 @@ def test_compiled_side_effects_happen_once():
     assert fit[0].calls == 2
 
 
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_step_notices_a_parameter_that_was_replaced(fullgraph):
+    model = mlp()
+    fit = ms.transform(model, {"*": checkpoint()})
+    graphs = []
+    compiled = torch.compile(fit, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=fullgraph)
+    x = numbers(2, 6)
+    compiled(x)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert torch.equal(compiled(x), model(x))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    error = torch._dynamo.exc.Unsupported if fullgraph else ms.TransformError
+    with pytest.raises(error, match=r"parameter '0\.weight' of the model was replaced"):
+        compiled(x)
+    # One trace; the parameters are those of modules, whose sizes a compiler may rely on, and no inputs besides.
+    first = [node.name for node in graphs[0].graph.nodes if node.op == "placeholder"]
+    assert len(first) == 1 + len(list(model.parameters()))
+    assert len(graphs) == 1 or not fullgraph
+
+
 def test_a_runtime_that_is_none_is_refused():
     with pytest.raises(ms.TransformError, match=r"transform\(runtime='x'\) must be a memscale.runtime.Runtime"):
         ms.transform(nn.Linear(1, 1), {"": ms.offload()}, runtime="x")

@@ -29,6 +29,7 @@ from memscale.core import (
     pytrees,
 )
 from memscale.regions import Scope, functorch_state, hidden_changes, without_dynamo
+from memscale.transforms.cast.clashes import explained
 from memscale.transforms.cast.containers import Containers
 from memscale.transforms.cast.converted import Converted, substituted
 from memscale.transforms.cast.doubles import Doubles
@@ -295,7 +296,12 @@ def _eager(self: Casted, args: Any, kwargs: Any) -> Any:
     flags = scope.flags()
     try:
         args, kwargs = containers.lend(args), {key: containers.lend(value) for key, value in kwargs.items()}
-        with own_kernels(scope.survey), lies_between, substituted(scope, how.params or how.compute, copies, lost):
+        with (
+            own_kernels(scope.survey),
+            lies_between,
+            substituted(scope, how.params or how.compute, copies, lost),
+            explained(how, scope.roots, how.keep),
+        ):
             made = copies.made()
             with hidden_changes.refused(
                 made,

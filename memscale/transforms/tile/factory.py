@@ -24,7 +24,15 @@ from memscale.core import (
     pytrees,
 )
 from memscale.policies import everything_saveable, nothing_saveable
-from memscale.regions import Scope, functorch_state, hidden_changes, put_back, rewinding, without_dynamo
+from memscale.regions import (
+    Scope,
+    floats_as_constants,
+    functorch_state,
+    hidden_changes,
+    put_back,
+    rewinding,
+    without_dynamo,
+)
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
 from memscale.transforms.tile.cutting import Cut, Joined
@@ -230,9 +238,13 @@ class Tiled(Transformed):
             for index, source in sources.items():
                 leaves[index] = source.take(start, length)
             piece_args, piece_kwargs = pytrees.unflatten(cut.spec, leaves)
-            watch = start == 0 and not compiling
-            with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext():
-                result = run(*piece_args, **piece_kwargs)
+            watch = start == 0
+            if compiling:
+                with floats_as_constants():
+                    result = run(*piece_args, **piece_kwargs)
+            else:
+                with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext():
+                    result = run(*piece_args, **piece_kwargs)
             joined.add(result, start, length)
         return joined.result()
 

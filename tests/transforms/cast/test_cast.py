@@ -720,3 +720,37 @@ def test_an_embedding_with_sparse_gradients_is_named_before_backward_would_fail(
     fit = ms.transform(model, {"": ms.cast(keep=("<norms>", "0"))})
     fit(torch.tensor([1, 2])).sum().backward()
     assert model[0].weight.grad.is_sparse
+
+
+class WithPositions(nn.Module):
+    """Adds a table that it makes itself, in float32 whatever it computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x) + torch.arange(4.0).sin())
+
+
+def test_a_table_that_a_region_makes_is_named_and_not_the_batch():
+    model, x = nn.Sequential(WithPositions()), torch.ones(2, 4)
+    for keep in (("<norms>",), ()):
+        message = (
+            r"Linear '0\.down' was given bfloat16 and float32 together.*makes or converts itself.*\.to\(x\.dtype\)"
+        )
+        with pytest.raises(TransformError, match=message) as refused:
+            ms.transform(model, {"": cast(keep=keep)})(x)
+        assert f"keep={(*keep, '0.down')!r}" in str(refused.value)
+        assert ms.transform(model, {"": cast(keep=(*keep, "0.down"))})(x).dtype is FP32
+    with pytest.raises(TransformError, match="makes or converts itself"):
+        ms.profile(model, x, plan={"": cast()}, loss=lambda y, _: y.sum())
+
+
+def test_an_error_of_the_region_itself_stays_what_it_is():
+    def fails(x):
+        raise RuntimeError("a float of its own")
+
+    with pytest.raises(RuntimeError, match="of its own") as error:
+        cast()(fails)(torch.ones(1))
+    assert type(error.value) is RuntimeError

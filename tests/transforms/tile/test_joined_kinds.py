@@ -53,3 +53,23 @@ def test_lengths_that_the_compiler_keeps_open():
     fn = torch.compile(how(torch.tanh), backend="eager", fullgraph=True, dynamic=True)
     for x in (torch.randn(4, 7, 3), torch.randn(5, 9, 4)):
         assert torch.equal(fn(x), torch.tanh(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_floats_that_the_compiler_keeps_open():
+    """Each piece has a body of its own, and all of them read the epsilon and what they are called with."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.scale = torch.nn.LayerNorm(4), 0.5
+
+        def forward(self, x, factor):
+            return self.norm(x) * self.scale * factor
+
+    block = Block()
+    fit = ms.transform(block, {"": tile(chunks=2)})
+    fn = torch.compile(fit, backend="aot_eager", fullgraph=True, dynamic=True)
+    for x, factor in ((torch.randn(4, 4), 0.1), (torch.randn(7, 4), 0.2)):
+        assert torch.equal(fn(x, factor), block(x, factor))
+    assert not torch._dynamo.config.specialize_float
