@@ -8,6 +8,7 @@ from memscale.hardware.copies import (
     copy_seconds,
     host_seconds,
     knows_copies,
+    new_memory_seconds,
 )
 from memscale.hardware.device import Hardware, cpu_name
 from memscale.hardware.host_calls import HostSeconds, host_calls
@@ -38,6 +39,7 @@ __all__ = [
     "host_calls",
     "host_seconds",
     "knows_copies",
+    "new_memory_seconds",
     "nominal",
     "on_card",
     "seconds",

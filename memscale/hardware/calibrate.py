@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memscale.hardware.disk_rates import disk_rates
+from memscale.hardware.new_memory import new_memory_rate
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
@@ -77,14 +78,14 @@ class _Timer:
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device = device
-        self._clock = clock
+        self.clock = clock
 
     def once(self, run: Run) -> float:
         self._finish()
-        began = self._clock()
+        began = self.clock()
         run()
         self._finish()
-        return self._clock() - began
+        return self.clock() - began
 
     def median(self, run: Run) -> float:
         return statistics.median(self.once(run) for _ in range(_REPEATS))
@@ -166,7 +167,7 @@ def _copy_rates(timer: _Timer, nbytes: int) -> dict[str, float]:
         beside = {"host_bandwidth_bytes_per_second": 3 * host.nbytes / timer.median(lambda: other.add_(host))}
     else:
         to_device = to_host = copy
-        beside = {}
+        beside = new_memory_rate(nbytes // 2, timer.clock)
     return {
         "bandwidth_bytes_per_second": max(2 * a.nbytes / copy, 3 * a.nbytes / triad),
         "host_to_device_bytes_per_second": a.nbytes / to_device,

@@ -24,6 +24,9 @@ _HOST_BYTES_PER_SECOND = 50e9
 
 _HOST_OPERATOR_SECONDS = 5e-6
 
+# A page of 4 KiB in a microsecond and a half.
+_NEW_MEMORY_BYTES_PER_SECOND = 2.7e9
+
 Direction = Literal["out", "in"]
 DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
 
@@ -31,6 +34,11 @@ DIRECTIONS: tuple[Direction, Direction] = ("out", "in")
 def host_seconds(nbytes: int, hardware: Hardware) -> float:
     """How long the CPU beside an accelerator takes for an operator that reads and writes `nbytes`."""
     return _HOST_OPERATOR_SECONDS + nbytes / (hardware.host_bandwidth_bytes_per_second or _HOST_BYTES_PER_SECOND)
+
+
+def new_memory_seconds(nbytes: int, hardware: Hardware) -> float:
+    """How long the system takes to give a process `nbytes` of memory, as they are touched, and to take them back."""
+    return nbytes / (hardware.new_memory_bytes_per_second or _NEW_MEMORY_BYTES_PER_SECOND)
 
 
 def knows_copies(hardware: Hardware) -> bool:

@@ -87,6 +87,8 @@ class Hardware:
         host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
         disk_read_bytes_per_second, disk_write_bytes_per_second: as offloading reaches them beside a
             step: past the system's cache, into new memory on a CPU.
+        new_memory_bytes_per_second: of memory that a process on a CPU did not have: the system clears each page when
+            it is touched first. With the time to give it back.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.
         multiprocessors: how many the device has, which decides the scratch memory of some kernels; where it is
             None, those of an H100 (132) are taken.
@@ -132,6 +134,7 @@ class Hardware:
     host_bandwidth_bytes_per_second: float | None = None
     disk_read_bytes_per_second: float | None = None
     disk_write_bytes_per_second: float | None = None
+    new_memory_bytes_per_second: float | None = None
     capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     launch_seconds: float | None = None

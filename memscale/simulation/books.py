@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memscale.hardware import Direction, host_seconds, knows_copies
+from memscale.hardware import Direction, host_seconds, knows_copies, new_memory_seconds
 from memscale.simulation.call_effects import CallEffect
 from memscale.simulation.garbage import StepCollections
 from memscale.simulation.host_time import HostTime
@@ -115,6 +115,9 @@ class Books:
             if self._host is not None:
                 uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
             seconds = None if effect.seconds is None else effect.seconds.at(uncached_share)
+            if seconds:  # what nothing is written to here is not touched, and so not given yet
+                new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
+                seconds += new_memory_seconds(new_bytes, self._clock.hardware)
             by_autograd = in_backward and not (records or self.modules)
             kind = "backward" if by_autograd else "operator" if records else "plain"
             seconds = self._called(operator, seconds, kind, effect.listed)

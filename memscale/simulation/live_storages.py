@@ -15,6 +15,7 @@ import torch
 from memscale.simulation.cache_contents import CacheContents
 from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.ledger import Ledger, StorageRecord
+from memscale.simulation.new_memory import NewMemory
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
@@ -50,6 +51,7 @@ class LiveStorages:
         self._streams: dict[object, int] = {None: 0}
         self.beside_cpu = beside_cpu
         self._caches = None if caches is None else CacheContents(caches)
+        self._memory = None if beside_cpu else NewMemory()
         self.away = False  # whether what is made now is made on another memory tier
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record
@@ -71,6 +73,16 @@ class LiveStorages:
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
         """The share of an operator's bytes that is in no cache; see `CacheContents.missing_share`."""
         return 1.0 if self._caches is None else self._caches.missing_share(used, made)
+
+    def new_bytes(self, nbytes: int) -> int:
+        """How much of a storage of so many bytes the system would have to give to a process on a CPU."""
+        return 0 if self._memory is None else self._memory.new_bytes(nbytes)
+
+    def trim(self) -> None:
+        """Record that the device is given back what its allocator only caches."""
+        self.ledger.trim()
+        if self._memory is not None:
+            self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of that record in the ledger."""
@@ -94,6 +106,8 @@ class LiveStorages:
         record.stream = self._stream()
         if self._caches is not None:
             self._caches.born(record)
+        if self._memory is not None:
+            self._memory.born(nbytes)
         number = self.ledger.birth(record)
         key = storage._cdata
         self.live[key] = number
@@ -136,6 +150,8 @@ class LiveStorages:
             record = self.ledger.records[number]
             if self._caches is not None:
                 self._caches.died(record)
+            if self._memory is not None:
+                self._memory.died(record.nbytes)
             self.ledger.death(number)
             record.later = None
 
@@ -149,7 +165,9 @@ class LiveStorages:
         fresh.stream = self._stream()
         self.live[storage._cdata] = self.ledger.birth(fresh)
         self.ledger.death(number)
-
+        if self._memory is not None:
+            self._memory.born(nbytes)
+            self._memory.died(old.nbytes)
         self._sizes[storage._cdata] = nbytes
 
     def size(self, storage: torch.UntypedStorage) -> int:

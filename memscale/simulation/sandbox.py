@@ -113,7 +113,7 @@ class Simulation:
                 self.clock,
                 partial(_away, self.mode),
                 partial(_references, self._aliases),
-                on_trim=self.mode.ledger.trim,
+                on_trim=self.mode.storages.trim,
                 on_copy=CarriedValues(self.mode.storages).copied,
             )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from memscale.hardware.calibrate import _product, calibrate
 from memscale.hardware.call_seconds import call_seconds
 from memscale.hardware.device import Hardware
 from memscale.hardware.disk_rates import disk_rates
+from memscale.hardware.new_memory import new_memory_rate
 from memscale.hardware.operator_rates import operator_rates
 
 GIB = 1024**3
@@ -225,6 +227,14 @@ def test_the_disk_is_timed_by_what_offloading_does_with_it(device_type):
         "disk_write_bytes_per_second": nbytes / 1.0,
         "disk_read_bytes_per_second": nbytes / 2.0,
     }
+
+
+def test_new_memory_is_timed_by_its_first_touch():
+    nbytes = 2 * 4 * 1024**2
+    readings = itertools.accumulate(itertools.cycle([0.0, 5.0, 1.0, 2.0]))  # touched, touched again, given back
+    assert new_memory_rate(nbytes, lambda: next(readings)) == {"new_memory_bytes_per_second": nbytes / 6.0}
+    assert new_memory_rate(nbytes, lambda: 1.0) == {}  # a clock that is too coarse
+    assert new_memory_rate(4096, time.thread_time) == {}
 
 
 def test_no_disk_has_no_speed(monkeypatch):

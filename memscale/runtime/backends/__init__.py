@@ -2,6 +2,7 @@
 
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.backends.trace import CountedBuffer, TraceBackend
+from memscale.runtime.backends.trims import Trims
 
 __all__ = [
     "Backend",
@@ -10,4 +11,5 @@ __all__ = [
     "Event",
     "Stream",
     "TraceBackend",
+    "Trims",
 ]

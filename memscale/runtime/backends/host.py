@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,15 +12,13 @@ from typing import Any
 import torch
 
 from memscale.runtime.backends.protocol import Buffer, Event, Stream
+from memscale.runtime.backends.trims import Trims
 from memscale.runtime.engine.refusals import refuse_in_fork
 from memscale.runtime.storage.arena import PAGE_BYTES
 from memscale.runtime.storage.courier import Errand
 from memscale.runtime.storage.disk import UNLIMITED_BYTES, DiskSlab, DiskTierFull, Extent
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
-
-_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-_TRIM_BYTES = 32 << 20
 
 
 class _Now:
@@ -74,7 +70,7 @@ class HostBackend:
         self._threads = threads
         self._slab: DiskSlab | None = None
         self._making = threading.Lock()  # of the slab: two threads that ask first must not have one each
-        self._untrimmed_bytes = 0
+        self._trims = Trims()
         self._process = os.getpid()
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
@@ -106,25 +102,18 @@ class HostBackend:
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """See `Backend.empty`."""
         refuse_in_fork(self._process)
-        self._trim_after(nbytes)
+        self._trims.after(nbytes)
         # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
         # the storage offsets of their parts.
         return like.new_empty(nbytes)
 
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`."""
-        self._trim_after(tensor.nbytes)
-
-    def _trim_after(self, nbytes: int) -> None:
-        """Have malloc give the system what it holds and does not use, now and then: by itself it keeps most of it."""
-        self._untrimmed_bytes += nbytes
-        if _MALLOC_TRIM is not None and self._untrimmed_bytes > _TRIM_BYTES:
-            self._untrimmed_bytes = 0
-            _MALLOC_TRIM(0)
+        self._trims.after(tensor.nbytes)
 
     def trim(self) -> None:
         """See `Backend.trim`."""
-        self._trim_after(_TRIM_BYTES + 1)
+        self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memscale.runtime.backends import Buffer, CountedBuffer, Event, Stream, TraceBackend
+from memscale.runtime.backends import Buffer, CountedBuffer, Event, Stream, TraceBackend, Trims
 from memscale.simulation.schedule.clock import Clock, Transfer
 
 
@@ -60,6 +60,7 @@ class ClockedBackend(TraceBackend):
         super().__init__(caps)
         self._clock = clock
         self._leaving: list[tuple[float, Buffer]] = []  # given back, and still read or written until then
+        self._trims = Trims() if clock.is_host else None
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
         """See `Backend.allocate`."""
@@ -75,6 +76,19 @@ class ClockedBackend(TraceBackend):
             self._leaving.append((end, buffer))
         else:
             super().free(buffer, after=after)
+
+    def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """See `Backend.empty`."""
+        self._trim_after(nbytes)
+        return super().empty(nbytes, like)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """See `Backend.discard`."""
+        self._trim_after(tensor.nbytes)
+
+    def _trim_after(self, nbytes: int) -> None:
+        if self._trims is not None and self._trims.due(nbytes):
+            self.on_trim()
 
     def record(self, stream: int | None = None) -> Event:
         """See `Backend.record`."""

@@ -132,6 +132,7 @@ class Clock:
 
     Attributes:
         host: what those take.
+        is_host: whether the device is the host itself, a CPU.
         now: where the host is.
         steps: when each step began.
         end: when the last one was over.
@@ -163,7 +164,7 @@ class Clock:
         self.lane: Lane | None = None
         self.beside: dict[int, tuple[float, float]] = {}
         self._of_groups: dict[str, Mark] = {}  # the last collective of each group
-        self._is_host = hardware.device_type == "cpu"
+        self.is_host = hardware.device_type == "cpu"
         self.host = host_calls(hardware) if charges else _NO_SECONDS
         self._between = 0.0
         self._end = 0.0  # of all that the device was given
@@ -195,7 +196,7 @@ class Clock:
 
     def calls(self, seconds: float) -> None:
         """The host makes a call that takes it so long: see `HostSeconds`."""
-        if self._is_host:
+        if self.is_host:
             self._between += seconds
         else:
             self.now += seconds
@@ -226,7 +227,7 @@ class Clock:
         self._free += seconds
         self.ends.append(self._end)
         self._free_ends.append(self._free)
-        if self._is_host:
+        if self.is_host:
             self.now = max(self.now, self._end)  # it may have waited, which what takes time comes after
         self.issued.append(self.now)
 
@@ -247,7 +248,7 @@ class Clock:
         """Let what a stream is given from here on come after something."""
         if lane is not None:
             lane.mark = mark if mark.end > lane.end else lane.mark
-        elif self._is_host:
+        elif self.is_host:
             self.hold_up_for(mark)
         elif mark.end > self._end:
             self._awaited.append(mark)
@@ -326,11 +327,11 @@ class Clock:
             begin = max(begin, self._disk_end)
         self.calls(self.host.copy)
         # What comes behind a copy that the CPU carries is carried, too, so that it does not overtake.
-        carried = self._is_host or tier != "pinned" or self._carried_ends[direction] > self.now
+        carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
         if tier == "disk":
             self._disk_end = end
-        if not self._is_host:
+        if not self.is_host:
             self._link_ends[direction] = end
         if carried:
             self._carried_ends[direction] = end
@@ -369,7 +370,7 @@ class Clock:
             free = end - self._host_behind if cause == "host" else end
             self._would_stand_still(free, cause, max(0.0, end - begin))
         if end > begin:
-            if cause in COLLECTIVES and not self._is_host:
+            if cause in COLLECTIVES and not self.is_host:
                 if not self._behind:
                     self._free = begin
                 self._behind.append((len(self.stalls), end - begin))

@@ -8,6 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.runtime import Runtime
+from memscale.runtime.backends import Trims
 from tests.support.hosts import QUICK_HOST
 
 CARD = dataclasses.replace(ms.Hardware.named("h100"), call_seconds=QUICK_HOST)
@@ -120,3 +121,34 @@ def test_a_cpu_waits_for_its_disk():
     assert waits == sorted(waits)
     assert waits[0] < 0.1 * found[0].step_seconds
     assert waits[-1] > 0.75 * moved / 2e7  # at least one way, less what hides behind the compute
+
+
+def test_what_malloc_gave_back_costs_a_cpu_its_pages_again(monkeypatch):
+    """Each 32 MiB that moved have malloc give back what is free; steps that move nothing find what they freed."""
+
+    def box(rate):
+        return ms.Hardware(
+            name="box",
+            device_type="cpu",
+            memory_bytes=1 << 40,
+            flops_per_second={"float32": 2e11},
+            bandwidth_bytes_per_second=2e10,
+            disk_read_bytes_per_second=1e12,
+            disk_write_bytes_per_second=1e12,
+            new_memory_bytes_per_second=rate,
+            measured=True,
+        )
+
+    def seconds(rate, plan):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(LAYERS)])
+        batch = torch.empty(4096, 1024, device="meta")
+        profile = ms.profile(model, batch, loss=lambda y, _: y.sum(), plan=plan, hardware=box(rate))
+        return sum(operator.seconds for operator in profile.schedule.operators)
+
+    activation, offloaded = 4096 * 1024 * 4, {"*": ms.offload()}
+    assert seconds(1e9, None) == seconds(1e12, None)
+    new_bytes = (seconds(5e8, offloaded) - seconds(1e9, offloaded)) * 1e9
+    assert 2 * activation <= new_bytes <= 4 * LAYERS * activation
+    monkeypatch.setattr(Trims, "due", lambda trims, nbytes: False)
+    assert seconds(1e9, offloaded) == seconds(1e12, offloaded)
