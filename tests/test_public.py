@@ -97,12 +97,12 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes format_flops
     format_seconds found_once from_data fsdp_groups fsdp_groups_of history_path integer internals is_in_memory
     is_of_modules matches misfit
-    modules_in optional pytrees read_or_empty scalar_loss shown simulated_device_type simulating simulation spellings
-    tensors unflatten validate version versions
+    modules_in optional pytrees read_or_empty scalar_loss shown simulated_choices simulated_device_type simulating
+    simulation spellings tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate host_calls
-    host_seconds knows_copies nominal on_card seconds span work_of
+    host_seconds knows_copies new_memory_seconds nominal on_card seconds span work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
@@ -126,7 +126,7 @@ memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_fro
     plot_timelines profile_text write_frontier write_held write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
     Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
-memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend
+memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims
 memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable

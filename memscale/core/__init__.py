@@ -23,7 +23,14 @@ from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit
 from memscale.core.pytrees import tensors, unflatten
 from memscale.core.recording import HISTORY, Record, history_path
-from memscale.core.simulating import compute_capability, device_type, simulated_device_type, simulating, simulation
+from memscale.core.simulating import (
+    compute_capability,
+    device_type,
+    simulated_choices,
+    simulated_device_type,
+    simulating,
+    simulation,
+)
 from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
 from memscale.core.validation import Check, Misfit, boolean, integer, optional, validate
@@ -86,6 +93,7 @@ __all__ = [
     "read_or_empty",
     "scalar_loss",
     "shown",
+    "simulated_choices",
     "simulated_device_type",
     "simulating",
     "simulation",

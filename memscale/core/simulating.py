@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-_running: list[tuple[str, Callable[[torch.Tensor], str], tuple[int, int] | None]] = []
+_running: list[tuple[str, Callable[[torch.Tensor], str], tuple[int, int] | None, Any]] = []
 
 
 def simulating() -> bool:
@@ -59,15 +60,24 @@ def compute_capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     return _running[-1][2] if _running else torch.cuda.get_device_capability(tensor.device)
 
 
+def simulated_choices() -> Any:
+    """What the simulation that runs draws from for itself; None where it draws nothing."""
+    return _running[-1][3] if _running else None
+
+
 @contextmanager
 def simulation(
-    device_type: str, type_of: Callable[[torch.Tensor], str], capability: tuple[int, int] | None = None
+    device_type: str,
+    type_of: Callable[[torch.Tensor], str],
+    capability: tuple[int, int] | None = None,
+    choices: Any = None,
 ) -> Iterator[None]:
     """Simulate a device of this type in the body, where `type_of` says it of a tensor: some lie beside the device.
 
-    `capability` is the compute capability of a CUDA device.
+    `capability` is the compute capability of a CUDA device. From its `choices`, which have `get_state` and `set_state`,
+    the simulation draws random numbers for itself.
     """
-    _running.append((device_type, type_of, capability))
+    _running.append((device_type, type_of, capability, choices))
     try:
         yield
     finally:

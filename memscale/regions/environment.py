@@ -82,7 +82,7 @@ class Environment:
                     used.append(first)
             used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
             self._random = used or None
-            del self._counted[len(used) :]
+            del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
             if not self.uses_host_random:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from memscale.core import simulated_device_type
+from memscale.core import simulated_choices, simulated_device_type
 from memscale.regions.unrecorded import unrecorded
 
 
-def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The generators of PyTorch that operators on the CPU and on `devices` draw from; that of the CPU first."""
-    found = [torch.default_generator]
+def generators(devices: Iterable[torch.device]) -> list[Any]:
+    """What operators on the CPU and on `devices` draw from; PyTorch's generator for the CPU first."""
+    found: list[Any] = [torch.default_generator]
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -29,6 +29,8 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
         elif device.type == "xpu":
             index = torch.xpu.current_device() if device.index is None else device.index
             found.append(torch.xpu.default_generators[index])
+    if (choices := simulated_choices()) is not None:
+        found.append(choices)
     return found
 
 

@@ -22,6 +22,7 @@ from memscale.core import ConfigError
 from memscale.hardware import Direction
 from memscale.simulation.books import Books
 from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
+from memscale.simulation.choices import Choices
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.in_place_sums import InPlaceSums
@@ -90,6 +91,7 @@ class HollowMode(TorchDispatchMode):
         self.searching = False  # the optimizer decides by values of the loss
         self.host = host
         self.works = Works(clock)
+        self.choices = Choices()
         self._kernels = kernels
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._effects = CallEffects(kernels, self.hollow)
@@ -289,7 +291,7 @@ class HollowMode(TorchDispatchMode):
         source, guess = tensors[0], CHOICE
         if source.is_floating_point():
             # What draws from a distribution, `multinomial`, takes no negative probabilities.
-            values = torch.rand_like(source) if operator.draws else torch.randn_like(source)
+            values = self.choices.numbers(source, positive=operator.draws)
         elif (whole := self.values.of(source)) is not None:
             values, guess = whole, self.storages.record(source).guess
         else:

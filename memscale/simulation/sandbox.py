@@ -127,7 +127,8 @@ class Simulation:
                 self.mode.storages.send_away(tensor)
             stack.enter_context(reads_checked(self.mode))
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
-            stack.enter_context(simulation(self._kernels.device_type, device_type, self._kernels.capability))
+            capability, choices = self._kernels.capability, self.mode.choices
+            stack.enter_context(simulation(self._kernels.device_type, device_type, capability, choices))
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             if self._answering:
                 on_device = partial(_is_on_device, self.mode.storages)

@@ -95,6 +95,22 @@ def plan_random_states_of_a_policy():
     return _attending(0.1, ms.checkpoint(policy=ms.policies.dots_saveable))
 
 
+@case
+def plan_choices():
+    """Chooses by activations, and draws nothing."""
+
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 16), nn.Linear(4, 16)
+
+        def forward(self, x):
+            y = self.one(x)
+            return x + self.two(y.topk(4)[0] + y.gather(-1, y.argsort(-1)[..., :4])) * y.argmax(-1, keepdim=True)
+
+    return train(nn.Sequential(*[Choosing() for _ in range(3)]), x(8, 24, 16), plan={"*": ms.checkpoint()})
+
+
 SELECTIONS = {
     "max": lambda y: y.max(-1)[0],
     "median": lambda y: y.median(-1)[0],
