@@ -41,12 +41,14 @@ class SimulatedStep:
         clock: when its operators and copies ran, and on what.
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
+        goes_by_draws: whether its code read a random number.
     """
 
     ledger: Ledger
     clock: Clock
     notes: tuple[str, ...]
     by_tier: Mapping[str, int]
+    goes_by_draws: bool = False
 
     def profile(self, capacity_bytes: int | None = None) -> Profile:
         """What `memscale.profile` says of it."""

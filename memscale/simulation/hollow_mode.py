@@ -23,6 +23,7 @@ from memscale.hardware import Direction
 from memscale.simulation.books import Books
 from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
 from memscale.simulation.choices import Choices
+from memscale.simulation.draws import Draws, settle
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.in_place_sums import InPlaceSums
@@ -71,10 +72,16 @@ class HollowMode(TorchDispatchMode):
         residents: the category and the name of storages of before the step, by address of their storage object.
         clock: of that device, which each operator moves on.
         host: times what happens between the operators, where kernels are timed, too; None if nobody asks.
+        draws: which numbers it draws.
     """
 
     def __init__(
-        self, kernels: Kernels, residents: dict[int, tuple[str, str]], clock: Clock, host: HostTime | None = None
+        self,
+        kernels: Kernels,
+        residents: dict[int, tuple[str, str]],
+        clock: Clock,
+        host: HostTime | None = None,
+        draws: Draws = Draws.SEEDED,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -85,7 +92,8 @@ class HollowMode(TorchDispatchMode):
             caches=None if host is None else own_caches(),
             lane=lambda: clock.lane,
         )
-        self.values = Values(self.storages)
+        self.values = Values(self.storages, alike=draws is not Draws.SEEDED)
+        self.draws = draws
         self.hollow = HollowStorages()
         self.books = Books(self.storages, clock, host)
         self.searching = False  # the optimizer decides by values of the loss
@@ -254,6 +262,9 @@ class HollowMode(TorchDispatchMode):
         written = written_by(operator.written, args, kwargs)
         if known and not any(record.category == "parameter" for record in records):
             op(*args, **kwargs)
+            if operator.draws:
+                self._settle(written[0], call)
+                self.values.trust(written, DRAW)
         else:
             self.values.overwrite(call, written)
         crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
@@ -281,9 +292,15 @@ class HollowMode(TorchDispatchMode):
         if operator.leaves:  # what was in the memory before is different each time
             with _disable_current_modes():
                 result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
+        if operator.draws:
+            self._settle(result, call)
         self.books.enter(operator, result, effect)
         self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(call.records))
         return result
+
+    def _settle(self, drawn: Any, call: Call) -> None:
+        with _disable_current_modes():
+            settle(drawn, call.operator.op, call.args, self.draws)
 
     def _choose(self, call: Call, effect: CallEffect) -> Any:
         """A choice: among activations of random ones, since the real ones are not computed."""
@@ -307,7 +324,7 @@ class HollowMode(TorchDispatchMode):
         values = {id(tensor): tensor if known else self.values.of(tensor) for tensor in tensors}
         if any(value is None for value in values.values()):
             raise NeedsValues(f"{operator.op} reads a value that only a real run computes", self.books.path())
-        self._assume(operator, records)
+        self._assume(operator, records, reads=True)
         return operator.op(*exchanged(args, values), **exchanged(kwargs, values))
 
     def _from_values(self, call: Call) -> Any:
@@ -353,7 +370,7 @@ class HollowMode(TorchDispatchMode):
             ledger.death(ledger.birth(StorageRecord(scratch, len(ledger.ops) - 1, "workspace", path="gloo")))
         return self.works.returned(op, args, call)
 
-    def _assume(self, operator: Operator, records: list[StorageRecord]) -> None:
+    def _assume(self, operator: Operator, records: list[StorageRecord], *, reads: bool = False) -> None:
         # A model must not decide on a number that stands for another.
         decides = bool(self.books.modules or self.searching)
-        self.values.assume(operator, records, self.books.path(), decides=decides)
+        self.values.assume(operator, records, self.books.path(), decides=decides, reads=reads)

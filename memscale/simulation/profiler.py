@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.checks import about_compiled, check_followed, check_optimizer
+from memscale.simulation.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.kernels import Kernels
@@ -328,11 +330,19 @@ class MemoryProfiler:
             found[1].let_go()
 
     def _simulated(self, steps: Sequence[Callable[[], object]], batch: Any) -> SimulatedStep:
+        """The step; where random numbers decide what it does, as LayerDrop, what takes most of three ways to draw."""
+        found = [self._with_draws(steps, batch, Draws.SEEDED)]
+        for draws in (Draws.LEAST, Draws.MOST) if found[0].goes_by_draws else ():
+            with contextlib.suppress(Exception):  # it may wait for a number that is never drawn there
+                found.append(self._with_draws(steps, batch, draws))
+        return found[0] if len(found) == 1 else max(found, key=_taken_bytes)
+
+    def _with_draws(self, steps: Sequence[Callable[[], object]], batch: Any, draws: Draws) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
         asked: list[str] = []
         try:
             with few_collections():
-                return self._simulated_once(steps, batch, (), asked)
+                return self._simulated_once(steps, batch, (), asked, draws)
         except ConfigError:
             raise
         except Exception as error:
@@ -345,7 +355,7 @@ class MemoryProfiler:
             )
             try:
                 with few_collections():
-                    return self._simulated_once(steps, batch, (note,), None)
+                    return self._simulated_once(steps, batch, (note,), None, draws)
             except Exception:
                 raise error from None  # it fails on a CPU, too
 
@@ -355,15 +365,23 @@ class MemoryProfiler:
         batch: Any,
         notes: tuple[str, ...],
         asked: list[str] | None,
+        draws: Draws,
     ) -> SimulatedStep:
         """The last of `steps`; `asked` receives what it asks about its device, None leaves that without an answer."""
         model = self.model if isinstance(self.model, nn.Module) else None
         host = HostTime(own_cost()) if self.kernels.is_timed else None
         simulation = Simulation(
-            steps[-1], model, self.optimizer, batch, kernels=self.kernels, host=host, answering=asked is not None
+            steps[-1],
+            model,
+            self.optimizer,
+            batch,
+            kernels=self.kernels,
+            host=host,
+            answering=asked is not None,
+            draws=draws,
         )
         try:
-            with simulation:
+            with simulation, drawing(draws) as is_drawn:
                 for step in steps:
                     simulation.step(step)
                 if not simulation.mode.books.settled:  # a policy whose results are changed in place goes another way
@@ -372,6 +390,7 @@ class MemoryProfiler:
                 while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
                     simulation.step(steps[-1])
                     more += 1
+                drawn = is_drawn()
         finally:
             self.kernels.save()
             if asked is not None and simulation.answers is not None:
@@ -385,11 +404,13 @@ class MemoryProfiler:
             *sent,
             *self._about_plan,
             *simulation.mode.values.assumptions,
+            *([PYTHON_DRAWN] if drawn else []),
             *self.kernels.notes(simulation.scope.modules),
             *about_compiled(simulation.scope.modules),
             *runtimes.notes(),
         )
-        return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), simulation.below())
+        by_draws = drawn or simulation.mode.values.goes_by_draws
+        return SimulatedStep(simulation.mode.ledger, simulation.clock, (*notes, *found), simulation.below(), by_draws)
 
     @few_collections()  # also between the simulation and what is made of it
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
@@ -415,3 +436,8 @@ def _device_type(model: Any) -> str:
         for parameter in model.parameters():
             return parameter.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _taken_bytes(step: SimulatedStep) -> int:
+    found = step.profile()
+    return found.peak_bytes if found.reserved_peak_bytes is None else found.reserved_peak_bytes

@@ -22,6 +22,7 @@ from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
 from memscale.simulation.calls_followed import calls_followed
 from memscale.simulation.carried import CarriedValues
+from memscale.simulation.draws import Draws
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
@@ -56,6 +57,7 @@ class Simulation:
         optimizer, batch: what else it uses.
         kernels: those of the device that is simulated.
         answering: whether the step's own code is told that it is on that device, where it asks.
+        draws: which random numbers the step draws.
         host: times what the step does between its operators; None if nobody asks.
     """
 
@@ -69,8 +71,10 @@ class Simulation:
         kernels: Kernels,
         host: HostTime | None = None,
         answering: bool = True,
+        draws: Draws = Draws.SEEDED,
     ) -> None:
         self._host = host
+        self._draws = draws
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
         self.scope = StepScope(model, optimizer, step, batch)
@@ -106,7 +110,7 @@ class Simulation:
             stack.enter_context(wrapped_on_cpu(self._leaves))
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
-            self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host)
+            self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
             stack.callback(self.mode.storages.end)
             # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
             self.runtimes = CountingRuntimes(

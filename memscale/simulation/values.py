@@ -30,7 +30,7 @@ _VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
 _ASSUMED = {
     SCALAR: "reads a number computed by the step: one without overflow was assumed",
     CHOICE: "chooses by activations: random ones were assumed",
-    DRAW: "decides by a random number: one draw was taken",
+    DRAW: "decides by a random number: of a typical draw, the least and the most, what takes most was taken",
 }
 _VALID = "validates arguments of torch.distributions: valid ones were assumed"
 
@@ -49,13 +49,17 @@ class Values:
 
     Args:
         storages: whose contents they are.
+        alike: whether all random numbers are alike.
 
     Attributes:
         assumptions: what was assumed of stand-ins, each once.
+        goes_by_draws: whether the step has read a random number.
     """
 
-    def __init__(self, storages: LiveStorages) -> None:
+    def __init__(self, storages: LiveStorages, *, alike: bool = False) -> None:
         self.assumptions: dict[str, None] = {}
+        self.goes_by_draws = False
+        self._alike = alike
         self._storages = storages
         self._sites: dict[Any, int] = {}  # how often a line of this step has read stand-ins
 
@@ -109,7 +113,9 @@ class Values:
         """Another step begins, which may read as often as the one before."""
         self._sites.clear()
 
-    def assume(self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool) -> None:
+    def assume(
+        self, operator: Operator, records: list[StorageRecord], path: str, *, decides: bool, reads: bool
+    ) -> None:
         """Note that a value is read which is a stand-in.
 
         Args:
@@ -117,6 +123,7 @@ class Values:
             records: of what it reads.
             path: of the module that runs.
             decides: whether this is a place where a stand-in must not decide what a model does.
+            reads: whether the model is given the number, and not a tensor of a size that it says.
 
         Raises:
             NeedsValues: it would.
@@ -125,6 +132,10 @@ class Values:
         if not guess:
             return
         assumed = _ASSUMED[guess]
+        if guess == DRAW and reads:
+            self.goes_by_draws = True
+            if self._alike and self._reads_often():  # until it draws another number, which never comes
+                raise NeedsValues(f"{operator.op} keeps reading a random number", path)
         if guess == SCALAR:
             if _validates():
                 assumed = _VALID

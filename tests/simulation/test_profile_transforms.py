@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,12 +136,39 @@ def test_attention_on_strided_heads():
     assert_exact(train(Forward(forward, one=nn.Linear(48, 144)), x(4, 33, 48)))
 
 
-def test_a_model_that_decides_by_a_draw_says_so():
+DRAWN = {
+    "least": lambda: bool(torch.rand([]) < 0.01),
+    "most": lambda: torch.rand([]).item() > 0.99,
+    "in place": lambda: bool(torch.empty(3).uniform_(2, 4)[1] > 3.99),
+    "an integer": lambda: int(torch.randint(5, 1000, ())) == 999,
+    "a coin": lambda: bool(torch.empty(()).bernoulli_(0.001)),
+    "Python's": lambda: random.uniform(2, 4) > 3.99,
+    "NumPy's": lambda: np.random.uniform(high=0.5) > 0.499,
+    "whatever": lambda: True,
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN.values(), ids=DRAWN)
+def test_a_model_that_decides_by_a_draw_takes_what_most_draws_do(drawn):
+    """What comes once in a hundred steps, or less, is what its layers are for in most steps of LayerDrop."""
+
     def forward(m, y):
-        return m.one(y) if torch.rand([]) < 0.5 else m.one(y).exp()
+        return m.one(y).exp().tanh() if drawn() else m.one(y)
 
     profile = ms.profile(Forward(forward, one=nn.Linear(8, 8)), x(4, 8), loss=mean)
-    assert any("one draw was taken" in note for note in profile.notes)
+    most = ms.profile(Forward(lambda m, y: m.one(y).exp().tanh(), one=nn.Linear(8, 8)), x(4, 8), loss=mean)
+    assert profile.peak_bytes - most.peak_bytes in range(128)  # the numbers drawn
+    said = any("of a typical draw, the least and the most" in note for note in profile.notes)
+    assert said == (drawn is not DRAWN["whatever"])
+
+
+def test_a_model_that_waits_for_a_number_is_profiled_with_one_that_comes():
+    def forward(m, y):
+        while torch.rand([]) < 0.5 or random.random() < 0.5:
+            pass
+        return m.one(y)
+
+    assert ms.profile(Forward(forward, one=nn.Linear(8, 8)), x(4, 8), loss=mean).method == "static"
 
 
 def train_offloaded(how):
