@@ -30,7 +30,7 @@ _VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
 _ASSUMED = {
     SCALAR: "reads a number computed by the step: one without overflow was assumed",
     CHOICE: "chooses by activations: random ones were assumed",
-    DRAW: "decides by a random number: of a typical draw, the least and the most, what takes most was taken",
+    DRAW: "decides by a random number: the least, the most or typical ones, whichever takes most",
 }
 _VALID = "validates arguments of torch.distributions: valid ones were assumed"
 
