@@ -16,6 +16,7 @@ from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
+from memscale.legacy.idle import idle, never_called
 from memscale.legacy.known_plans import MOST, KnownPlans
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
@@ -282,8 +283,8 @@ class Executor:
             self._metrics.after_step()
         if not self._looked:
             self._looked = True
-            if (idle := self.idle_text()) is not None:
-                LOG.warning("%s", idle)
+            if (text := self.idle_text()) is not None:
+                LOG.warning("%s", text)
         if self._reality is not None and self._reality.after_step(model, optimizer):
             self.peak_error, self._reality = self._reality.peak_error, None
 
@@ -392,20 +393,8 @@ class Executor:
     def idle_text(self) -> str | None:
         """What of the plan has not run since it was made, though the model trains; None if all has."""
         if self._watch is not None and self._plans.present is None:
-            return (
-                f"wrap() saw no call of this {self._kind}'s forward in a training step, so that nothing was planned; "
-                "wrap the module whose forward the loop calls, or pass sample_input=..."
-            )
-        ran = self.regions_that_ran
-        # Of experts and of layers that are dropped at random, some rest in any one step.
-        idle = [rule.pattern for rule in self.plan.of_functions() if not any(rule.matches(path) for path in ran)]
-        if not self._seen or not idle:
-            return None
-        return (
-            f"nothing ran of {', '.join(map(repr, idle))} in a training step of this {self._kind}, so that the plan "
-            "saves nothing there: the loop calls other modules, or another forward took the place of theirs (a fused "
-            "loss uses lm_head.weight itself); wrap what is called, or turn the fused forward off"
-        )
+            return never_called(self._kind)
+        return idle(self._kind, self.plan, self._seen)
 
     def step_text(self) -> str:
         """What the untransformed step takes, in a line."""
@@ -419,8 +408,8 @@ class Executor:
     def __str__(self) -> str:
         verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
         lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
-        if self._looked and (idle := self.idle_text()) is not None:
-            lines.append(idle)
+        if self._looked and (text := self.idle_text()) is not None:
+            lines.append(text)
         lines += self._optimizing.text()
         if self.runtime is not None:
             lines.append(moved_text(self.runtime))

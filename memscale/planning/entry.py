@@ -124,7 +124,7 @@ def frontier(
 
     >>> import torch, memscale as ms
     >>> from torch import nn
-    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
     >>> curve = ms.frontier(nn.Sequential(*blocks), torch.ones(1024, 64), loss=lambda y, _: y.square().mean())
     >>> [point.peak_bytes for point in curve] == sorted(point.peak_bytes for point in curve)
     True
