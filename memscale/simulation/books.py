@@ -10,6 +10,7 @@ import torch
 from memscale.hardware import Direction, host_seconds, knows_copies, new_memory_seconds
 from memscale.simulation.call_effects import CallEffect
 from memscale.simulation.garbage import StepCollections
+from memscale.simulation.graphs import Graphs
 from memscale.simulation.host_time import HostTime
 from memscale.simulation.kernels.cuda_programs import in_order
 from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
@@ -34,6 +35,7 @@ class Books:
         course: how far the step has come.
         settled: whether the next step goes the way of this one, as far as regions have said.
         used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
+        graphs: of the backwards that ran.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
     """
 
@@ -52,6 +54,7 @@ class Books:
         self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
+        self.graphs = Graphs()
         self.first_of_node = 0
 
     def calls(self, kind: str) -> None:
@@ -78,6 +81,7 @@ class Books:
 
         A copy between the device and memory of the CPU beside it goes a `way` over the link.
         """
+        self.graphs.let_go()
         # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
         # those before that no operator saw; one that makes no node sees that of an operator before it.
         node = torch._C._autograd._get_sequence_nr() - 1
@@ -98,10 +102,12 @@ class Books:
             self.calls("view")
             return result
         ledger, path, records = self._ledger, self.path(), torch.is_grad_enabled()
-        in_backward = torch._C._current_graph_task_id() != -1
+        task = torch._C._current_graph_task_id()
+        in_backward = task != -1
         node_running = torch._C._current_autograd_node() if in_backward else None
         if node_running is not None and (number := node_running._sequence_nr()) != self._node:
             self._node, self.first_of_node = number, len(ledger.ops)
+            self.graphs.runs(node_running, task)
         phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
         seconds: float | None
         if way is not None and knows_copies(self._clock.hardware):

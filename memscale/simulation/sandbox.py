@@ -166,6 +166,7 @@ class Simulation:
         self.mode.values.begin_step()
         with nullcontext() if self._host is None else self._host.running():
             step()
+        self.mode.books.graphs.let_go()
         self.clock.end_step()
         self.mark_gradients()
         self._forget_former_contents()
