@@ -86,6 +86,8 @@ class OnDisk(StepPart):
     def attend(self, parameters: list[torch.Tensor]) -> None:
         """See `StepPart.attend`."""
         self._below.check(parameters, self.optimizer)
+        for key in list(self._moving):  # of a step that an exception ended
+            self._wait(key)
         self._parameters = {id(parameter): parameter for parameter in parameters}
         for key in [key for key in self._rooms if key not in self._parameters]:
             self._rooms.pop(key).free()

@@ -175,6 +175,27 @@ class Ledger:
         """Mark the beginning of a step."""
         self.steps.append((len(self.events), len(self.ops)))
 
+    def repeats(self) -> bool:
+        """Whether another step would find what this one found: it leaves what it freed of those before.
+
+        >>> ledger = Ledger()
+        >>> for nbytes in (8, 16, 16):
+        ...     ledger.begin_step()
+        ...     number = ledger.birth(StorageRecord(nbytes, 0))
+        ...     _ = number and ledger.death(number - 1)
+        ...     print(ledger.repeats())
+        False
+        False
+        True
+        """
+        step = self.events[self.steps[-1][0] :]
+        born, died = {event - 1 for event in step if event > 0}, {-event - 1 for event in step if event < 0}
+        left, former = (
+            [size for number in sorted(numbers) if (size := self.records[number].nbytes)]
+            for numbers in (born - died, died - born)
+        )
+        return left == former
+
     def trim(self) -> None:
         """Note that the device is given back now what its allocator only caches."""
         self.trims.append(len(self.events))

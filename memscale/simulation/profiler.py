@@ -384,7 +384,9 @@ class MemoryProfiler:
             with simulation, drawing(draws) as is_drawn:
                 for step in steps:
                     simulation.step(step)
-                if not simulation.mode.books.settled:  # a policy whose results are changed in place goes another way
+                # A policy whose results are changed in place goes another way, and DDP has other buckets after a step.
+                is_one = all(step is steps[-1] for step in steps)
+                if not simulation.mode.books.settled or (is_one and not simulation.mode.ledger.repeats()):
                     simulation.step(steps[-1])
                 began, more = time.perf_counter(), 0
                 while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:

@@ -259,6 +259,21 @@ def test_a_disk_that_fails_is_an_error(stream):
         train(model, optimizer, [1])
 
 
+def test_what_a_step_that_fails_was_reading_ahead_is_waited_for_when_it_is_let_go_of():
+    model, original = trained(ADAMW, 1)
+    runtime = Runtime()
+    optimizer = DISK.on(runtime)(original)
+    train(model, optimizer, [1])
+    first, *others = model.parameters()
+    for parameter in others:
+        parameter.grad = torch.ones_like(parameter)
+    first.grad = torch.ones_like(first).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    optimizer.let_go()
+    assert on_disk(runtime) == 0
+
+
 def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
     class Chooses(nn.Module):
         def __init__(self):

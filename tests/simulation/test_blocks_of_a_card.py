@@ -81,3 +81,22 @@ def test_the_step_is_repeated_with_names_of_its_own():
 
 def test_a_step_that_leaves_something_else_is_not_repeated():
     assert _once_more([(7, 512), (3, -256)], 10) == []
+
+
+class Growing(nn.Module):
+    """Keeps as many MiB as it has had steps, up to two."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept = nn.Parameter(torch.ones(4)), None
+
+    def forward(self, x):
+        steps = 1 if self.kept is None else 2
+        self.kept = torch.zeros(steps * MIB, dtype=torch.uint8, device=x.device)
+        return (x * self.weight).sum()
+
+
+def test_a_second_step_that_leaves_something_else_is_followed_by_a_third():
+    """As DDP's, which has other buckets after the first: the step that all later ones are like is the third."""
+    found = ms.profile(Growing(), torch.ones(4), loss=lambda output, _: output, hardware="h100")
+    assert 4 * MIB <= found.peak_bytes < 5 * MIB  # 2 MiB of the step before, and 2 of its own
