@@ -203,14 +203,14 @@ def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
         as_fast = smallest_as_fast(engine, curve, pace)
         fit = ms.transform(model, as_fast.plan)
         ours = realised_bytes(case, fit, batch)
-        against = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
+        there = interleaved({"peer": steps["peer"], "ours": steps_of(case, fit, batch)[0]}, rounds)
         found[label] = {
             "peak_bytes": peak,
             "pace": pace,
             "time_ratio_at_its_peak": wall,
             "processor_time_ratio_at_its_peak": processor,
             "peak_bytes_at_its_time": ours,
-            "processor_time_ratio_there": against["ours"][1] / against["peer"][1],
+            "processor_time_ratio_there": there["ours"][1] / there["peer"][1],
             "transient_ratio_at_its_time": (ours - resident) / (peak - resident),
         }
         print(

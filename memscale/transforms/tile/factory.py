@@ -35,6 +35,7 @@ from memscale.regions import (
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
+from memscale.transforms.tile.ahead import shown_ahead
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
@@ -233,7 +234,8 @@ class Tiled(Transformed):
         joined = Joined(self.how, cut.total, thrifty=thrifty)
         whole = [t for i, t in enumerate(cut.leaves) if i not in cut.dims and isinstance(t, torch.Tensor)]
         run = self.body if compiling else self._guarded(whole, cut)
-        for start, length in cut.ranges:
+        ahead = shown_ahead(cut) if thrifty and self.how.recompute else None
+        for number, (start, length) in enumerate(cut.ranges):
             leaves = list(cut.leaves)
             for index, source in sources.items():
                 leaves[index] = source.take(start, length)
@@ -243,7 +245,10 @@ class Tiled(Transformed):
                 with floats_as_constants():
                     result = run(*piece_args, **piece_kwargs)
             else:
-                with refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext():
+                with (
+                    nullcontext() if ahead is None else ahead.piece(number, leaves),
+                    refuse_changed_arguments(piece_args, piece_kwargs, repr(self.how)) if watch else nullcontext(),
+                ):
                     result = run(*piece_args, **piece_kwargs)
             joined.add(result, start, length)
         return joined.result()

@@ -659,8 +659,8 @@ def count(fn, x):
 
 
 # In units of one projection: forward, backward, and whether intermediate values are kept. Backward is 4 and what is
-# repeated: the first projection (the recompute stops before the second), and, where an inner tile is recomputed to be
-# taken through backward, all of its pieces but the last one's end.
+# repeated: the first projection (the recompute stops before the second); what is recomputed around a tile stops before
+# the first piece, but where pieces keep their residuals after all of them but the last one's end.
 TILE, KEPT = tile(chunks=4), tile(chunks=4, recompute=False)
 PROJECTION = 2 * 24 * 6 * 12
 EFFECTS = {
@@ -668,11 +668,11 @@ EFFECTS = {
     "tile": (TILE, 2, 5, False),
     "tile kept": (KEPT, 2, 4, True),
     "checkpoint": (checkpoint(), 2, 5, False),
-    "checkpoint of tile": (compose(checkpoint(), TILE), 2, 5 + Fraction(3, 4) * 2, False),
+    "checkpoint of tile": (compose(checkpoint(), TILE), 2, 5, False),
     "tile of checkpoint": (compose(TILE, checkpoint()), 2, 5, False),
     "checkpoint of tile kept": (compose(checkpoint(), KEPT), 2, 4 + Fraction(3, 4) * 2 + Fraction(1, 4), False),
     "tile kept of checkpoint": (compose(KEPT, checkpoint()), 2, 5, False),
-    "tile of tile": (compose(TILE, TILE), 2, 5 + Fraction(4, 6) * 2, False),  # its last piece has 2 of 6 rows
+    "tile of tile": (compose(TILE, TILE), 2, 5, False),
 }
 
 

@@ -1,0 +1,63 @@
+"""What pieces recompute from, shown to a recompute around them before the first of them runs.
+
+A checkpoint around a tiled region runs again up to the last tensor that its backward asks for, and what pieces keep are
+such tensors. If each piece's were shown when its turn comes, all pieces but the last would run for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memscale.regions import hooks_around, recomputes
+from memscale.transforms.tile.cutting import Cut
+
+
+class Ahead:
+    """The arguments of all pieces, as the hooks around have them; for hooks that recompute."""
+
+    def __init__(self, cut: Cut, hooks: Any) -> None:
+        self._pack, self._unpack = hooks
+        self._current: dict[int, Any] = {}
+        with torch.no_grad():
+            tensors = [(at, leaf.detach()) for at, leaf in enumerate(cut.leaves) if isinstance(leaf, torch.Tensor)]
+            whole = {at: self._pack(tensor) for at, tensor in tensors if at not in cut.dims}
+            self._pieces = [
+                whole
+                | {
+                    at: self._pack(tensor.narrow(cut.dims[at], start, length))
+                    for at, tensor in tensors
+                    if at in cut.dims
+                }
+                for start, length in cut.ranges
+            ]
+
+    @contextmanager
+    def piece(self, number: int, leaves: Sequence[Any]) -> Iterator[None]:
+        """While a piece runs, with these leaves of its arguments."""
+        self._current = {id(leaves[at]): packed for at, packed in self._pieces[number].items()}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self._unpack):
+                yield
+        finally:
+            self._current = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd with what it would save."""
+        return self._pack(tensor)
+
+    def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Called by a region with what it would keep."""
+        return [
+            self._current[id(tensor)] if id(tensor) in self._current else self._pack(tensor.detach())
+            for tensor in tensors
+        ]
+
+
+def shown_ahead(cut: Cut) -> Ahead | None:
+    """The arguments of the pieces of `cut`, if a recompute is around them."""
+    hooks = hooks_around()
+    return Ahead(cut, hooks) if hooks is not None and recomputes(hooks[1]) else None
