@@ -26,6 +26,9 @@ _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
 # time than pieces of two, and the step held 3 % less.
 _FEWEST_ROWS = 2
+# What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
+# next to nothing, and are many to simulate (of 24 rounds of two cells: a plan took 5 s instead of minutes).
+_MANY_TURNS = 8
 # Of a parameter: smaller ones stay where they are, and `transform` warns of a plan that moves none.
 _FEWEST_BYTES = AsyncOffloadConfig().min_bytes
 
@@ -109,9 +112,10 @@ class Menu:
     def _for_part(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
         whole, again = "", checkpoint()
         may = self.techniques.__contains__
+        may_cut = may("tile") and step.turns(part.path) < _MANY_TURNS
         cut = [
             child
-            for child in (part.children if may("tile") else ())
+            for child in (part.children if may_cut else ())
             if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}"))
         ]
         pieces = self._tile(_CHUNKS)
@@ -139,7 +143,7 @@ class Menu:
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
-        if may("tile") and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
+        if may_cut and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
             # In a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
             cut_in = partial(tile, chunks=min(_CHUNKS, self.rows // _FEWEST_ROWS), **_dims(part.module))
             yield Candidate(((whole, cut_in()),))

@@ -8,6 +8,7 @@ the stations of others: bytes of parts add up, and the most at a station is what
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,6 +89,13 @@ class SimulatedStep:
             for op in self.ledger.ops[first_op:]
             if op.phase is Phase.FORWARD and f"{op.path}.".startswith(inside)
         )
+
+    def turns(self, path: str) -> int:
+        """How often the forward of the module at `path` begins behind another's, as a cell in a loop does each time."""
+        first_op = self.ledger.steps[-1][1]
+        inside = f"{path}."
+        within = [f"{op.path}.".startswith(inside) for op in self.ledger.ops[first_op:] if op.phase is Phase.FORWARD]
+        return sum(now and not before for before, now in itertools.pairwise([False, *within]))
 
     def attribution(self, paths: Sequence[str]) -> Attribution:
         """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""

@@ -1,5 +1,7 @@
 """What is on the menu: that which is left out there no search can find."""
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -10,14 +12,39 @@ from tests.support.models import TransformerBlock
 
 
 def test_batches_of_four_rows_are_cut_into_one_row_each_where_nothing_else_fits():
-    """Pieces of two were the smallest, and a batch of four had no plan as small as a batch of eight has per row."""
-    model = nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(2)])
-    batch = torch.ones(4, 256, 32)
+    """Pieces of two rows were the smallest: of four rows there was no plan with less than half a batch at once."""
+    model = nn.Sequential(*[TransformerBlock(16, dropout=0.0) for _ in range(2)])
+    batch = torch.ones(4, 8, 16)
     search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU).searches[0]
     part = search.parts[0]
     single = (("", ms.tile(chunks=4)),)
     assert single not in [each.rules for each in search.menu.for_part(part, search.plain)]
-    assert search.finer is not None
-    assert single in [each.rules for each in search.finer.menu.for_part(part, search.plain)]
-    among = frozenset({"checkpoint", "tile"})
-    assert search.smallest(among).taken_bytes < min(each.taken_bytes for each in search._small_ones(among).values())
+    fine = dataclasses.replace(search.menu, fine=True)
+    assert single in [each.rules for each in fine.for_part(part, search.plain)]
+
+
+class _Loop(nn.Module):
+    """Two blocks by turns, so many times."""
+
+    def __init__(self, rounds):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)])
+        self.rounds = rounds
+
+    def forward(self, x):
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+def test_what_runs_at_each_round_of_a_loop_is_not_cut():
+    """Of two cells in 24 rounds, a plan took minutes: pieces are several times as many operators to simulate."""
+    cut = []
+    for rounds in (2, 9):
+        step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU}
+        search = DecisionEngine(_Loop(rounds), torch.ones(16, 16), **step).searches[0]
+        menu = search.menu.for_part(search.parts[0], search.plain)
+        cut.append(any("tile" in candidate.techniques for candidate in menu))
+        assert any("checkpoint" in candidate.techniques for candidate in menu)
+    assert cut == [True, False]
