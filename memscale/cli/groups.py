@@ -51,7 +51,10 @@ def history_compare_command(
 
 @HISTORY.command("export")
 def history_export_command(
-    to: Annotated[str, typer.Option(metavar="KIND", help="csv, json, mlflow, tensorboard, trackio or wandb.")] = "csv",
+    to: Annotated[
+        str,
+        typer.Option(metavar="KIND", help="csv, json (a line for each run), mlflow, tensorboard, trackio or wandb."),
+    ] = "csv",
     name: _Name = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where csv and json go; by default to stdout.")

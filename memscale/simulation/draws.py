@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memscale.core import internals
 from memscale.simulation.process_state import patched
 
 _MOST_NUMBERS = 256  # one for each layer, and not a mask
@@ -100,6 +101,21 @@ def drawing(draws: Draws) -> Iterator[Callable[[], bool]]:
         for name in _NUMPY:
             stack.enter_context(patched(np.random, name, of_numpy(getattr(np.random, name))))
         yield lambda: calls > 0
+
+
+@contextmanager
+def states_seen() -> Iterator[None]:
+    """Have states of the generator that `torch.utils.checkpoint` keeps be tensors of the step."""
+    get = torch.get_rng_state
+
+    def seen() -> torch.Tensor:
+        state = get()
+        found = torch.zeros(state.shape, dtype=state.dtype)  # an operator, which the generator's own function is not
+        with internals.disable_current_modes():
+            return found.copy_(state)
+
+    with patched(torch, "get_rng_state", seen), patched(torch.random, "get_rng_state", seen):
+        yield
 
 
 _UNIFORM = (("low", 0.0), ("high", 1.0))

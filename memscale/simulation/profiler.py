@@ -236,6 +236,13 @@ class MemoryProfiler:
                 raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
             return
         batches.check_call(self.model, batch)
+        for tensor in (*batches.tensors(batch), *self.model.buffers()):
+            if tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, which is several "
+                    "in one, of sizes that its values decide: its memory is neither simulated nor measured; profile "
+                    "and plan with a dense one in its place, and leave room for what the sparse one takes instead"
+                )
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ConfigError(
                 f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "

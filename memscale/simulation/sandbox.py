@@ -22,7 +22,7 @@ from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
 from memscale.simulation.calls_followed import calls_followed
 from memscale.simulation.carried import CarriedValues
-from memscale.simulation.draws import Draws
+from memscale.simulation.draws import Draws, states_seen
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.hollow_mode import HollowMode
 from memscale.simulation.host_time import HostTime
@@ -123,6 +123,8 @@ class Simulation:
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             stack.enter_context(calls_followed(self.mode.books, self._paths))
+            if self._kernels.device_type == "cpu":
+                stack.enter_context(states_seen())
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._record_residents()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -527,6 +528,14 @@ def _environment():
 
 def test_the_version(capsys):
     assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"memscale {ms.__version__}\n"
+
+
+def test_python_runs_the_command_too(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["memscale", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("memscale", run_name="__main__")
+    assert ended.value.code == 0
     assert capsys.readouterr().out == f"memscale {ms.__version__}\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memscale as ms
 from memscale.runtime import Runtime, home_of
@@ -160,6 +162,28 @@ def test_a_model_that_decides_by_a_draw_takes_what_most_draws_do(drawn):
     assert profile.peak_bytes - most.peak_bytes in range(128)  # the numbers drawn
     said = any("the most" in note for note in profile.notes)
     assert said == (drawn is not DRAWN["whatever"])
+
+
+@case
+def states_that_checkpoints_of_torch_keep():
+    """A CPU generator's state takes 5 KB, in each of them."""
+
+    def forward(m, y):
+        for layer in (m.one, m.two):
+            y = checkpoint(layer, y, use_reentrant=False)
+        return y
+
+    return train(Forward(forward, one=mlp(), two=mlp(20)), x(ROWS, 48))
+
+
+def test_a_sparse_tensor_is_not_said_to_be_a_wrong_batch():
+    def forward(m, y, graph):
+        return torch.sparse.mm(graph, m.one(y))
+
+    batch = (x(4, 8), torch.eye(4).to_sparse())
+    for ask in (ms.profile, functools.partial(ms.plan, budget="1MiB")):
+        with pytest.raises(ms.ConfigError, match=r"layout torch\.sparse_coo and shape \[4, 4\].*with a dense one"):
+            ask(Forward(forward, one=nn.Linear(8, 8)), batch, loss=mean)
 
 
 def test_a_model_that_waits_for_a_number_is_profiled_with_one_that_comes():
