@@ -90,7 +90,7 @@ DOORS = """
 memscale.algebra: Former Method OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain
     compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform uninstall
 memscale.benchmarks:
-memscale.cli:
+memscale.cli: main
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError
     Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_loss

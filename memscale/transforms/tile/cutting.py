@@ -51,13 +51,14 @@ class Cut:
             _refuse_layout(how, self.leaves[index])
         if not self.dims:
             raise TransformError(f"{how!r} found no tensor argument to cut; give one a dimension with in_dims")
-        sizes = {self.leaves[index].shape[dim] for index, dim in self.dims.items()}
-        if len(sizes) > 1:
+        # Not a set: for its hash a compiler would fix a size that it keeps open.
+        sizes = [self.leaves[index].shape[dim] for index, dim in self.dims.items()]
+        self.total = sizes[0]
+        if any(size != self.total for size in sizes):
             raise TransformError(
-                f"{how!r} would cut tensors of sizes {sorted(sizes)} along the given in_dims; they must be equal, "
+                f"{how!r} would cut tensors of sizes {sorted({*sizes})} along the given in_dims; they must be equal, "
                 "so pass those that are not rows with in_dims None"
             )
-        (self.total,) = sizes
         self.ranges = how.ranges(self.total)
 
     def _matching(self, how: Cutting) -> dict[int, int]:

@@ -76,7 +76,8 @@ class Tile(Transform):
         if self.size is not None:
             return [(start, min(self.size, total - start)) for start in range(0, total, self.size)]
         assert self.chunks is not None
-        pieces = min(self.chunks, total)
+        # Not `min`, which stays in the lengths of all layers to come where a compiler keeps `total` open.
+        pieces = self.chunks if total >= self.chunks else total
         bounds = [index * total // pieces for index in range(pieces + 1)] if pieces else []
         return [(start, stop - start) for start, stop in pairwise(bounds)]
 

@@ -55,6 +55,21 @@ def test_lengths_that_the_compiler_keeps_open():
         assert torch.equal(fn(x), torch.tanh(x))
 
 
+def test_another_length_is_no_other_graph():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    region = tile(chunks=2)(torch.tanh)
+    fn = torch.compile(lambda x: region(region(x)), backend=backend, fullgraph=True, dynamic=True)
+    for rows in (6, 8, 12, 20):
+        x = torch.randn(rows, 3)
+        assert torch.equal(fn(x), x.tanh().tanh())
+    assert len(graphs) == 1
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_floats_that_the_compiler_keeps_open():
     """Each piece has a body of its own, and all of them read the epsilon and what they are called with."""
