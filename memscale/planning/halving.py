@@ -3,19 +3,19 @@
 What a step takes is not what was thought of it then, and need not fall from rung to rung. Where each budget looks
 elsewhere, a larger one does not find what a smaller one has. Here it has no say in where to look but by whether a step
 fits: two budgets look at the same rungs until a step fits the larger one alone, which then looks among faster choices
-only, and the smaller one among slower ones.
+only, and the smaller one among slower ones. What is known to take more without a simulation, whatever is asked for, is
+as good as simulated.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from memscale.planning.costs import Assignment
 from memscale.planning.ladder import FASTER, USED, WORTH, Ladder, Shown
 
-# Each so many-th rung is looked at: a power of two.
-_GRAIN = 2
+#: Each so many-th rung is looked at: a power of two.
+GRAIN = 2
 # Steps took 0.77 to 1.3 of what was thought of them, most of them 0.94 to 1.1: from what is thought to take so much of
 # the budget down to so much; and further down where nothing fits to there.
 _ABOVE, _BELOW = 1.06, (0.85, 0.6, 0.0)
@@ -23,6 +23,7 @@ _ABOVE, _BELOW = 1.06, (0.85, 0.6, 0.0)
 
 def halve(
     ladder: Ladder,
+    hopeless: Callable[[Assignment], bool],
     prove: Callable[[Assignment], Shown],
     limit_bytes: int,
     below: float,
@@ -32,6 +33,7 @@ def halve(
 
     Args:
         ladder: of the choices.
+        hopeless: whether a step is known to take more, without a simulation.
         prove, limit_bytes, below, rounds: as in `Ladder.look`.
 
     Returns:
@@ -40,30 +42,31 @@ def halve(
     bound: list[float] = []
     shown, surely = set[Assignment](), set[Assignment]()
     fitted = False  # a surer form that fits says nothing of the rungs further down
-    late = math.inf  # by how much steps are later than is thought, at least
+    lates: list[float] = []  # by how much steps are later than is thought
 
     def simulated(assignment: Assignment) -> Shown:
-        nonlocal late
         found = prove(assignment)
-        late = min(late, found.seconds - ladder.seconds(assignment))
+        lates.append(found.seconds - ladder.seconds(assignment))
         return found
 
     over = ladder.rung(_ABOVE * limit_bytes) - 1  # the lowest rung that takes more, as far as is known
     for share in _BELOW:
         fits = min(ladder.rung(share * limit_bytes), ladder.last + 1)  # the highest that does not
-        while (rung := between(over, fits, _GRAIN if share else 1)) is not None:  # the last one is a choice of its own
+        while (rung := between(over, fits, GRAIN if share else 1)) is not None:  # the last one is a choice of its own
             choice = ladder.choice(rung)
-            if ladder.seconds(choice.assignment) + (late if shown else 0.0) >= below * (1 - FASTER):
+            if ladder.seconds(choice.assignment) + min(lates, default=0.0) >= below * (1 - FASTER):
                 fits = rung  # there is one that is as fast
                 continue
-            if choice.assignment not in shown and len(shown) == rounds:
-                return bound
-            shown.add(choice.assignment)
-            found = simulated(choice.assignment)
-            if found.taken_bytes > limit_bytes:
+            found = None
+            if not hopeless(choice.assignment):
+                if choice.assignment not in shown and len(shown) == rounds:
+                    return bound
+                shown.add(choice.assignment)
+                found = simulated(choice.assignment)
+            if found is None or found.taken_bytes > limit_bytes:
                 over = ladder.until(choice, rung)
-                surer = ladder.surer(choice.assignment, below - late)
-                if surer is not None and surer not in shown | surely:
+                surer = ladder.surer(choice.assignment, below - min(lates, default=0.0))
+                if surer is not None and surer not in shown | surely and not hopeless(surer):
                     surely.add(surer)
                     sure = simulated(surer)
                     if sure.taken_bytes <= limit_bytes:

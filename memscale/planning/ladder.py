@@ -45,18 +45,19 @@ class Seen:
     Attributes:
         share: of what one took, what it was thought to hold, at most.
         late: by how many seconds each was later, at least.
+        any: whether there was one.
     """
 
     share: float = 1.0
     late: float = 0.0
-    _any: bool = False
+    any: bool = False
 
     def add(self, held_bytes: float, seconds: float, found: Shown) -> None:
         """A step was thought to hold and to take so much."""
         share, late = held_bytes / found.taken_bytes, found.seconds - seconds
-        self.share = max(self.share, share) if self._any else share
-        self.late = min(self.late, late) if self._any else late
-        self._any = True
+        self.share = max(self.share, share) if self.any else share
+        self.late = min(self.late, late) if self.any else late
+        self.any = True
 
 
 class Ladder:

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import nn
@@ -14,6 +15,8 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
 from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
+from memscale.planning.estimates import Estimates
+from memscale.planning.foreseen import foresee
 from memscale.planning.halving import halve
 from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part, parts_of
@@ -23,7 +26,7 @@ from memscale.planning.shrinking import reaches, shrink
 from memscale.planning.solver import Chooser, LinkRates
 from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
-from memscale.simulation import Profile, SimulatedStep
+from memscale.simulation import Ledger, Profile, SimulatedStep
 
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
@@ -44,6 +47,9 @@ _SMALL = 2
 _MOST_OPERATORS, _FEWEST = 500_000, 2
 # Where a step takes a second or more to simulate, what one set of techniques has shown says where to look among others.
 _MANY_OPERATORS = 2_000
+
+# Of the budget, what is estimated to take more is not simulated.
+_CERTAINLY = 1.03
 
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
@@ -181,6 +187,15 @@ class Search:
             loop_share=self._loop_share,
         )
 
+    @functools.cached_property
+    def estimates(self) -> Estimates:
+        """Of what an allocator reserves for a choice."""
+
+        def whole(assignment: Assignment) -> Ledger:
+            return self._whole(assignment).ledger
+
+        return Estimates(self.costs, self.trials, self.plain.clock.hardware, whole)
+
     @property
     def trials(self) -> Trials:
         """What was tried."""
@@ -203,9 +218,8 @@ class Search:
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
         bounds = []
         seen: dict[frozenset[str], Seen] = {}  # by what moves
-        few = self.plain.last_operators >= _MANY_OPERATORS
         for subset in self._subsets(among):
-            known = seen.setdefault(subset & MOVES, Seen()) if few else None
+            known = seen.setdefault(subset & MOVES, Seen()) if self._is_large else None
             bounds += self._descend(subset, safe_bytes, tried, below_seconds, known)
         if below_seconds == np.inf and self._asks_small(among, safe_bytes, self._best(tried, safe_bytes)):
             tried |= self._small_ones(among)
@@ -315,9 +329,22 @@ class Search:
             tried[assignment] = self.prove(assignment)
             return tried[assignment]
 
-        if seen is None and self._reserves:
-            return halve(self._ladder(among), prove, safe_bytes, below, rounds)
+        if self._reserves and self._is_large:
+            estimate = self.estimates.reserved_bytes
+            return foresee(self._ladder(among), estimate, prove, safe_bytes, below, rounds, seen or Seen())
+        if self._reserves:
+            return halve(self._ladder(among), partial(self._is_hopeless, safe_bytes), prove, safe_bytes, below, rounds)
         return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
+
+    def _is_hopeless(self, most_bytes: int, assignment: Assignment) -> bool:
+        """Whether a step certainly takes more: when copies are through is not known where many things move."""
+        chosen = (menu[number] for menu, number in zip(self.costs.candidates, assignment, strict=True))
+        moves = any(each.techniques & MOVES for each in chosen)
+        return not moves and self.estimates.reserved_bytes(assignment) > _CERTAINLY * most_bytes
+
+    @property
+    def _is_large(self) -> bool:
+        return self.plain.last_operators >= _MANY_OPERATORS
 
     @property
     def _reserves(self) -> bool:
@@ -376,8 +403,7 @@ class Search:
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""
         if assignment not in self._proofs:
-            rules = self._with(self.costs.rules(assignment))
-            step = self.plain if assignment == self.costs.as_it_is else self._simulate(rules, True, _WHOLE)
+            step = self._whole(assignment)
             found = step.attribution([part.path for part in self.costs.parts])
             held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
             thought = self.costs.held_bytes(assignment).tolist()
@@ -385,12 +411,17 @@ class Search:
             self._proofs[assignment] = Proven(
                 self,
                 assignment,
-                Plan(rules),
+                Plan(self._with(self.costs.rules(assignment))),
                 step.profile(),
                 np.array(known, dtype=np.int64),
                 found.seconds[:, :2].sum(axis=1),
             )
         return self._proofs[assignment]
+
+    def _whole(self, assignment: Assignment) -> SimulatedStep:
+        if assignment == self.costs.as_it_is:
+            return self.plain
+        return self._simulate(self._with(self.costs.rules(assignment)), True, _WHOLE)
 
     def _with(self, rules: Rules) -> Rules:
         # A later rule composes outside an earlier one.

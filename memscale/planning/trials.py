@@ -18,7 +18,7 @@ from memscale.planning.candidates import Candidate, Rules
 from memscale.planning.parts import Part
 from memscale.planning.short_stack import left_out
 from memscale.planning.trial_rows import next_rows
-from memscale.simulation import Attribution, SimulatedStep
+from memscale.simulation import Attribution, Ledger, SimulatedStep
 from memscale.transforms import proven_rows, tile
 
 # Of a sum of the same times in another order.
@@ -35,6 +35,7 @@ class Trial:
     row: int
     found: Attribution
     tried: frozenset[int]
+    ledger: Ledger
 
 
 #: A transform that cuts rows, at a path relative to a part.
@@ -150,9 +151,9 @@ class TrialSteps:
                 self._try(half, done, rejected)
             return
         for row, key in chosen.items():
-            done[key] = Trial(row, found, frozenset(chosen))
+            done[key] = Trial(row, found.attribution(self.paths), frozenset(chosen), found.ledger)
 
-    def _found(self, rules: Rules, tried: Iterable[int]) -> Attribution:
+    def _found(self, rules: Rules, tried: Iterable[int]) -> SimulatedStep:
         """The step with these rules; without most blocks where only what is outside of them tries something."""
         outside = len(self.parts)
         away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
@@ -162,8 +163,8 @@ class TrialSteps:
                     self._tells[away] = False
                     self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
                 if self._tells[away]:
-                    return self.simulate(rules, away).attribution(self.paths)
-        return self.simulate(rules, frozenset()).attribution(self.paths)
+                    return self.simulate(rules, away)
+        return self.simulate(rules, frozenset())
 
     def _is_alike(self, found: Attribution, part: int) -> bool:
         """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""

@@ -15,23 +15,28 @@ The journey of `profile(model, batch)`, in the order in which to read:
    over it dies, in the `ledger`: births and deaths as data.
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
-   `attribution` takes the same books apart by modules and stations, for whoever plans.
+   `attribution` takes the same books apart by modules and stations, for whoever plans, and `splicing` puts a step
+   together of the parts of others.
 7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
+from memscale.simulation.analysis import reserved_bytes
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
 from memscale.simulation.garbage import few_collections
-from memscale.simulation.ledger import Phase
+from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.schedule.schedule import Schedule, queues_of
+from memscale.simulation.splicing import Given, Strand, spliced
 from memscale.simulation.values import NeedsValues
 
 __all__ = [
     "OUTSIDE",
     "Attribution",
+    "Given",
     "Holding",
+    "Ledger",
     "MemoryProfiler",
     "NeedsValues",
     "Parallel",
@@ -42,10 +47,13 @@ __all__ = [
     "Schedule",
     "SimulatedStep",
     "Station",
+    "Strand",
     "arguments_of",
     "as_hardware",
     "differences",
     "few_collections",
     "profile",
     "queues_of",
+    "reserved_bytes",
+    "spliced",
 ]

@@ -158,7 +158,7 @@ class Shares:
 def shares(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Shares:
     """The `Shares` of the last step; a path inside another one counts apart from it."""
     begin, first_op = ledger.steps[-1]
-    owners = _Owners(paths)
+    owners = Owners(paths)
     of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
     rows = _rows(ledger, owners, of_op, first_op, begin)
     kept = np.zeros(len(paths) + 1, dtype=np.int64)
@@ -190,7 +190,7 @@ def attribute(ledger: Ledger, clock: Clock, paths: Sequence[str]) -> Attribution
         paths: of modules.
     """
     begin, first_op = ledger.steps[-1]
-    owners = _Owners(paths)
+    owners = Owners(paths)
     of_op = [owners.of(op.path) for op in ledger.ops[first_op:]]
     stations, station_of_op = _stations(ledger.ops[first_op:], of_op)
     sizes = np.array([_size(record.nbytes, clock.hardware) for record in ledger.records], dtype=np.int64)
@@ -330,7 +330,7 @@ def _alive(events: Sequence[int]) -> set[int]:
     return alive
 
 
-class _Owners:
+class Owners:
     """Which part a path belongs to."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -347,7 +347,7 @@ class _Owners:
         return self._known[path]
 
 
-def _rows(ledger: Ledger, owners: _Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
+def _rows(ledger: Ledger, owners: Owners, of_op: list[int], first_op: int, begin: int) -> list[int]:
     """The part that each storage counts to.
 
     What backward waited for counts to the part that let go of it: the input of a block is the output of the one before,

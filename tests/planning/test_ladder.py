@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from memscale.planning.candidates import AS_IT_IS, Candidate
 from memscale.planning.costs import Costs, Effect
+from memscale.planning.foreseen import foresee
 from memscale.planning.halving import between, halve
 from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part
@@ -90,14 +92,43 @@ def test_the_form_with_one_candidate_streams_late_parts():
 
 def test_more_budget_is_never_slower_whatever_holes_each_choice_leaves():
     ladder, prove, simulated = steps(noise=0.12)
+
+    def hopeless(limit, assignment):  # off by up to a fiftieth, the same for every budget
+        taken = prove(assignment).taken_bytes
+        simulated.pop()
+        return taken * random.Random(f"1 {assignment}").uniform(0.98, 1.02) > 1.02 * limit
+
     times = []
     for limit in range(200 << 20, 800 << 20, 20 << 20):
         del simulated[:]
-        halve(ladder, prove, limit, np.inf, 8)
+        halve(ladder, partial(hopeless, limit), prove, limit, np.inf, 8)
         fitting = [step.seconds for step in map(prove, simulated[:]) if step.taken_bytes <= limit]
         times.append(min(fitting, default=np.inf))
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times))
     assert len(set(times)) > 10
+
+
+def test_what_is_hopeless_is_not_simulated():
+    ladder, prove, simulated = steps(noise=0.12)
+    halve(ladder, lambda _: True, prove, 500 << 20, np.inf, 8)
+    assert not simulated
+
+
+def test_of_large_steps_the_fastest_that_is_estimated_to_fit_is_simulated_and_corrects_the_estimates():
+    limit = 500 << 20
+    for off, most in ((1.0, 1), (1.1, 2)):
+        ladder, prove, _ = steps(always=True)
+        rounds = []
+
+        def shown(assignment, prove=prove, rounds=rounds):
+            rounds.append(prove(assignment))
+            return rounds[-1]
+
+        seen = Seen()
+        assert foresee(ladder, lambda each, p=prove, o=off: p(each).taken_bytes / o, shown, limit, np.inf, 8, seen)
+        assert [each.taken_bytes <= limit for each in rounds] == [False] * (most - 1) + [True]
+        assert rounds[-1].taken_bytes >= 0.9 * limit
+        assert seen.share == pytest.approx(1 / off)
 
 
 def test_whatever_two_rungs_are_is_halved_by_one_tree():

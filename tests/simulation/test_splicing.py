@@ -1,0 +1,80 @@
+"""Steps that are put together of the parts of others hold what they hold when they are simulated."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.simulation import Given, MemoryProfiler, Strand, reserved_bytes, spliced
+
+COUNT, WIDTH = 6, 1024
+LARGEST = 4 * 4096 * 4 * WIDTH  # a block that finds room in what is cached, or does not
+PATHS = [str(at) for at in range(COUNT)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def simulated(rules, *, updates=True):
+    with torch.device("meta"):
+        model, batch = nn.Sequential(*[Block() for _ in range(COUNT)]), torch.zeros(4096, WIDTH)
+    step = {"loss": lambda y, _: y.square().mean(), "hardware": "h100"}
+    return MemoryProfiler(model, torch.optim.AdamW(model.parameters()), plan=rules, **step).simulated(
+        batch, updates=updates
+    )
+
+
+def strand(rules, **options):
+    return Strand(simulated(rules, **options).ledger, PATHS)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return strand(None)
+
+
+def reserved(ledger):
+    return reserved_bytes(ledger, ms.Hardware.named("h100"))
+
+
+def most_live(ledger):
+    return max(
+        itertools.accumulate(
+            ledger.records[abs(event) - 1].nbytes * (1 if event > 0 else -1) for event in ledger.events
+        )
+    )
+
+
+@pytest.mark.parametrize("rules", [None, {"3": ms.checkpoint()}, dict.fromkeys(("4", "5"), ms.offload(what="params"))])
+def test_a_step_of_its_own_parts_is_itself(rules, plain):
+    step = simulated(rules)
+    ledger = spliced(Strand(step.ledger, PATHS), {}, None, plain)
+    assert reserved(ledger) == step.profile().reserved_peak_bytes
+
+
+@pytest.mark.parametrize("chosen", [(3,), (0, 1, 2), (0, 2, 4, 5)])
+def test_what_a_part_did_in_another_step_is_what_others_like_it_do(chosen, plain):
+    tried = strand({"2": ms.checkpoint()}, updates=False)
+    ledger = spliced(plain, {part: Given(tried, 2) for part in chosen}, None, plain)
+    truth = simulated({str(part): ms.checkpoint() for part in chosen}).profile()
+    assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.01)
+    assert most_live(ledger) < 0.97 * most_live(spliced(plain, {}, None, plain))
+    assert abs(reserved(ledger) - truth.reserved_peak_bytes) <= LARGEST
+
+
+def test_what_streams_has_no_parameters_states_and_gradients_on_the_device(plain):
+    streams = ms.compose(ms.offload(what="params"), ms.checkpoint())
+    base = strand({"2": ms.checkpoint(), "3": ms.checkpoint(), "4": streams, "5": streams})
+    given = {1: Given(base, 3), 2: Given(base, 4, moves=True), 5: Given(plain, 5)}
+    ledger = spliced(base, given, None, plain)
+    truth = simulated({"1": ms.checkpoint(), "2": streams, "3": ms.checkpoint(), "4": streams}).profile()
+    assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.03)
+    assert abs(reserved(ledger) - truth.reserved_peak_bytes) <= LARGEST
