@@ -131,8 +131,9 @@ memscale.runtime.checking:
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
-memscale.simulation: Attribution Holding MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile ProfileDiff Ranks
-    Schedule SimulatedStep Station arguments_of as_hardware differences few_collections profile queues_of
+memscale.simulation: Attribution Given Holding Ledger MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile
+  ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections profile
+  queues_of reserved_bytes spliced
 memscale.simulation.allocator:
 memscale.simulation.kernels:
 memscale.simulation.parallel:
