@@ -189,7 +189,9 @@ class Ledger:
         True
         """
         step = self.events[self.steps[-1][0] :]
-        born, died = {event - 1 for event in step if event > 0}, {-event - 1 for event in step if event < 0}
+        # What was there before is entered when it is first seen, constants of ours in the second step.
+        born = {event - 1 for event in step if event > 0 and self.records[event - 1].op >= 0}
+        died = {-event - 1 for event in step if event < 0}
         left, former = (
             [size for number in sorted(numbers) if (size := self.records[number].nbytes)]
             for numbers in (born - died, died - born)
