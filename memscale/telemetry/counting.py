@@ -72,7 +72,7 @@ def count(name: str, facts: Callable[[], Iterable[str]] = tuple) -> None:
     global _events
     try:
         # In the order of their costs: off is the usual.
-        if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or os.getpid() != _process or _is_a_rank():
+        if is_off() or _events >= _MOST_EVENTS or sys.is_finalizing() or _is_a_worker() or _is_a_rank():
             return
         state = consent().state
         if state is State.OFF:
@@ -106,6 +106,14 @@ def _append(place: str, line: str) -> None:
             os.write(number, f"{line}\n".encode("ascii"))
     finally:
         os.close(number)
+
+
+def _is_a_worker() -> bool:
+    if os.getpid() != _process:
+        return True
+    # One that was spawned has imported this by itself; without that module there is no worker.
+    loading = sys.modules.get("torch.utils.data")
+    return loading is not None and loading.get_worker_info() is not None
 
 
 def _is_a_rank() -> bool:

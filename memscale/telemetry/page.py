@@ -43,8 +43,8 @@ print(consent().state)
 
 ## What is counted
 
-A line for a call, in a file for a week, at most 64 lines in a process; nothing in a training step, in a worker that was
-forked, or in a process of a higher rank. The calls are {calls}. The commands are
+A line for a call, in a file for a week, at most 64 lines in a process; nothing in a training step, in a worker of a
+DataLoader or one that was forked, or in a process of a higher rank. The calls are {calls}. The commands are
 {commands}. Each call is divided in these ways, one at a time: no two are ever
 counted together, so that no row is one person's.
 
