@@ -12,9 +12,10 @@ from memscale.planning.halving import GRAIN, between
 from memscale.planning.ladder import FASTER, Ladder, Seen, Shown
 from memscale.planning.solver import Choice
 
-# Estimates of large steps are 0.97 to 1.02 of what these take: what is thought to hold more of the budget than the
-# first is not looked at; and before a step has shown more, what is estimated to take more than the other not simulated.
-_ABOVE, _OFF = 1.1, 1.01
+# From what is thought to hold so much of the budget down to so much; and further down where nothing fits to there.
+_ABOVE, _BELOW = 1.1, (0.6, 0.0)
+# Estimates of large steps are 0.97 to 1.02 of what these take: before one has shown more, so much is simulated.
+_OFF = 1.01
 
 
 def foresee(
@@ -39,6 +40,8 @@ def foresee(
         As `Ladder.look`.
     """
     failed: set[Assignment] = set()
+    if not ladder.may_be_faster(min(1.0, seen.share) * limit_bytes, seen.late, below):
+        return []
     for _ in range(rounds):
         most = (seen.share if seen.any else _OFF) * limit_bytes
 
@@ -61,21 +64,21 @@ def _thought_fastest(
 ) -> Choice | None:
     """The fastest choice that fits, of the rungs that are looked at and of their surer forms."""
     best: Choice | None = None
-    over, under = ladder.rung(_ABOVE * limit_bytes) - 1, ladder.last + 1
-    while over + 1 < under:
-        rung = between(over, under, GRAIN)
-        if rung is None:  # the last one is a choice of its own
-            if not over < ladder.last < under:
-                break
-            rung = ladder.last
-        choice = ladder.choice(rung)
-        if ladder.seconds(choice.assignment) >= below * (1 - FASTER):
-            under = rung  # there is one that is as fast
-        elif fits(choice.assignment):
-            best, under, below = choice, rung, ladder.seconds(choice.assignment)
-        else:
+    over = ladder.rung(_ABOVE * limit_bytes) - 1
+    for share in _BELOW:
+        under = ladder.rung(share * limit_bytes) if share else ladder.last + 1
+        while (rung := between(over, under, GRAIN if share else 1)) is not None:
+            choice = ladder.choice(rung)
+            if ladder.seconds(choice.assignment) >= below * (1 - FASTER):
+                under = rung  # there is one that is as fast
+                continue
+            if fits(choice.assignment):
+                best, under, below = choice, rung, ladder.seconds(choice.assignment)
+                continue
             over = ladder.until(choice, rung)
             surer = ladder.surer(choice.assignment, below)
             if surer is not None and fits(surer):
                 best, below = Choice(surer, choice.bound), ladder.seconds(surer)
+        if best is not None or under < ladder.rung(share * limit_bytes):
+            break
     return best

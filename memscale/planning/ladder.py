@@ -96,7 +96,7 @@ class Ladder:
 
     def choice(self, rung: int) -> Choice:
         """The fastest that is thought to hold no more than the rung's bytes; there is one down to the last rung."""
-        while rung < self.last and self._solved(rung) is None:  # the solver gave up where there is one
+        while self._solved(rung) is None and rung < self.last:  # the solver gave up where there is one
             rung += 1
         return self._solved(rung) or self.least
 
@@ -107,6 +107,10 @@ class Ladder:
     def seconds(self, assignment: Assignment) -> float:
         """What it is thought to take."""
         return self._chooser.seconds(assignment)
+
+    def may_be_faster(self, limit_bytes: float, late: float, below: float) -> bool:
+        """Whether a choice of so many bytes may be faster than `below` by what is worth looking for among others."""
+        return self._chooser.least_seconds(limit_bytes, self._among) + late < below * (1 - _OTHERS)
 
     def look(
         self,
@@ -133,7 +137,7 @@ class Ladder:
         rung = self.rung(limit_bytes)
         if seen is not None:
             rung = self.rung(min(1.0, seen.share) * limit_bytes)
-            if self._chooser.least_seconds(self.limit_bytes(rung), self._among) + seen.late >= below * (1 - _OTHERS):
+            if not self.may_be_faster(self.limit_bytes(rung), seen.late, below):
                 return bound
         shown: set[Assignment] = set()
         surely: set[Assignment] = set()
