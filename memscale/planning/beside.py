@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import MemscaleError, matches
+from memscale.core import MemscaleError, format_bytes, matches
 from memscale.planning.blocks import repeated_blocks
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.remedies import optimizer_options, other_loops
@@ -82,6 +82,24 @@ def beside(
         if taken_bytes(found) < (1 - _LEAST_GAIN) * least:
             step, profile, least = other, found, taken_bytes(found)
     return step.said, least
+
+
+def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """What a caller of a plan that moves parameters may write instead, where it is the update of the step as it is that
+    fills the budget; None where it does not, or there is nothing else.
+    """
+    held = held_by_phase(profile).get("optimizer", 0)
+    if held < _UPDATES * limit or optimizer is None:
+        return None
+    said = [f"{type(optimizer).__name__}(fused=True)" for options in other_loops(optimizer) if options.get("fused")]
+    if hows(optimizer, {"step_in_groups": None}, moves=False):
+        said.append("stepping=('step_in_groups',)")
+    if not said:
+        return None
+    return (
+        f"parameters move because while the optimizer steps {format_bytes(held)} are held, of a budget of "
+        f"{format_bytes(limit)}; it is less with {' or '.join(said)}"
+    )
 
 
 def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:

@@ -14,6 +14,7 @@ from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config
 from memscale.core import ConfigError, Loss, budget_bytes, format_bytes
 from memscale.hardware import Hardware
+from memscale.planning.beside import lighter_update
 from memscale.planning.candidates import Menu, Rules
 from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of, rejected_of, trace_of
@@ -362,6 +363,9 @@ class DecisionEngine:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best))
+        if found.search.costs.streams(found.assignment) and not found.plan.of_optimizers():
+            lighter = lighter_update(self.plain, limit, self.optimizer)
+            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
 
     def _evidence(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from memscale.planning.costs import Assignment
 from memscale.planning.halving import GRAIN, between
-from memscale.planning.ladder import FASTER, Ladder, Seen, Shown
+from memscale.planning.ladder import FASTER, USED, Ladder, Seen, Shown
 from memscale.planning.solver import Choice
 
 # From what is thought to hold so much of the budget down to so much; and further down where nothing fits to there.
@@ -27,7 +27,7 @@ def foresee(
     rounds: int,
     seen: Seen,
 ) -> list[float]:
-    """Simulate choices until one fits or none is estimated to.
+    """Simulate choices until one uses what there is, or none that is faster is estimated to fit.
 
     Args:
         ladder: of the choices.
@@ -39,24 +39,27 @@ def foresee(
     Returns:
         As `Ladder.look`.
     """
-    failed: set[Assignment] = set()
+    bound: list[float] = []
+    shown: set[Assignment] = set()
     if not ladder.may_be_faster(min(1.0, seen.share) * limit_bytes, seen.late, below):
-        return []
+        return bound
     for _ in range(rounds):
         most = (seen.share if seen.any else _OFF) * limit_bytes
 
         def fits(assignment: Assignment, most: float = most) -> bool:
-            return assignment not in failed and estimate(assignment) <= most
+            return assignment not in shown and estimate(assignment) <= most
 
         choice = _thought_fastest(ladder, fits, limit_bytes, below - seen.late)
         if choice is None:
             break
         found = prove(choice.assignment)
+        shown.add(choice.assignment)
         seen.add(estimate(choice.assignment), ladder.seconds(choice.assignment), found)
         if found.taken_bytes <= limit_bytes:
-            return [choice.bound]
-        failed.add(choice.assignment)
-    return []
+            bound, below = [choice.bound], min(below, found.seconds)
+        if USED * limit_bytes <= found.taken_bytes <= limit_bytes:
+            break
+    return bound
 
 
 def _thought_fastest(

@@ -3,12 +3,12 @@
 What a step takes is not what was thought of it then, and need not fall from rung to rung. Where each budget looks
 elsewhere, a larger one does not find what a smaller one has. Here it has no say in where to look but by whether a step
 fits: two budgets look at the same rungs until a step fits the larger one alone, which then looks among faster choices
-only, and the smaller one among slower ones. What is known to take more without a simulation, whatever is asked for, is
-as good as simulated.
+only, and the smaller one among slower ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from memscale.planning.costs import Assignment
@@ -23,7 +23,6 @@ _ABOVE, _BELOW = 1.06, (0.85, 0.6, 0.0)
 
 def halve(
     ladder: Ladder,
-    hopeless: Callable[[Assignment], bool],
     prove: Callable[[Assignment], Shown],
     limit_bytes: int,
     below: float,
@@ -33,7 +32,6 @@ def halve(
 
     Args:
         ladder: of the choices.
-        hopeless: whether a step is known to take more, without a simulation.
         prove, limit_bytes, below, rounds: as in `Ladder.look`.
 
     Returns:
@@ -42,11 +40,12 @@ def halve(
     bound: list[float] = []
     shown, surely = set[Assignment](), set[Assignment]()
     fitted = False  # a surer form that fits says nothing of the rungs further down
-    lates: list[float] = []  # by how much steps are later than is thought
+    late = math.inf  # by how much steps are later than is thought, at least
 
     def simulated(assignment: Assignment) -> Shown:
+        nonlocal late
         found = prove(assignment)
-        lates.append(found.seconds - ladder.seconds(assignment))
+        late = min(late, found.seconds - ladder.seconds(assignment))
         return found
 
     over = ladder.rung(_ABOVE * limit_bytes) - 1  # the lowest rung that takes more, as far as is known
@@ -54,19 +53,17 @@ def halve(
         fits = min(ladder.rung(share * limit_bytes), ladder.last + 1)  # the highest that does not
         while (rung := between(over, fits, GRAIN if share else 1)) is not None:  # the last one is a choice of its own
             choice = ladder.choice(rung)
-            if ladder.seconds(choice.assignment) + min(lates, default=0.0) >= below * (1 - FASTER):
+            if ladder.seconds(choice.assignment) + (late if shown else 0.0) >= below * (1 - FASTER):
                 fits = rung  # there is one that is as fast
                 continue
-            found = None
-            if not hopeless(choice.assignment):
-                if choice.assignment not in shown and len(shown) == rounds:
-                    return bound
-                shown.add(choice.assignment)
-                found = simulated(choice.assignment)
-            if found is None or found.taken_bytes > limit_bytes:
+            if choice.assignment not in shown and len(shown) == rounds:
+                return bound
+            shown.add(choice.assignment)
+            found = simulated(choice.assignment)
+            if found.taken_bytes > limit_bytes:
                 over = ladder.until(choice, rung)
-                surer = ladder.surer(choice.assignment, below - min(lates, default=0.0))
-                if surer is not None and surer not in shown | surely and not hopeless(surer):
+                surer = ladder.surer(choice.assignment, below - late)
+                if surer is not None and surer not in shown | surely:
                     surely.add(surer)
                     sure = simulated(surer)
                     if sure.taken_bytes <= limit_bytes:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from torch import nn
@@ -26,7 +25,7 @@ from memscale.planning.shrinking import reaches, shrink
 from memscale.planning.solver import Chooser, LinkRates
 from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
-from memscale.simulation import Ledger, Profile, SimulatedStep
+from memscale.simulation import Ledger, Phase, Profile, SimulatedStep
 
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
@@ -48,8 +47,8 @@ _MOST_OPERATORS, _FEWEST = 500_000, 2
 # Where a step takes a second or more to simulate, what one set of techniques has shown says where to look among others.
 _MANY_OPERATORS = 2_000
 
-# Of the budget, what is estimated to take more is not simulated.
-_CERTAINLY = 1.03
+# Of the budget: where all steps of a set of techniques took more, small plans of it are not looked for.
+_SURELY = 1.02
 
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
@@ -88,10 +87,15 @@ class Proven:
         return self.profile.step_seconds
 
     def correct(self, chooser: Chooser, most_kept_bytes: int | None = None) -> None:
-        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it."""
+        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it.
+
+        Beside forward and backward: what it keeps while the optimizer steps is of blocks that these left. On top of an
+        update that no choice makes smaller it would rule out all that streams no parameters.
+        """
         kept = self.taken_bytes - self.profile.peak_bytes
         kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
-        chooser.correct(self.assignment, self.held_bytes + kept, self.part_seconds, self.seconds)
+        leaves = np.array([station.phase is not Phase.OPTIMIZER for station in chooser.costs.stations])
+        chooser.correct(self.assignment, self.held_bytes + kept * leaves, self.part_seconds, self.seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,8 +225,8 @@ class Search:
         for subset in self._subsets(among):
             known = seen.setdefault(subset & MOVES, Seen()) if self._is_large else None
             bounds += self._descend(subset, safe_bytes, tried, below_seconds, known)
-        if below_seconds == np.inf and self._asks_small(among, safe_bytes, self._best(tried, safe_bytes)):
-            tried |= self._small_ones(among)
+        if below_seconds == np.inf:
+            tried |= self._small_ones(self._ask_small(among, safe_bytes, tried))
         found: list[Found] = []
         # Where nothing leaves the margin, what fits without it is better than nothing.
         for most in (safe_bytes, budget_bytes):
@@ -333,14 +337,8 @@ class Search:
             estimate = self.estimates.reserved_bytes
             return foresee(self._ladder(among), estimate, prove, safe_bytes, below, rounds, seen or Seen())
         if self._reserves:
-            return halve(self._ladder(among), partial(self._is_hopeless, safe_bytes), prove, safe_bytes, below, rounds)
+            return halve(self._ladder(among), prove, safe_bytes, below, rounds)
         return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
-
-    def _is_hopeless(self, most_bytes: int, assignment: Assignment) -> bool:
-        """Whether a step certainly takes more: when copies are through is not known where many things move."""
-        chosen = (menu[number] for menu, number in zip(self.costs.candidates, assignment, strict=True))
-        moves = any(each.techniques & MOVES for each in chosen)
-        return not moves and self.estimates.reserved_bytes(assignment) > _CERTAINLY * most_bytes
 
     @property
     def _is_large(self) -> bool:
@@ -373,32 +371,43 @@ class Search:
         if self.uncut is not None and "tile" not in among:
             return self.uncut.smallest(among, floor_bytes)
         among = self.with_own(among)
-        found = list(self._small_ones(among, floor_bytes).values())
+        found = list(self._small_ones(self._subsets(among)[:_SMALL], floor_bytes).values())
         if "tile" in among and not reaches(found, floor_bytes) and self.finer is not None:
             found.append(self.finer.smallest(among, floor_bytes))
         if not reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
             found.append(self.uncut.smallest(among - {"tile"}, floor_bytes))
         return min(found, key=lambda each: (each.taken_bytes, each.seconds))
 
-    def _asks_small(self, among: frozenset[str], safe_bytes: int, best: Proven | None) -> bool:
-        """Whether small plans may be faster than the best for a budget: a smaller budget would be given one of them."""
-        if best is None:
-            return True
-        ladders = [self._ladder(subset) for subset in self._subsets(among)[:_SMALL]]
-        return any(
-            best.seconds > ladder.seconds(ladder.least.assignment) and ladder.last > ladder.rung(safe_bytes)
-            for ladder in ladders
-        )
+    def _ask_small(
+        self, among: frozenset[str], safe_bytes: int, tried: Mapping[Assignment, Proven]
+    ) -> list[frozenset[str]]:
+        """Of which techniques small plans may be faster than the best for a budget, as a smaller one would be given."""
 
-    def _small_ones(self, among: frozenset[str], floor_bytes: int = 0) -> dict[Assignment, Proven]:
-        """Small plans, the smallest among them."""
-        if (among, floor_bytes) not in self._small:
-            found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
-            for subset in self._subsets(among)[:_SMALL]:
-                chooser = self._chooser()
-                shrink(chooser, self.prove, found, subset, floor_bytes, patience=min(self.patience, _ROUNDS))
-            self._small[among, floor_bytes] = found
-        return self._small[among, floor_bytes]
+        first, best = self._subsets(among)[:_SMALL], self._best(tried, safe_bytes)
+
+        def may_be_faster(subset: frozenset[str], best: Proven) -> bool:
+            ladder, menus = self._ladder(subset), self.costs.candidates
+            if best.seconds <= ladder.seconds(ladder.least.assignment) or ladder.last <= ladder.rung(safe_bytes):
+                return False
+            shown = [
+                proven.taken_bytes
+                for assignment, proven in tried.items()
+                if all(menu[number].techniques <= subset for menu, number in zip(menus, assignment, strict=True))
+            ]
+            return min(shown) <= _SURELY * safe_bytes or len(shown) <= _ROUNDS
+
+        return [each for each in first if best is None or may_be_faster(each, best)]
+
+    def _small_ones(self, subsets: Iterable[frozenset[str]], floor_bytes: int = 0) -> dict[Assignment, Proven]:
+        """Small plans of each of these sets of techniques, the smallest among them."""
+        smallest: dict[Assignment, Proven] = {}
+        for subset in subsets:
+            if (subset, floor_bytes) not in self._small:
+                found = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
+                shrink(self._chooser(), self.prove, found, subset, floor_bytes, patience=min(self.patience, _ROUNDS))
+                self._small[subset, floor_bytes] = found
+            smallest |= self._small[subset, floor_bytes]
+        return smallest
 
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""

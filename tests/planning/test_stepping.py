@@ -154,3 +154,19 @@ def test_no_fused_step_is_tried_of_parameters_that_have_none():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ms.BudgetError, match="no plan fits"):
         ms.plan(model, torch.ones(8, 64), budget=2000, optimizer=optimizer, loss=lambda y, _: y, hardware="cpu")
+
+
+def test_a_plan_that_has_to_move_parameters_for_the_update_says_what_else_would_do():
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(1024, 2048), nn.Tanh(), nn.Linear(2048, 1024)) for _ in range(4)]
+        model, x = nn.Sequential(*blocks), torch.empty(8, 1024)
+    step = {"loss": lambda y, _: y.square().mean(), "hardware": "h100"}
+    usual = torch.optim.AdamW(model.parameters())
+    budget = int(ms.profile(model, x, optimizer=usual, **step).reserved_peak_bytes * 0.9)
+    plan = ms.plan(model, x, budget=budget, optimizer=usual, **step)
+    (note,) = (each for each in plan.evidence.notes if "optimizer steps" in each)
+    assert note.endswith("it is less with AdamW(fused=True) or stepping=('step_in_groups',)")
+    for optimizer, stepping in ((torch.optim.AdamW(model.parameters(), fused=True), ()), (usual, "step_in_groups")):
+        other = ms.plan(model, x, budget=budget, optimizer=optimizer, stepping=stepping, **step)
+        assert other.evidence.planned.step_seconds < plan.evidence.planned.step_seconds
+        assert not [each for each in other.evidence.notes if "optimizer steps" in each]
