@@ -28,7 +28,8 @@ from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.schedule.schedule import Schedule, queues_of
-from memscale.simulation.splicing import Given, Strand, spliced
+from memscale.simulation.splicing import Given, spliced
+from memscale.simulation.strands import Strand
 from memscale.simulation.values import NeedsValues
 
 __all__ = [
