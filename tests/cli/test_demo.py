@@ -73,6 +73,7 @@ def test_the_budget_is_that_of_the_user(tmp_path: Path, capsys: pytest.CaptureFi
     assert "memscale: no plan fits 1.00 KiB" in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_peak_above_the_budget_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -176,6 +177,7 @@ def test_a_missing_package_gets_one_line(
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.deep
 def test_the_module_form_runs(tmp_path: Path):
     done = python("-m", "memscale.cli", "demo", "--help", cwd=tmp_path)
     assert done.returncode == 0

@@ -73,6 +73,7 @@ def test_the_plan_is_that_of_the_library(folder, capsys):
     assert torch.equal(scope["fit"](x), scope["model"](x))
 
 
+@pytest.mark.deep
 def test_the_frontier_is_that_of_the_library(folder, capsys):
     expected = engine().frontier(3)
     files = ("--json", "curve.json", "--html", "curve.html", "--plot", "curve.png")

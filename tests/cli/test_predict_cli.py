@@ -450,6 +450,7 @@ def test_a_model_is_needed(capsys):
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_a_table_of_batches_by_lengths_as_text_csv_and_picture(folder, capsys):
     step = ("--hf", "gpt2.json", "--gpu", "cpu", "--budget", "40MiB", "--largest", "grid", "--at-most", "64")
     assert predict(*step, "--csv", "sizes.csv", "--plot", "sizes.png", "--no-recommend") in (0, 3)

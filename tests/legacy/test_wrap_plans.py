@@ -188,6 +188,7 @@ class Short(nn.Sequential):
         return super().forward(x) + torch.zeros(100, WIDTH)[: len(x)]
 
 
+@pytest.mark.deep
 def test_where_no_power_of_two_is_taken_lengths_between_are_planned_for(device):
     device(1000)
     model = ms.wrap(Short(*stack(1)), config())
@@ -234,6 +235,7 @@ class Twice(nn.Module):
         return x + self.other(self.one(x))
 
 
+@pytest.mark.deep
 def test_the_mode_and_the_switches_say_what_a_plan_is_made_of(device):
     speeds = {"host_to_device_bytes_per_second": 1e12, "device_to_host_bytes_per_second": 1e12}
     device(9, **speeds)

@@ -63,6 +63,7 @@ def test_blocks_that_are_cut_pass_on_one_gradient():
     assert peak <= costs.held_bytes(choice).max() <= 1.03 * peak
 
 
+@pytest.mark.deep
 def test_without_an_optimizer_gradients_count_to_their_parts_too():
     """Plain SGD has no states and no temporaries, so that forward and backward hold what they hold without it."""
     labels = torch.zeros(256, dtype=torch.long)

@@ -1,5 +1,6 @@
 """A loss head in a module with layers of its own, as encoders have, is cut like one that stands alone."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +31,7 @@ def _loss(logits, words):
     return F.cross_entropy(logits.flatten(0, -2), words.flatten())
 
 
+@pytest.mark.deep
 def test_the_projection_is_cut_though_its_module_could_be_recomputed():
     model, words = _Masked(), torch.zeros(8, 64, dtype=torch.long)
     optimizer = torch.optim.SGD(model.parameters())

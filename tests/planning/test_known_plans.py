@@ -85,6 +85,7 @@ def test_the_second_time_a_plan_is_only_proven(unkept):
     assert plans[0].to_json() == plans[1].to_json() == unkept().to_json()
 
 
+@pytest.mark.deep
 def test_that_nothing_fits_is_known_too():
     found = []
     for _ in range(2):
@@ -96,6 +97,7 @@ def test_that_nothing_fits_is_known_too():
     assert found[0] == found[1]
 
 
+@pytest.mark.deep
 def test_frontiers_and_the_nearest_are_known():
     first, second = Asked(), Asked()
     curves = [each.engine.frontier(3).to_json() for each in (first, second)]

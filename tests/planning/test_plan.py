@@ -350,6 +350,7 @@ def test_what_the_models_own_code_raises_is_one_error_of_ours():
         ms.plan(_mlps(), torch.ones(2, 63), budget="1GiB", loss=_loss, hardware=CPU)
 
 
+@pytest.mark.deep
 def test_a_head_that_is_tiled_and_one_that_is_not_have_corrections_of_their_own():
     """What one head was seen to hold says nothing about the other: the search would go round between them."""
     torch.manual_seed(0)

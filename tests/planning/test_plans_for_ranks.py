@@ -86,6 +86,7 @@ def test_more_processes_predict_less_memory_each():
     assert found[1] > found[0] > found[2], "buckets, and shards"
 
 
+@pytest.mark.deep
 def test_recommendations_are_for_the_same_ranks():
     model, step = made()
     predictor = ms.OOMPredictor(model, **step, parallel="fsdp2", world=8)

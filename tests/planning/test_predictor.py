@@ -198,6 +198,7 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
     assert told.step_seconds is None, "the box does not say how fast it is"
 
 
+@pytest.mark.deep
 def test_what_fits_nowhere_gets_the_smallest_plan_alone_and_in_parts():
     model, batch = blocks(), rows(1024)
     prediction = ms.OOMPredictor(model, loss=square, hardware=box(MIB)).predict(batch)
@@ -209,6 +210,7 @@ def test_what_fits_nowhere_gets_the_smallest_plan_alone_and_in_parts():
     assert told[True].action.endswith(f" equal parts of the batch, and apply the plan: {summary(caught.value.plan)}")
 
 
+@pytest.mark.deep
 def test_a_config_says_what_the_recommended_plan_may_use():
     def told(**fields):
         predictor = ms.OOMPredictor(Speaker(), loss=next_token, hardware=box(MIB), config=ms.Config(**fields))
@@ -244,6 +246,7 @@ def test_a_loop_is_not_tried_where_the_peak_is_not_the_optimizers():
     assert not any("optimizer" in what for what in said)
 
 
+@pytest.mark.deep
 def test_the_optimizers_loops_are_tried_and_its_groups_are_as_before():
     model = blocks(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -418,7 +421,13 @@ def test_what_cannot_be_simulated_is_a_note():
 
 @pytest.mark.parametrize(
     ("memory_bytes", "recommend", "asks"),
-    [(2**40, None, False), (2**40, False, False), (1, False, False), (1, None, True), (2**40, True, True)],
+    [
+        (2**40, None, False),
+        (2**40, False, False),
+        (1, False, False),
+        pytest.param(1, None, True, marks=pytest.mark.deep),
+        (2**40, True, True),
+    ],
 )
 def test_recommending_costs_simulations_only_when_it_is_close_or_asked_for(memory_bytes, recommend, asks):
     calls = []

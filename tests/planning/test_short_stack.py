@@ -57,7 +57,10 @@ def _head_costs(model):
 
 # One stack proves that the rows of blocks are independent. The first two of three candidates for the head are tried
 # while blocks try theirs, in two steps; then one stack shows whether it tells of the whole, and the last one has one.
-@pytest.mark.parametrize(("kind", "stacks"), [(_Stack, 3), (_AddsOutside, 2), (_ByNumber, 2)])
+@pytest.mark.parametrize(
+    ("kind", "stacks"),
+    [(_Stack, 3), *(pytest.param(kind, 2, marks=pytest.mark.deep) for kind in (_AddsOutside, _ByNumber))],
+)
 def test_the_head_costs_what_it_costs_in_the_whole_stack(monkeypatch, kind, stacks):
     made = []
     monkeypatch.setattr(step_simulator, "shortened", lambda *given: made.append(given) or shortened(*given))

@@ -239,6 +239,7 @@ def test_a_plan_carries_its_decision(artifact):
     assert asked.plan(1.0).decision.reason == "the step fits"
 
 
+@pytest.mark.deep
 def test_wrap_says_who_decided(monkeypatch, caplog):
     monkeypatch.delenv("MEMSCALE_POLICY", raising=False)
     monkeypatch.setenv("MEMSCALE_CACHE", "")

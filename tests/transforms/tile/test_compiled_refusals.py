@@ -9,6 +9,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import tile
+from memscale.core import internals
 from tests.support.coverings import pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -71,7 +72,10 @@ def test_what_couples_the_rows_is_refused_and_leaves_nothing(case, called_before
     if called_before:
         with pytest.raises(ms.TransformError):
             fit(x)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="tile"):
+    # Of an error that leaves a `try`, Dynamo of 2.10 says that there was one.
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="tile" if internals.TORCH_VERSION >= (2, 12) else "exception"
+    ):
         torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
     torch._dynamo.reset()
     with pytest.raises(ms.TransformError, match=r"would (cut the rows|update)"):
@@ -97,7 +101,10 @@ def test_a_table_is_no_obstacle_once_a_call_has_shown_it():
     """Without `fullgraph` the first call is uncompiled, and shows it; then there is one graph."""
     model, x = Rotary(4, 4), torch.randn(6, 4)
     fit = ms.transform(model, {"": tile(chunks=3)})
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="call it once in training mode before"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported,
+        match="call it once in training mode before" if internals.TORCH_VERSION >= (2, 12) else "exception",
+    ):
         torch.compile(fit, backend="aot_eager", fullgraph=True)(x)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(fit, backend="aot_eager")(x), model(x))
