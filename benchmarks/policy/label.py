@@ -123,7 +123,7 @@ def labels(family: str, seed: int, card: str) -> dict[str, Any]:
             # More techniques are never slower: what the solver finds among fewer of them counts, too.
             chosen = [each for fewer, each in found.items() if each and set(fewer.split("+")) <= set(names.split("+"))]
             for each, chooser in choosers:
-                if (choice := chooser.fastest(limit, each.with_own(among))) is not None:
+                if (choice := chooser.fastest(limit, each.menu.with_own(among))) is not None:
                     seconds, held = chooser.seconds(choice.assignment), chooser.held_bytes(choice.assignment)
                     chosen.append((round(seconds / plain, 5), round(held / taken, 4)))
             found[names] = min(chosen, default=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from memscale.algebra import Plan
 from memscale.core import format_bytes, format_seconds
 from memscale.planning.evidence import Decision
+from memscale.planning.found import Found
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.search import Found
 from memscale.planning.solver import LinkRates
 from memscale.simulation import Phase, Profile
 
@@ -14,7 +14,7 @@ from memscale.simulation import Phase, Profile
 def decisions_of(best: Found) -> tuple[Decision, ...]:
     """A decision for each part, in the order of the step, and one for what is outside of them."""
     found = best.proven
-    costs = found.search.costs
+    costs = found.costs
     turn = next(
         (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
     )
@@ -50,7 +50,7 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
 
 def rejected_of(best: Found) -> dict[str, str]:
     """The candidates that could not be, of those that were allowed, with the reasons."""
-    rejected = best.proven.search.costs.rejected.items()
+    rejected = best.proven.costs.rejected.items()
     return {str(each): reason for each, reason in rejected if each.techniques <= best.among}
 
 
@@ -75,7 +75,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
         link: what the copies share, None where there is nowhere to copy to.
     """
     found = best.proven
-    costs = found.search.costs
+    costs = found.costs
     taken, as_it_is_bytes = found.taken_bytes, taken_bytes(plain)
     candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
     techniques = {name for each in candidates for name in each.techniques}
@@ -90,7 +90,7 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
         out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
         back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
         trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
-    if stepping := Plan(found.search.always).of_optimizers():
+    if stepping := Plan(found.always).of_optimizers():
         trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
     trace.append(f"choice: {format_seconds(best.bound_seconds)} a step is the least that their costs add up to")
     trace.append(

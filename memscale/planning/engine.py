@@ -20,12 +20,13 @@ from memscale.planning.curve import Frontier, Point
 from memscale.planning.decisions import decisions_of, rejected_of, trace_of
 from memscale.planning.evidence import Decision, Evidence, Figures
 from memscale.planning.fingerprint import fingerprint, planner
+from memscale.planning.found import Found, Proven
 from memscale.planning.globs import with_globs
 from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.prediction import taken_bytes
 from memscale.planning.proven import ProvenPlan
 from memscale.planning.refusal import Refusal
-from memscale.planning.search import Found, Proven, Search, leaves_margin
+from memscale.planning.search import Search, leaves_margin
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
@@ -343,7 +344,7 @@ class DecisionEngine:
 
     def _smallest_found(self) -> Found:
         smallest = self._smallest()
-        return Found(smallest, smallest.seconds, smallest.search.with_own(self._techniques(self.config)))
+        return Found(smallest, smallest.seconds, smallest.menu.with_own(self._techniques(self.config)))
 
     # -- what is said of them ------------------------------------------------------------------------------------------
 
@@ -363,7 +364,7 @@ class DecisionEngine:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best))
-        if found.search.costs.streams(found.assignment) and not found.plan.of_optimizers():
+        if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from memscale.config import Config
 from memscale.core import BudgetError, format_bytes
 from memscale.planning.beside import Setting, beside
+from memscale.planning.found import Proven
 from memscale.planning.globs import with_globs
 from memscale.planning.prediction import taken_bytes
-from memscale.planning.search import Proven, Search
+from memscale.planning.search import Search
 from memscale.planning.step_simulator import StepSimulator
 from memscale.transforms import cast
 
@@ -70,7 +71,7 @@ class Refusal:
                 yield field, self.search.smallest(more).taken_bytes
         if not self.config.use_mixed_precision:
             # The smallest choice in a model that is cast: its own smallest may be smaller still.
-            costs, menu = smallest.search.costs, self.search.menu
+            costs, menu = smallest.costs, self.search.menu
             chosen = zip(costs.candidates, smallest.assignment, [*(part.path for part in costs.parts), ""], strict=True)
             rules = [rule for each, at, path in chosen for rule in menu.cast_within(each[at]).at(path)]
             try:

@@ -6,26 +6,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.candidates import Candidate, Menu, Rules
-from memscale.planning.costs import Assignment, Bytes, Costs, measured_costs
+from memscale.planning.costs import Assignment, Costs, measured_costs
 from memscale.planning.estimates import Estimates
 from memscale.planning.foreseen import foresee
+from memscale.planning.found import Found, Proven
 from memscale.planning.halving import halve
 from memscale.planning.ladder import Ladder, Seen
 from memscale.planning.parts import Part, parts_of
-from memscale.planning.prediction import taken_bytes
-from memscale.planning.program import Floats
 from memscale.planning.shrinking import reaches, shrink
 from memscale.planning.solver import Chooser, LinkRates
 from memscale.planning.trial_rows import MOVES
 from memscale.planning.trials import Trials
-from memscale.simulation import Ledger, Phase, Profile, SimulatedStep
+from memscale.simulation import Ledger, SimulatedStep
 
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
@@ -53,65 +51,6 @@ _SURELY = 1.02
 #: Simulates the step with these rules, with its update or without; of the model without the parts at these paths.
 Simulate = Callable[[Rules, bool, frozenset[str]], SimulatedStep]
 _WHOLE: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, eq=False)
-class Proven:
-    """A choice and the profile of the step that it makes.
-
-    Attributes:
-        search: that found it.
-        assignment: the candidate of each part.
-        plan: its rules.
-        profile: of the simulated step.
-        held_bytes: [station of the costs] the most that is held there, what was thought where the step never came.
-        part_seconds: [part] of the operators of each part's forward and backward; last of what is outside.
-    """
-
-    search: Search
-    assignment: Assignment
-    plan: Plan
-    profile: Profile
-    held_bytes: Bytes
-    part_seconds: Floats
-
-    @property
-    def taken_bytes(self) -> int:
-        """What the device has to give."""
-        return taken_bytes(self.profile)
-
-    @property
-    def seconds(self) -> float:
-        """Of the simulated step."""
-        assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
-        return self.profile.step_seconds
-
-    def correct(self, chooser: Chooser, most_kept_bytes: int | None = None) -> None:
-        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it.
-
-        Beside forward and backward: what it keeps while the optimizer steps is of blocks that these left. On top of an
-        update that no choice makes smaller it would rule out all that streams no parameters.
-        """
-        kept = self.taken_bytes - self.profile.peak_bytes
-        kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
-        leaves = np.array([station.phase is not Phase.OPTIMIZER for station in chooser.costs.stations])
-        chooser.correct(self.assignment, self.held_bytes + kept * leaves, self.part_seconds, self.seconds)
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The fastest plan that was found for a budget.
-
-    Attributes:
-        proven: the plan.
-        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by the steps that
-            were simulated.
-        among: the techniques that it could be made of.
-    """
-
-    proven: Proven
-    bound_seconds: float
-    among: frozenset[str]
 
 
 class Search:
@@ -206,17 +145,13 @@ class Search:
         assert self.costs, "costs are found by trials"
         return self._trials
 
-    def with_own(self, among: frozenset[str]) -> frozenset[str]:
-        """These techniques, with what its candidates have anyway."""
-        return among | {"cast"} if self.menu.casts else among
-
     def fastest(self, budget_bytes: int, among: frozenset[str], below_seconds: float = np.inf) -> Found | None:
         """The fastest plan of these techniques whose step takes at most `budget_bytes`, None if none was found; if
         there is another one that takes `below_seconds`, none that is not faster is looked for.
         """
         if self.uncut is not None and "tile" not in among:
             return self.uncut.fastest(budget_bytes, among, below_seconds)
-        among = self.with_own(among)
+        among = self.menu.with_own(among)
         safe_bytes = int(budget_bytes * (1 - _MARGIN))
         # Steps for other budgets have no say here: a budget has the same plan, whatever was asked before.
         tried = {self.costs.as_it_is: self.prove(self.costs.as_it_is)}
@@ -370,7 +305,7 @@ class Search:
         """
         if self.uncut is not None and "tile" not in among:
             return self.uncut.smallest(among, floor_bytes)
-        among = self.with_own(among)
+        among = self.menu.with_own(among)
         found = list(self._small_ones(self._subsets(among)[:_SMALL], floor_bytes).values())
         if "tile" in among and not reaches(found, floor_bytes) and self.finer is not None:
             found.append(self.finer.smallest(among, floor_bytes))
@@ -418,7 +353,9 @@ class Search:
             thought = self.costs.held_bytes(assignment).tolist()
             known = [held.get(station, each) for station, each in zip(self.costs.stations, thought, strict=True)]
             self._proofs[assignment] = Proven(
-                self,
+                self.costs,
+                self.menu,
+                self.always,
                 assignment,
                 Plan(self._with(self.costs.rules(assignment))),
                 step.profile(),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, batches
 
 
 def check_followed(model: Any) -> None:
@@ -40,6 +40,29 @@ def about_compiled(modules: Iterable[nn.Module]) -> tuple[str, ...]:
         f"{compiled} module{are} compiled, and simulated as written: a graph frees a tensor after its last use and "
         "chooses what it keeps for backward, so a real step may take less, or more",
     )
+
+
+def check_call(model: Any, batch: Any, accumulate: int) -> None:
+    """Raise ConfigError for a step that is none, or whose memory its values decide."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
+    if not isinstance(model, nn.Module):
+        if batch is not None:
+            raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
+        return
+    batches.check_call(model, batch)
+    for tensor in (*batches.tensors(batch), *model.buffers()):
+        if tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, which is several "
+                "in one, of sizes that its values decide: its memory is neither simulated nor measured; profile "
+                "and plan with a dense one in its place, and leave room for what the sparse one takes instead"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"this {type(model).__name__} has no parameter that requires a gradient, so there is no training "
+            "step; call requires_grad_() on what should train"
+        )
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

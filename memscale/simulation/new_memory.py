@@ -10,7 +10,7 @@ class NewMemory:
 
     What a step frees, the next one finds, until a runtime has malloc give it back. From then on an allocation takes
     what was freed of its size, and new memory where nothing was: what is larger is cut up as often as it is not. Steps
-    of three models with `offload()` touched 1.2 to 1.5 times as much as this says.
+    of three models with `offload()` touched 1.3 to 2.2 times as much as this says.
 
     >>> memory = NewMemory()
     >>> memory.new_bytes(64)

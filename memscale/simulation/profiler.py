@@ -14,11 +14,11 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config
-from memscale.core import ConfigError, Loss, MemscaleError, Record, batches, check_loss, history_path
+from memscale.core import ConfigError, Loss, MemscaleError, Record, check_loss, history_path
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
-from memscale.simulation.checks import about_compiled, check_followed, check_optimizer
+from memscale.simulation.checks import about_compiled, check_call, check_followed, check_optimizer
 from memscale.simulation.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.garbage import few_collections
 from memscale.simulation.host_time import HostTime
@@ -223,31 +223,10 @@ class MemoryProfiler:
         return self._measure(step, batch, reason)
 
     def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
-        self._check(batch, accumulate)
+        check_call(self.model, batch, accumulate)
         if not isinstance(self.model, nn.Module):
             return self.model
         return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
-
-    def _check(self, batch: Any, accumulate: int) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
-        if not isinstance(self.model, nn.Module):
-            if batch is not None:
-                raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
-            return
-        batches.check_call(self.model, batch)
-        for tensor in (*batches.tensors(batch), *self.model.buffers()):
-            if tensor.layout is not torch.strided:
-                raise ConfigError(
-                    f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, which is several "
-                    "in one, of sizes that its values decide: its memory is neither simulated nor measured; profile "
-                    "and plan with a dense one in its place, and leave room for what the sparse one takes instead"
-                )
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ConfigError(
-                f"this {type(self.model).__name__} has no parameter that requires a gradient, so there is no training "
-                "step; call requires_grad_() on what should train"
-            )
 
     def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
         """The step by simulation alone, with what its modules hold and when.
@@ -265,7 +244,7 @@ class MemoryProfiler:
             if updates and (profiler.optimizer is not None or not isinstance(model, nn.Module)):
                 return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
             assert isinstance(model, nn.Module), "a function's own step updates what it updates"
-            profiler._check(batch, accumulate)
+            check_call(profiler.model, batch, accumulate)
             # The first step is no step like others: regions copy their inputs until they know what they write to.
             # Gradients that are still there after the last are known for what they are.
             stepping = profiler.optimizer
