@@ -22,7 +22,6 @@ class CompensateRounding(OptimizerTransform):
     innermost: ClassVar[bool] = True
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         return _Compensated(self, optimizer, inner)
 
 
@@ -64,11 +63,9 @@ class _Compensated(StepInFloat32):
     own_states: ClassVar[frozenset[str]] = frozenset([_LOW])
 
     def states_like(self, parameter: torch.Tensor) -> torch.dtype:
-        """See `StepPart.states_like`."""
         return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
     def widened(self, parameter: torch.Tensor, of: Any) -> torch.Tensor:
-        """See `StepInFloat32.widened`."""
         bits: torch.Tensor = of(parameter).view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         if _LOW in self.optimizer.state.get(parameter, {}):
             low = of(self.optimizer.state[parameter][_LOW]).to(torch.int32)
@@ -77,7 +74,6 @@ class _Compensated(StepInFloat32):
         return bits.view(torch.float32)
 
     def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
-        """See `StepInFloat32.narrow`."""
         bits = values.view(torch.int32)
         upper = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
         # The largest bits are those of what is not a number, and would go around to zero.
@@ -87,5 +83,4 @@ class _Compensated(StepInFloat32):
         of(parameter).view(torch.int16).copy_(upper)
 
     def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
-        """See `StepInFloat32.keep`."""
         of(self.room(parameter, name, values.dtype)).copy_(values)

@@ -27,7 +27,6 @@ class StepInBackward(OptimizerTransform):
     max_norm: float | None = None
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         return _InBackward(self, optimizer, inner)
 
 
@@ -110,7 +109,6 @@ class _InBackward(StepPart):
         weakref.finalize(optimizer, _remove, self._hooks).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         self._check_norm(parameters)
         self._parameters = parameters
         present = {id(parameter) for parameter in parameters}
@@ -122,7 +120,6 @@ class _InBackward(StepPart):
                 self._hooks[id(parameter)] = _Hook(self, parameter, *places[id(parameter)])
 
     def before_step(self, closure: Any) -> None:
-        """See `StepPart.before_step`."""
         optimizer = self.optimizer
         if closure is not None:
             raise TransformError(
@@ -147,11 +144,9 @@ class _InBackward(StepPart):
             )
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """See `StepPart.ask`."""
         return self.inner.ask(parameters)
 
     def after_step(self) -> None:
-        """See `StepPart.after_step`."""
         self.stepped.clear()
         self._refused = False
         if self._clip is not None:
@@ -182,11 +177,9 @@ class _InBackward(StepPart):
 
     @property
     def backward_passes(self) -> int:
-        """See `StepPart.backward_passes`."""
         return 1 if self._clip is None else 2
 
     def after_zero_grad(self) -> None:
-        """See `StepPart.after_zero_grad`."""
         if self._clip is not None and not self.stepped:  # what was measured is no gradient of the next step
             self._clip.clear()
             for hook in self._hooks.values():

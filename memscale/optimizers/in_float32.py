@@ -74,11 +74,9 @@ class StepInFloat32(StepPart):
     # ------------------------------------------------------------------------------------------------------ stepping
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         self._parameters = parameters
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             narrow = [each for each in group["params"] if each.dtype == torch.bfloat16]
@@ -93,7 +91,6 @@ class StepInFloat32(StepPart):
             group.update({**now, "params": group["params"]})
 
     def plain_states(self, parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """See `StepPart.plain_states`."""
         if parameter.dtype != torch.bfloat16:
             return states
         return {
@@ -104,7 +101,6 @@ class StepInFloat32(StepPart):
         }
 
     def report(self) -> list[str]:
-        """See `StepPart.report`."""
         count = sum(parameter.dtype == torch.bfloat16 for parameter in self._parameters)
         others = len(self._parameters) - count
         return [f"{self.how!r}: {count} parameters" + (f"; {others} are not in bfloat16" if others else "")]

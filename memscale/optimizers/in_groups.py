@@ -22,7 +22,6 @@ class StepInGroups(OptimizerTransform):
     group_bytes: int
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         return _InGroups(self, optimizer, inner)
 
 
@@ -64,7 +63,6 @@ class _InGroups(StepPart):
         self.how = how
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for few in at_most(self.how.group_bytes, group["params"]):
@@ -73,7 +71,6 @@ class _InGroups(StepPart):
                 group.update({**now, "params": group["params"]})
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """See `StepPart.ask`."""
         return self.inner.ask(parameters)
 
 

@@ -34,11 +34,9 @@ class OffloadStates(OptimizerTransform):
         return None
 
     def on(self, runtime: Any) -> Transform:
-        """See `Transform.on`."""
         return self if runtime is None else _OffloadStatesOn(self.tier, runtime)
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         runtime = self.own_runtime()
         below = Below(runtime, repr(OffloadStates(self.tier)))
         on_host = StepOnHost(optimizer, inner, below)
@@ -54,7 +52,6 @@ class _OffloadStatesOn(OffloadStates):
     runtime: Any = None
 
     def own_runtime(self) -> Runtime | None:
-        """See `OffloadStates.own_runtime`."""
         return self.runtime  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -119,19 +116,16 @@ class _Offloaded(StepPart):
         self._placed: dict[int, dict[str, torch.Tensor]] = {}  # by the id of the parameter
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         self._below.check(parameters, self.optimizer)
         present = {id(parameter) for parameter in parameters}
         self._placed = {key: states for key, states in self._placed.items() if key in present}
         self._place(parameters)
 
     def below(self) -> list[torch.Tensor]:
-        """See `StepPart.below`."""
         there = [tensor for states in self._placed.values() for tensor in states.values()]
         return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             some = list(at_most(_GROUP_BYTES, group["params"]))
@@ -143,7 +137,6 @@ class _Offloaded(StepPart):
                 group.update({**now, "params": group["params"]})
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """See `StepPart.ask`."""
         return self.inner.ask(parameters)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:

@@ -84,7 +84,6 @@ class OnDisk(StepPart):
         weakref.finalize(self, _free_all, self._rooms).atexit = False
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         self._below.check(parameters, self.optimizer)
         for key in list(self._moving):  # of a step that an exception ended
             self._wait(key)
@@ -100,7 +99,6 @@ class OnDisk(StepPart):
         self._end()
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for position, parameter in enumerate(group["params"]):
@@ -118,11 +116,9 @@ class OnDisk(StepPart):
             group.update({**now, "params": group["params"]})
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """See `StepPart.ask`."""
         return self.inner.ask(parameters)
 
     def after_step(self) -> None:
-        """See `StepPart.after_step`."""
         self._end()
 
     def _end(self) -> None:
@@ -141,7 +137,6 @@ class OnDisk(StepPart):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """See `StepPart.gathered`."""
         state: Any = self.optimizer.state
         before = {parameter: state.get(parameter) for parameter in self._parameters.values()}
         try:

@@ -105,7 +105,6 @@ class StepOnHost(StepPart):
         self._going: list[tuple[torch.Tensor, HostCopy]] = []
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """See `StepPart.ask`."""
         for parameter in parameters:
             if id(parameter) not in self._coming and device_type(parameter) != "cpu":
                 assert parameter.grad is not None, "it steps"
@@ -114,12 +113,10 @@ class StepOnHost(StepPart):
         return any(id(parameter) in self._coming for parameter in parameters)
 
     def settle(self) -> None:
-        """See `StepPart.settle`."""
         self._coming.clear()
         self._arrive()
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             is_there = {id(each): device_type(each) == "cpu" for each in group["params"]}

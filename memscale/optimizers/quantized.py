@@ -35,7 +35,6 @@ class QuantizeStates(OptimizerTransform):
     block: int = 256
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         kernels()  # raises where they are not
         return _Quantized(self, optimizer, inner)
 
@@ -94,7 +93,6 @@ class _Quantized(StepPart):
         self._packed = Packed()
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         check_whole(repr(self.how), parameters)
         self._parameters = parameters
         nbytes = sum(parameter.nbytes for parameter in parameters)
@@ -108,7 +106,6 @@ class _Quantized(StepPart):
             self._shrink(parameter)
 
     def advance(self, groups: list[Group]) -> None:
-        """See `StepPart.advance`."""
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             for few in at_most(self._at_once, group["params"]):
@@ -121,7 +118,6 @@ class _Quantized(StepPart):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """See `StepPart.gathered`."""
         state: Any = self.optimizer.state
         before = {parameter: state[parameter] for parameter in self._parameters if parameter in state}
         try:
@@ -132,7 +128,6 @@ class _Quantized(StepPart):
             state.update(before)
 
     def report(self) -> list[str]:
-        """See `StepPart.report`."""
         optimizer, places = self.optimizer, self.optimizer._places()
         before = after = number = 0
         stay: dict[str, list[str]] = {}

@@ -25,7 +25,6 @@ class RoundStochastically(OptimizerTransform):
     seed: int = 0
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:
-        """See `OptimizerTransform.part`."""
         return _Stochastic(self, optimizer, inner)
 
 
@@ -80,17 +79,14 @@ class _Stochastic(StepInFloat32):
         self._random: dict[int, torch.Generator] = {}  # of the parameters that step just now
 
     def attend(self, parameters: list[torch.Tensor]) -> None:
-        """See `StepPart.attend`."""
         check_whole(repr(self.how), parameters)
         super().attend(parameters)
         self._orders = {key: order for order, key in enumerate(self.optimizer._places())}
 
     def widened(self, parameter: torch.Tensor, of: Any) -> torch.Tensor:
-        """See `StepInFloat32.widened`."""
         return of(parameter).to(torch.float32)  # type: ignore[no-any-return]
 
     def begin(self, parameter: torch.Tensor) -> None:
-        """See `StepInFloat32.begin`."""
         states = self.optimizer.state[parameter]
         count = states[_COUNT] = states.get(_COUNT, 0) + 1
         place = self._orders[id(self.optimizer._twins.get(id(parameter), parameter))]
@@ -101,11 +97,9 @@ class _Stochastic(StepInFloat32):
         self._random[id(parameter)] = torch.Generator(parameter.device).manual_seed(seed % 2**63)
 
     def narrow(self, parameter: torch.Tensor, of: Any, values: torch.Tensor) -> None:
-        """See `StepInFloat32.narrow`."""
         of(parameter).copy_(self._rounded(parameter, values))
 
     def keep(self, parameter: torch.Tensor, of: Any, name: str, values: torch.Tensor) -> None:
-        """See `StepInFloat32.keep`."""
         known = {
             moment.dtype
             for moment in self.optimizer._evidence.moments

@@ -33,7 +33,6 @@ class OptimizerTransform(Transform):
     innermost: ClassVar[bool] = False  # for it is about the step of the class itself
 
     def misfit(self, subject: Any) -> str | None:
-        """See `Transform.misfit`."""
         if isinstance(subject, torch.optim.Optimizer):
             return None
         return f"{self!r} maps an optimizer to an optimizer, got {type(subject).__name__}; pass a torch.optim.Optimizer"
@@ -125,7 +124,6 @@ class TransformedOptimizer(PartedOptimizer):
         return loss
 
     def add_param_group(self, param_group: Group) -> None:
-        """See `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         try:
             self._attend()
@@ -135,7 +133,6 @@ class TransformedOptimizer(PartedOptimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See `torch.optim.Optimizer.zero_grad`."""
         if self.steps_in_backward:
             uncompiled(TransformedOptimizer._drop_gradients, _BOOKS, self, set_to_none)
         else:
@@ -151,7 +148,6 @@ class TransformedOptimizer(PartedOptimizer):
             part.after_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `torch.optim.Optimizer.state_dict`."""
         with self._gathered():
             return super().state_dict()
 

@@ -142,7 +142,6 @@ class HooksAmongHomes(Hooks):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """See `Hooks.pack`."""
         if is_plain(tensor) and (home := home_on_device(tensor)) is not None:
             with unrecorded():
                 return home.mover.save(home, tensor)

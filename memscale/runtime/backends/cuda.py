@@ -142,12 +142,10 @@ class CudaBackend:
         end.atexit = False  # the driver may be gone by then, and takes the registrations with it
 
     def allocate(self, nbytes: int, tier: str) -> HostBuffer | None:
-        """See `Backend.allocate`."""
         self._refuse_where_impossible()
         return self._tiers.allocate(nbytes, tier)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`."""
         assert isinstance(buffer, HostBuffer)
         self._tiers.free(buffer, after=after)
 
@@ -157,7 +155,6 @@ class CudaBackend:
         return self._tiers.map(buffer)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Backend.empty`."""
         self._refuse_where_impossible()
         return like.new_empty(nbytes, dtype=torch.uint8)
 
@@ -165,7 +162,6 @@ class CudaBackend:
         """See `Backend.discard`. PyTorch's allocator needs no help here."""
 
     def trim(self) -> None:
-        """See `Backend.trim`."""
         self._refuse_where_impossible()
         torch.cuda.empty_cache()
 
@@ -183,7 +179,6 @@ class CudaBackend:
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def record(self, stream: int | None = None) -> CudaEvent:
-        """See `Backend.record`."""
         self._refuse_where_impossible()
         with self._on_device():
             event = self._recorded(self.compute_stream() if stream is None else stream)
@@ -192,7 +187,6 @@ class CudaBackend:
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
-        """See `Backend.copy`."""
         self._refuse_where_impossible()
         out = isinstance(source, torch.Tensor)
         tensor, buffer = (source, target) if out else (target, source)
@@ -220,7 +214,6 @@ class CudaBackend:
             event.wait()
 
     def synchronize(self, event: Event) -> None:
-        """See `Backend.synchronize`."""
         if isinstance(event, CudaEvent):
             event.end.synchronize()
         else:
@@ -228,7 +221,6 @@ class CudaBackend:
             event.wait()
 
     def clock(self) -> float:
-        """See `Backend.clock`."""
         return time.perf_counter()
 
     def seconds_at(self, event: Any) -> float:
@@ -237,7 +229,6 @@ class CudaBackend:
         return self._zero_seconds + milliseconds / 1e3
 
     def usage(self) -> Mapping[str, TierUse]:
-        """See `Backend.usage`."""
         return self._tiers.usage()
 
     # ------------------------------------------------------------------------------------------------- copies

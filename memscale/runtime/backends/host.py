@@ -74,7 +74,6 @@ class HostBackend:
         self._process = os.getpid()
 
     def allocate(self, nbytes: int, tier: str) -> DiskBuffer | None:
-        """See `Backend.allocate`."""
         refuse_in_fork(self._process)
         if self._disk_bytes < PAGE_BYTES:
             return None
@@ -100,7 +99,6 @@ class HostBackend:
         return self._slab.map(buffer.extent)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Backend.empty`."""
         refuse_in_fork(self._process)
         self._trims.after(nbytes)
         # Not a page-aligned part of something larger, which a read would not have to stage: tensor subclasses compare
@@ -108,11 +106,9 @@ class HostBackend:
         return like.new_empty(nbytes)
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`."""
         self._trims.after(tensor.nbytes)
 
     def trim(self) -> None:
-        """See `Backend.trim`."""
         self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
@@ -123,13 +119,11 @@ class HostBackend:
         return 0
 
     def record(self, stream: int | None = None) -> Event:
-        """See `Backend.record`."""
         return _NOW
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Errand[Any]:
-        """See `Backend.copy`."""
         for event in after:
             self.wait(event)
         assert self._slab is not None
@@ -141,7 +135,6 @@ class HostBackend:
         return self._slab.read(source.extent, target)
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """See `Backend.wait`."""
         if isinstance(event, Errand):
             event.wait()
 
@@ -150,9 +143,7 @@ class HostBackend:
         self.wait(event)
 
     def clock(self) -> float:
-        """See `Backend.clock`."""
         return time.perf_counter()
 
     def usage(self) -> Mapping[str, TierUse]:
-        """See `Backend.usage`."""
         return {"disk": TierUse() if self._slab is None else self._slab.usage()}

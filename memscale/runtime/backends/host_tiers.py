@@ -84,7 +84,6 @@ class HostTiers:
         return self._disk
 
     def allocate(self, nbytes: int, tier: str) -> HostBuffer | None:
-        """See `Backend.allocate`."""
         with self._lock:
             if not self._live:  # between steps: the next one will be like the last
                 for arena in self._arenas.values():
@@ -98,7 +97,6 @@ class HostTiers:
             return None
 
     def free(self, buffer: HostBuffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`."""
         if isinstance(buffer.room, Extent):
             self._leaving.append((buffer.room, after))
         else:
@@ -114,7 +112,6 @@ class HostTiers:
         return found
 
     def usage(self) -> Mapping[str, TierUse]:
-        """See `Backend.usage`."""
         arenas = {name: arena.stats().usage for name, arena in self._arenas.items()}
         return {**arenas, "disk": TierUse() if self._disk is None else self._disk.usage()}
 

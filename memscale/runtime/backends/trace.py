@@ -61,7 +61,6 @@ class TraceBackend:
         self.spilled_bytes: dict[str, int] = {}
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
-        """See `Backend.allocate`."""
         for place, name in enumerate(at_or_below(self.tiers, tier)):
             cap = self._caps[name]
             if cap is None or self._used[name] + nbytes <= cap:
@@ -79,7 +78,6 @@ class TraceBackend:
         self.spilled_bytes[buffer.tier] = max(self._spilling[buffer.tier], self.spilled_bytes.get(buffer.tier, 0))
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`."""
         assert isinstance(buffer, CountedBuffer)
         self._used[buffer.tier] -= buffer.nbytes
         if buffer in self._spilled:
@@ -87,7 +85,6 @@ class TraceBackend:
             self._spilling[buffer.tier] -= buffer.nbytes
 
     def map(self, buffer: Buffer) -> Bytes:
-        """See `Backend.map`."""
         raise AssertionError(
             f"{buffer.nbytes} bytes on {buffer.tier} are only counted in a trace and have no memory to map; a "
             f"simulation makes its own tensors"
@@ -101,24 +98,20 @@ class TraceBackend:
         """See `Backend.discard`."""
 
     def trim(self) -> None:
-        """See `Backend.trim`."""
         self.on_trim()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""
 
     def compute_stream(self) -> int:
-        """See `Backend.compute_stream`."""
         return 0
 
     def record(self, stream: int | None = None) -> Event:
-        """See `Backend.record`."""
         return _Passed()
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
-        """See `Backend.copy`."""
         self.on_copy(source, target)
         return _Passed()
 

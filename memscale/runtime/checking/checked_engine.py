@@ -33,35 +33,28 @@ class CheckedEngine(Engine):
     backend: Checked
 
     def new_loader(self) -> Loader:
-        """See `Engine.new_loader`."""
         return CheckedLoader(self.backend, self.transfers)
 
     def go_on(self) -> None:
-        """See `Engine.go_on`."""
         super().go_on()
         self.backend.raise_hazards()
 
     def stash(self, tensor: torch.Tensor, *, tier: str = "auto", region: str = "") -> Handle:
-        """See `Engine.stash`."""
         self.backend.produced(tensor)
         return super().stash(tensor, tier=tier, region=region)
 
     def stash_all(self, tensors: Sequence[torch.Tensor], *, tier: str = "auto", region: str = "") -> list[Handle]:
-        """See `Engine.stash_all`."""
         for tensor in tensors:
             self.backend.produced(tensor)
         return super().stash_all(tensors, tier=tier, region=region)
 
     def used_by_host(self, memory: torch.Tensor) -> None:
-        """See `Engine.used_by_host`."""
         self.backend.used_by_host(memory)
 
     def fetch(self, handle: Handle) -> torch.Tensor:
-        """See `Engine.fetch`."""
         return self.hand_out(super().fetch(handle))
 
     def hand_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Engine.hand_out`."""
         tensor = super().hand_out(tensor)
         self.backend.used(tensor)
         self.backend.raise_hazards()

@@ -134,7 +134,6 @@ class Checked:
     # -------------------------------------------------------------------------------------- what a backend does
 
     def allocate(self, nbytes: int, tier: str) -> CheckedBuffer | None:
-        """See `Backend.allocate`."""
         inner = self.inner.allocate(nbytes, tier)
         if inner is None:
             return None
@@ -143,7 +142,6 @@ class Checked:
         return buffer
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`."""
         assert isinstance(buffer, CheckedBuffer)
         if buffer.freed is not None:
             self._report(FREED_TWICE, buffer.freed, str(buffer))
@@ -164,18 +162,15 @@ class Checked:
         return self.inner.map(buffer.inner)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Backend.empty`."""
         tensor = self.inner.empty(nbytes, like)
         self.produced(tensor)
         return tensor
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`."""
         self._touch(tensor, "write", {"read": SOURCE_OVERWRITTEN})
         self.inner.discard(tensor)
 
     def record(self, stream: int | None = None) -> CheckedEvent:
-        """See `Backend.record`."""
         clock = self._clocks["compute"]
         event = CheckedEvent(self.inner.record(stream), dict(clock), self)
         clock["compute"] += 1
@@ -184,7 +179,6 @@ class Checked:
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> CheckedEvent:
-        """See `Backend.copy`."""
         clock = self._clocks[stream]
         join(clock, self.observed)
         for event in after:
@@ -205,23 +199,19 @@ class Checked:
         return done
 
     def wait(self, event: Event, stream: int | None = None) -> None:
-        """See `Backend.wait`."""
         assert isinstance(event, CheckedEvent)
         self.inner.wait(event.inner, stream)
         join(self._clocks["compute"], event.clock)
 
     def synchronize(self, event: Event) -> None:
-        """See `Backend.synchronize`."""
         assert isinstance(event, CheckedEvent)
         self.inner.synchronize(event.inner)
         join(self.observed, event.clock)
 
     def clock(self) -> float:
-        """See `Backend.clock`."""
         return self.inner.clock()
 
     def usage(self) -> Mapping[str, TierUse]:
-        """See `Backend.usage`."""
         return self.inner.usage()
 
     # --------------------------------------------------------------------------------- what only a checker hears

@@ -240,15 +240,12 @@ class Entry(Loadable):
         return any(self.records)
 
     def copies(self) -> tuple[Copy, ...]:
-        """See `Loadable.copies`."""
         return tuple(copy for copy in (self.departure, self.arrival) if copy is not None)
 
     def written(self) -> list[Event]:
-        """See `Loadable.written`."""
         return [] if self.departure is None else [self.departure.need()]
 
     def is_gone(self) -> None:
-        """See `Loadable.is_gone`."""
         super().is_gone()
         for record in self.live():
             record.is_gone()

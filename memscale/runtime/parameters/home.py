@@ -115,11 +115,9 @@ class Home(Loadable):
         return described(self.title or "a parameter", self.layout.dtype, self.layout.size)
 
     def loads_into(self, base: torch.Tensor) -> None:
-        """See `Loadable.loads_into`."""
         self.loaded = (self.version(), version(base))
 
     def is_gone(self) -> None:
-        """See `Loadable.is_gone`."""
         super().is_gone()
         self.asked.clear()
 

@@ -49,7 +49,6 @@ class Homes:
         return MappedTensors(self.engine)
 
     def is_movable(self, parameter: torch.Tensor) -> bool:
-        """See `movable.is_movable`."""
         return is_movable(parameter)
 
     # ---------------------------------------------------------------------------------------------------- placing
@@ -226,11 +225,9 @@ class Homes:
             self._let_go(home)
 
     def send(self, home: Home, gradient: torch.Tensor) -> torch.Tensor:
-        """See `Gradients.send`."""
         return self.gradients.send(home.parameter(), home.tier, gradient)
 
     def received(self, gradient: torch.Tensor) -> None:
-        """See `Gradients.received`."""
         self.gradients.received(gradient)
 
     # ------------------------------------------------------------------------------------------------ loading ahead
@@ -301,7 +298,6 @@ class Homes:
     # ------------------------------------------------------------------------------- what a `Follower` is told
 
     def begin_backward(self) -> None:
-        """See `Follower.begin_backward`."""
         self._come_home()  # after a backward that an exception ended
         self._backward.begin()
         self.forget_awaited()
@@ -314,7 +310,6 @@ class Homes:
         self._come_home()
 
     def settle(self) -> None:
-        """See `Follower.settle`."""
         self.forget_awaited()
         self._come_home()
 

@@ -22,7 +22,6 @@ class _Moving(NamedTuple):
     copy: Copy
 
     def is_moving(self) -> bool:
-        """See `Ended`."""
         return self.copy.is_under_way()
 
 

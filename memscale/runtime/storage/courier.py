@@ -30,7 +30,6 @@ class Errand(Future[T]):
         return self._began_seconds, self._ended_seconds
 
     def error(self) -> BaseException | None:
-        """See `Event.error`."""
         return self.exception() if self.done() else None
 
     def wait(self) -> None:

@@ -63,14 +63,12 @@ class ClockedBackend(TraceBackend):
         self._trims = Trims() if clock.is_host else None
 
     def allocate(self, nbytes: int, tier: str) -> CountedBuffer | None:
-        """See `Backend.allocate`."""
         now = self._clock.now
         for at in [at for at, (end, _) in enumerate(self._leaving) if end <= now][::-1]:
             super().free(self._leaving.pop(at)[1], after=())
         return super().allocate(nbytes, tier)
 
     def free(self, buffer: Buffer, *, after: Sequence[Event]) -> None:
-        """See `Backend.free`."""
         end = max((_end(event) for event in after), default=0.0)
         if end > self._clock.now:
             self._leaving.append((end, buffer))
@@ -78,12 +76,10 @@ class ClockedBackend(TraceBackend):
             super().free(buffer, after=after)
 
     def empty(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Backend.empty`."""
         self._trim_after(nbytes)
         return super().empty(nbytes, like)
 
     def discard(self, tensor: torch.Tensor) -> None:
-        """See `Backend.discard`."""
         self._trim_after(tensor.nbytes)
 
     def _trim_after(self, nbytes: int) -> None:
@@ -91,13 +87,11 @@ class ClockedBackend(TraceBackend):
             self.on_trim()
 
     def record(self, stream: int | None = None) -> Event:
-        """See `Backend.record`."""
         return _Point(self._clock)
 
     def copy(
         self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
-        """See `Backend.copy`."""
         self.on_copy(source, target)
         buffer = target if isinstance(source, torch.Tensor) else source
         assert not isinstance(buffer, torch.Tensor)
@@ -112,11 +106,9 @@ class ClockedBackend(TraceBackend):
             self._clock.come_after(event.transfer)
 
     def synchronize(self, event: Event) -> None:
-        """See `Backend.synchronize`."""
         self._clock.hold_up(_end(event), event.transfer.cause if isinstance(event, _Copied) else "host")
 
     def clock(self) -> float:
-        """See `Backend.clock`."""
         return self._clock.now
 
 

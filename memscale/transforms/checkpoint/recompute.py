@@ -167,7 +167,6 @@ class _Frame:
         return self.recorder is not None or self._snapshot.is_watched
 
     def watching(self) -> AbstractContextManager[Any]:
-        """See `Snapshot.watching`."""
         assert self._snapshot is not None
         return self._snapshot.watching()
 

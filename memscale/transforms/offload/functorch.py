@@ -23,12 +23,10 @@ class Away(Keeper):
         self._hooks = hooks
 
     def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """See `Keeper.send`."""
         slip = _Slip(self._hooks)
         return _Send.apply(tensor, slip), slip  # type: ignore[no-untyped-call]
 
     def bring(self, token: torch.Tensor, slip: Any) -> torch.Tensor:
-        """See `Keeper.bring`."""
         back: torch.Tensor = _Bring.apply(token, slip)  # type: ignore[no-untyped-call]
         return back
 

@@ -54,7 +54,6 @@ class LevelHooks:
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """See `Hooks.pack`."""
         tensor = _functorch.unwrap_if_dead(tensor)
         with torch._C._ForceDispatchKeyGuard(*self._keys):
             if _functorch.peek_interpreter_stack() is None:
@@ -69,7 +68,6 @@ class LevelHooks:
 
     @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
-        """See `Hooks.unpack`."""
         if type(packed) is _WithHistory:
             back: torch.Tensor = packed.kept.saved_tensors[0]
             return back
@@ -89,7 +87,6 @@ class LevelHooks:
             return self._hooks.unpack(packed).detach()  # another object than what the engine holds
 
     def leave(self) -> None:
-        """See `Hooks.leave`."""
         with without_levels_above(0):
             self._hooks.leave()
 

@@ -44,7 +44,6 @@ class StreamedHooks(Hooks):
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
-        """See `Hooks.pack`."""
         self._streams.see(tensor)
         if is_plain(tensor):
             if (home := home_on_device(tensor)) is not None:

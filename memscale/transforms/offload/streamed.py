@@ -84,7 +84,6 @@ class Streamed(Placing):
         return homes
 
     def why_none_leaves(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """See `Placing.why_none_leaves`."""
         least = self._least_bytes(runtime_for(self.runtime))
         largest = max((parameter.nbytes for parameter in parameters), default=0)
         if largest >= least:
@@ -205,7 +204,6 @@ class _OnDevice(Origin):
         self.version = version
 
     def note(self, stand_in: torch.Tensor) -> Note:
-        """See `Origin.note`."""
         parameter = self.home.parameter()
         assert parameter is not None, "the region holds it"
         return _AtHome(self.home, parameter.detach(), self.version, stand_in.requires_grad)
