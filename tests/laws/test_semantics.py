@@ -189,6 +189,17 @@ def test_the_recompute_stops_after_the_last_tensor_that_backward_needs():
     assert Log.lines == ["needed", "not needed", "needed"]
 
 
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_what_an_operator_fills_after_it_was_saved_is_filled_in_the_recompute(policy):
+    def slopes(how):  # those of rrelu, which its backward reads
+        torch.manual_seed(0)
+        x = numbers(50)
+        output = how(torch.nn.RReLU())(x)
+        return [output, *torch.autograd.grad(output.sum(), x, retain_graph=True), output.grad_fn._saved_noise]
+
+    assert bits(slopes(checkpoint(policy=policy))) == bits(slopes(ms.identity))
+
+
 class Unsteady:
     """Does something else at its second run, through state that no snapshot sees."""
 

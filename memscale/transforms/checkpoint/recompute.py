@@ -39,6 +39,7 @@ _autograd = internals.autograd
 # Makes a recorder of a region with these inputs, of which is known whether it leaves alone what is kept.
 Record = Callable[[list[torch.Tensor], bool], Recorder | ChosenRecorder]
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
+_Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a tensor that the run saved: its version, whether it is trained
 _reruns = [0]  # of this process; two threads at once may count as one
 
 
@@ -156,7 +157,7 @@ class _Frame:
         self._inputs: Kept | None = Kept(tensors)
         self._replaced: set[int] = set()  # those that the region changes in place
         self._placeholders: list[weakref.ref[_Placeholder]] = []
-        self._seen: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._seen: list[_Seen] = []
         self._concluded = False
         self.recorder = record and record(tensors, memory.left_alone.get(self._mode, False))
 
@@ -180,7 +181,7 @@ class _Frame:
         """Called by autograd with each tensor that it would save."""
         placeholder = _Placeholder(self, len(self._seen))
         self._placeholders.append(weakref.ref(placeholder))
-        self._seen.append((_shape(tensor), tensor.dtype, tensor._version))
+        self._seen.append((_shape(tensor), tensor.dtype, tensor._version, tensor.requires_grad))
         self.streams.see(tensor)
         if self.recorder is not None:
             self.recorder.needed = self.recorder.count
@@ -336,12 +337,25 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _end(seen: list[_Seen], last: int) -> int:
+    """With which saved tensor a recompute may stop whose last one that is wanted is `last`.
+
+    Autograd saves the inputs of an operator before its kernel runs, and the kernel of `rrelu` fills one of them. Any
+    two in a row that look like those two wait for the next operator that saves something.
+    """
+    for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
+        (shape, dtype, _, is_trained), (*like, _, other_is_trained) = seen[first : first + 2]
+        if [shape, dtype] == like and dtype.is_floating_point and is_trained != other_is_trained:
+            return first + 2
+    return last
+
+
 class _Rerun:
     """Receives the tensors that a recompute saves, and checks them against those of the run."""
 
     def __init__(
         self,
-        seen: list[tuple[torch.Size, torch.dtype, int]],
+        seen: list[_Seen],
         live: list[_Placeholder | None],
         fresh: list[torch.Tensor],
         streams: Streams,
@@ -353,6 +367,7 @@ class _Rerun:
         self._of_fresh: set[int] | None = None  # their storages
         self.made: set[int] = set()  # and others
         self._last = next(index for index in range(len(live) - 1, -1, -1) if live[index] is not None)
+        self._end = _end(seen, self._last)
         self._count = 0
         self.found: dict[int, _Found] = {}
 
@@ -362,7 +377,7 @@ class _Rerun:
         self._count += 1
         self._streams.see(tensor)
         if index <= self._last:
-            shape, dtype, expected = self._seen[index]
+            shape, dtype, expected, _ = self._seen[index]
             if (now := _shape(tensor)) != shape or tensor.dtype != dtype:
                 raise CorrectnessError(
                     f"the recompute differs from the run: saved tensor {index} of the region was "
@@ -377,14 +392,14 @@ class _Rerun:
                     "The region reads a tensor from outside that was changed between forward and backward; pass it as "
                     "an argument, or change it after backward",
                 )
-            # Also where nobody waits for it: an operator's own result would hold the operator, and that the result, a
-            # circle that no collection sees, for half of it is C++ (RWKV left 15 MB of 110 at each step).
-            tensor = tensor.detach() if tensor.requires_grad else tensor
-            if self._live[index] is not None:
-                self.found[index] = tensor, tensor._version
-            if index == self._last:
-                self._streams.meet()  # before what the run has made goes out of use
-                raise _Stop
+        # Also where nobody waits for it: an operator's own result would hold the operator, and that the result, a
+        # circle that no collection sees, for half of it is C++ (RWKV left 15 MB of 110 at each step).
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if index <= self._last and self._live[index] is not None:
+            self.found[index] = tensor, tensor._version
+        if index == self._end:
+            self._streams.meet()  # before what the run has made goes out of use
+            raise _Stop
         return tensor
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
