@@ -5,18 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import memscale as ms
-from memscale.cli.demo import demo
+from memscale.cli.demo import DemoOptions, demo
 from memscale.cli.explain import ExplainOptions, explain_snapshot
-from memscale.cli.groups import HISTORY, TELEMETRY
-from memscale.cli.options import add, count
+from memscale.cli.history import HISTORY
+from memscale.cli.options import add
 from memscale.cli.plan import FrontierOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
+from memscale.cli.telemetry import TELEMETRY
 from memscale.cli.tune import TuneOptions, tune
 from memscale.core import MemscaleError
 from memscale.telemetry import COMMANDS
@@ -46,24 +46,7 @@ def memscale(
     """Train in less memory, to the same numbers."""
 
 
-@app.command("demo")
-def demo_command(
-    steps: Annotated[int, count("N", "Optimizer steps for each of the two models.")] = 8,
-    layers: Annotated[int, count("N", "Transformer blocks.")] = 8,
-    width: Annotated[int, count("N", "Hidden size, a multiple of 64.")] = 256,
-    batch: Annotated[int, count("N", "Rows of text in a step.")] = 8,
-    seq: Annotated[int, count("N", "Bytes of text in a row, at most 1024.")] = 256,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto",
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What a step may take, such as 300MiB; by default 2/5 of what it does take."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where the picture goes, a .png.")] = Path("memscale-demo.png"),
-) -> int:
-    """Plan a small GPT-2 for a budget of memory, train it on this Python's own source with and without, and compare."""
-    return demo(steps=steps, layers=layers, width=width, batch=batch, seq=seq, device=device, budget=budget, out=out)
-
-
+_DEMO = "Plan a small GPT-2 for a budget of memory, train it on this Python's own source with and without, and compare."
 _PREDICT = """Tell whether a training step fits on a card, without the card and without running it.
 
 Exits with 0 if it fits, 3 if it does not, 2 if an option is wrong."""
@@ -80,6 +63,7 @@ _EXPLAIN = """Explain a crash: what held the memory when it ran out, and which p
 
 The file is read as plain data; one that names anything is refused. Exits with 0, with 2 if an option is wrong."""
 
+add(app, "demo", DemoOptions, demo, _DEMO)
 add(app, "predict", Options, predict, _PREDICT)
 add(app, "plan", PlanOptions, plan, _PLAN)
 add(app, "frontier", FrontierOptions, frontier, _FRONTIER)

@@ -7,7 +7,9 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import psutil
 import torch
@@ -16,8 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import nn
+from typer import Option
 
 import memscale as ms
+from memscale.cli.options import count
 from memscale.cli.step import typed_budget
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
@@ -30,27 +34,32 @@ _SHARE = 0.4  # of what the step takes as it is: the budget that nobody chose
 _ROOM = 1.01  # of the least that can be reached, where that is more
 
 
-def demo(
-    *, steps: int, layers: int, width: int, batch: int, seq: int, device: str, budget: str | None, out: Path
-) -> int:
-    """Plan, train twice, print the comparison, write the picture; return 0, or 1 when a number differs or does not fit.
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The command line of ``memscale demo``, as typed."""
 
-    Args:
-        steps: optimizer steps for each of the two models, at least 3.
-        layers: transformer blocks, at least 1.
-        width: hidden size, a multiple of 64.
-        batch: rows of text in a step, at least 1.
-        seq: bytes of text in a row, 2 to 1024.
-        device: a device of PyTorch, or ``"auto"``.
-        budget: what a step may take; None is two fifths of what it takes as it is, or a little over the least in reach.
-        out: where the picture goes, a ``.png`` in a folder that exists.
+    steps: Annotated[int, count("N", "Optimizer steps for each of the two models.")] = 8
+    layers: Annotated[int, count("N", "Transformer blocks.")] = 8
+    width: Annotated[int, count("N", "Hidden size, a multiple of 64.")] = 256
+    batch: Annotated[int, count("N", "Rows of text in a step.")] = 8
+    seq: Annotated[int, count("N", "Bytes of text in a row, at most 1024.")] = 256
+    device: Annotated[str, Option(help="cpu, cuda or cuda:N; auto takes CUDA if it can.")] = "auto"
+    budget: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="What a step may take, such as 300MiB; by default 2/5 of what it does take."),
+    ] = None
+    out: Annotated[Path, Option(help="Where the picture goes, a .png.")] = Path("memscale-demo.png")
+
+
+def demo(options: DemoOptions) -> int:
+    """Plan, train twice, print the comparison, write the picture; return 0, or 1 when a number differs or does not fit.
 
     Raises:
         ConfigError: an option is out of range.
         BudgetError: no plan fits the budget.
         RuntimeUnavailable: the device, transformers or matplotlib is not there.
     """
-    job = _checked_job(steps, layers, width, batch, seq, device)
+    job, budget, out = _checked_job(options), options.budget, options.out
     _check_picture(out)
     if budget is not None:
         budget_bytes(typed_budget(budget), ms.Hardware.detect(job.device.type).usable_bytes)
@@ -114,23 +123,24 @@ def _under(plan: ms.Plan) -> Callable[[nn.Module], nn.Module]:
     return lambda model: ms.transform(model, plan)
 
 
-def _checked_job(steps: int, layers: int, width: int, batch: int, seq: int, device: str) -> Job:
-    if steps < 3:
+def _checked_job(options: DemoOptions) -> Job:
+    width = options.width
+    if options.steps < 3:
         raise ConfigError(
-            f"--steps must be at least 3, got {steps}: the first warms up, the last is measured, "
+            f"--steps must be at least 3, got {options.steps}: the first warms up, the last is measured, "
             "the ones between are timed"
         )
-    if layers < 1:
-        raise ConfigError(f"--layers must be at least 1, got {layers}")
     if width < 1 or width % HEAD_WIDTH:
         below = width // HEAD_WIDTH * HEAD_WIDTH
         near = f"{below} or {below + HEAD_WIDTH}" if below > 0 else f"{HEAD_WIDTH}"
         raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {width}; try {near}")
-    if batch < 1:
-        raise ConfigError(f"--batch must be at least 1, got {batch}")
-    if not 2 <= seq <= MAX_SEQ:
-        raise ConfigError(f"--seq must be from 2 to {MAX_SEQ}, GPT-2's longest text, got {seq}")
-    job = Job(steps, layers, width, batch, seq, _checked_device(device))
+    for name, value in (("layers", options.layers), ("batch", options.batch)):
+        if value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    if not 2 <= options.seq <= MAX_SEQ:
+        raise ConfigError(f"--seq must be from 2 to {MAX_SEQ}, GPT-2's longest text, got {options.seq}")
+    device = _checked_device(options.device)
+    job = Job(options.steps, options.layers, width, options.batch, options.seq, device)
     free_bytes = (
         torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else psutil.virtual_memory().available
     )

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from typer import Option
+import typer
+from typer import Argument, Option
 
-from memscale.cli.options import Shorthand
+from memscale.cli.options import Shorthand, add, count
 from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
+from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
 from memscale.core import ConfigError, budget_bytes, format_bytes, format_seconds
 from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, commit_of, record
 from memscale.planning import taken_bytes
 from memscale.simulation import MemoryProfiler
 
-REGRESSION = 3
+HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
+
+_Name = Annotated[str | None, Option(metavar="NAME", help="Only runs of this name.")]
+_RunId = Annotated[str, Argument(metavar="ID", help="How a run's id begins, or last.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ def check(options: CheckOptions) -> int:
         source.write(run)
     comparison = None if before is None else Comparison(before, run, tolerance_bytes)
     _tell(run, comparison, options)
-    return REGRESSION if comparison is not None and comparison.is_regression and not options.update else 0
+    return DOES_NOT_FIT if comparison is not None and comparison.is_regression and not options.update else 0
 
 
 def _source(options: CheckOptions) -> Baseline | str:
@@ -127,17 +131,24 @@ def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> Non
             }
         print(json.dumps(told))
         return
-    _print(
+    show(
         f"new: {run.name} on {run.hardware}: {format_bytes(taken_bytes(run.profile))}"
         if comparison is None
         else str(comparison)
     )
     if options.update:
-        _print(f"{options.baseline} has this run now")
+        show(f"{options.baseline} has this run now")
 
 
-def show_list(name: str | None, last: int) -> int:
-    """Print the newest runs as a table."""
+_CHECKED = """Simulate a step and compare it with what it took before.
+
+Exits with 0, with 3 if it takes more, with 2 if an option is wrong or there is no baseline."""
+add(HISTORY, "check", CheckOptions, check, _CHECKED)
+
+
+@HISTORY.command("list")
+def show_list(name: _Name = None, last: Annotated[int, count("N", "So many of the newest.")] = 20) -> int:
+    """Show the runs of the history, the newest last."""
     if last < 1:
         raise ConfigError(f"--last must be at least 1, got {last}")
     with History() as history:
@@ -157,25 +168,34 @@ def _row(run: Run) -> tuple[str, ...]:
     )
 
 
-def show_run(start: str) -> int:
-    """Print one run."""
+@HISTORY.command("show")
+def show_run(run_id: _RunId) -> int:
+    """Show one run."""
     with History() as history:
-        run = history.run(start)
+        run = history.run(run_id)
     for name, value in run.summary().items():
-        _print(f"{name:20}  {value}")
-    _print(str(run.profile))
+        show(f"{name:20}  {value}")
+    show(str(run.profile))
     return 0
 
 
-def compare(first: str, second: str) -> int:
-    """Print what changed from one run to another."""
+@HISTORY.command("compare")
+def compare(first: _RunId, second: Annotated[str, Argument(metavar="ID", help="Likewise.")] = "last") -> int:
+    """Show what changed from one run to another, by category and module."""
     with History() as history:
-        _print(str(Comparison(history.run(first), history.run(second))))
+        show(str(Comparison(history.run(first), history.run(second))))
     return 0
 
 
-def export(to: str, name: str | None, out: Path | None) -> int:
-    """Write the runs as text, or send them to a tracker."""
+@HISTORY.command("export")
+def export(
+    to: Annotated[
+        str, Option(metavar="KIND", help="csv, json (a line for each run), mlflow, tensorboard, trackio or wandb.")
+    ] = "csv",
+    name: _Name = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Where csv and json go; by default to stdout.")] = None,
+) -> int:
+    """Give the runs to other tools."""
     if to not in TEXTS and to not in TRACKERS:
         raise ConfigError(f"--to must be one of {', '.join([*TEXTS, *TRACKERS])}, got {to!r}")
     if out is not None and to in TRACKERS:
@@ -192,7 +212,3 @@ def export(to: str, name: str | None, out: Path | None) -> int:
         except OSError as error:
             raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
     return 0
-
-
-def _print(text: str) -> None:
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import Subject
-from memscale.cli.terminal import check_files, simulations, write
+from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
 from memscale.config import Config, OptimizationMode
 from memscale.core import BudgetError, ConfigError, MemscaleError, budget_bytes
 from memscale.planning import DecisionEngine, Frontier, Point, ProvenPlan, taken_bytes
-
-DOES_NOT_FIT = 3
 
 # What --allow and --forbid call the switches of a Config.
 _SWITCHES = {
@@ -138,13 +135,13 @@ def plan(options: PlanOptions) -> int:
             )
             step.plot(path)
 
-        writers: dict[str, Callable[[Path], object]] = {
-            "json": lambda path: write_text(path, found.to_json()),
+        contents: dict[str, Content] = {
+            "json": found.to_json(),
             "plot": plot,
             "html": Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": lambda path: write_text(path, as_script(subject, found)),
+            "python": as_script(subject, found),
         }
-        write(options.files, writers)
+        write(options.files, contents)
     show(f"{found.explain()}\n\n{found}")
     return 0
 
@@ -169,15 +166,14 @@ def frontier(options: FrontierOptions) -> int:
                 fault = error
             else:
                 curve = Frontier.of([*curve, Point.of(found)])
-        writers: dict[str, Callable[[Path], object]] = {
-            "json": lambda path: write_text(path, curve.to_json()),
+        contents: dict[str, Content] = {
+            "json": curve.to_json(),
             "plot": curve.plot,
             "html": curve.html,
         }
         if found is not None:
-            script = as_script(subject, found)
-            writers["python"] = lambda path: write_text(path, script)
-        write({name: path for name, path in options.files.items() if name in writers}, writers)
+            contents["python"] = as_script(subject, found)
+        write({name: path for name, path in options.files.items() if name in contents}, contents)
     show(str(curve))
     if fault is not None:
         return nothing_fits(fault)
@@ -230,13 +226,3 @@ def nothing_fits(error: BudgetError) -> int:
 def as_script(subject: Subject, found: ProvenPlan) -> str:
     """Python that builds the model and applies the plan."""
     return f"{subject.code}\n\n{found.to_python()}\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file."""
-    path.write_text(text, encoding="utf-8")
-
-
-def show(text: str) -> None:
-    """Print what was found."""
-    Console(soft_wrap=True, highlight=False, markup=False).print(text)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from typer import Option
 
@@ -17,14 +15,11 @@ from memscale.algebra import Plan, Transform, compose
 from memscale.cli.options import Shorthand, count
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import DTYPES, Subject
-from memscale.cli.terminal import check_files, simulations, write
+from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
 from memscale.hardware import Hardware, has_rate
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid, parts_of, planned, shorthands
 from memscale.transforms import cast
-
-DOES_NOT_FIT = 3
-INTERRUPTED = 130
 
 _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
@@ -185,11 +180,10 @@ def _largest(
 def _write(
     files: dict[str, Path | None], prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None
 ) -> None:
-    writers: dict[str, Callable[[Path], object]] = {"html": prediction.profile.html, "plot": prediction.profile.plot}
+    contents: dict[str, Content] = {"html": prediction.profile.html, "plot": prediction.profile.plot}
     if isinstance(largest, SizeGrid):
-        text = largest.to_csv()
-        writers |= {"plot": largest.plot, "csv": lambda path: path.write_text(text, encoding="utf-8")}
-    write(files, writers)
+        contents |= {"plot": largest.plot, "csv": largest.to_csv()}
+    write(files, contents)
 
 
 def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None, options: Options) -> None:
@@ -199,10 +193,9 @@ def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetEr
             data["largest"] = _as_data(largest)
         print(json.dumps(data))
         return
-    screen = Console(soft_wrap=True, highlight=False, markup=False)
-    screen.print(str(prediction))
+    show(str(prediction))
     if largest is not None:
-        screen.print(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
+        show(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
 
 
 def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:

@@ -9,10 +9,12 @@ import ssl
 import sys
 import threading
 from datetime import date, datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
 import torch
+import typer
+from typer import Option
 
 from memscale.core import ConfigError
 from memscale.hardware import card_name, card_names
@@ -29,13 +31,22 @@ from memscale.telemetry import (
     week_of,
 )
 
+TELEMETRY = typer.Typer()
+
 _SECONDS = 3.0  # for all of a post: looking the name up, connecting, sending, waiting
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SYSTEMS = ("darwin", "linux", "windows")
 
 
+@TELEMETRY.callback(invoke_without_command=True)
+def telemetry(context: typer.Context) -> int:
+    """Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."""
+    return status() if context.invoked_subcommand is None else 0
+
+
+@TELEMETRY.command("status")
 def status() -> int:
-    """Print what holds, what decided it, and where the files are."""
+    """Show what holds, what decided it, and where the files are."""
     now = consent()
     print(f"telemetry is {now.state.value}: {now.because}")
     print(f"files: {folder() or 'none'}")
@@ -47,27 +58,34 @@ def status() -> int:
     return 0
 
 
-def switch(state: State, endpoint: str = "") -> int:
-    """Write down what the user wants, and print what then holds.
-
-    Raises:
-        ConfigError: there is no endpoint, or it is none; or nothing can be written.
-    """
-    if state is State.ON:
-        _checked(endpoint)
-    if state is State.OFF:
-        take_consent_back()
-    else:
-        give_consent(state, since=date.today().isoformat(), endpoint=endpoint)
+@TELEMETRY.command("on")
+def switch_on(endpoint: Annotated[str, Option(metavar="URL", help="Where `send` posts to; none is built in.")]) -> int:
+    """Count calls from now on, and let `send` post the counts."""
+    _checked(endpoint)
+    give_consent(State.ON, since=date.today().isoformat(), endpoint=endpoint)
     return status()
 
 
-def show(week: str | None, as_json: bool) -> int:
-    """Print the bytes that `send` would send, or those of one week.
+@TELEMETRY.command("local")
+def switch_local() -> int:
+    """Count calls on this machine from now on, and send nothing."""
+    give_consent(State.LOCAL, since=date.today().isoformat())
+    return status()
 
-    Raises:
-        ConfigError: nothing was counted in that week.
-    """
+
+@TELEMETRY.command("off")
+def switch_off() -> int:
+    """Count nothing from now on; what was counted stays, for `clean` to remove."""
+    take_consent_back()
+    return status()
+
+
+@TELEMETRY.command("show")
+def show(
+    week: Annotated[str | None, Option(metavar="YYYY-Www", help="One week, as it is so far.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Laid out for reading.")] = False,
+) -> int:
+    """Print the exact bytes that `send` would send."""
     now = consent()
     on = Weeks(State.ON)
     if week is not None:
@@ -86,12 +104,11 @@ def show(week: str | None, as_json: bool) -> int:
     return 0
 
 
-def send(dry_run: bool) -> int:
-    """Post the weeks that are over, each once; return 1 if one could not be sent, which then stays.
-
-    Raises:
-        ConfigError: the user has not switched it on.
-    """
+@TELEMETRY.command("send")
+def send(
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
+) -> int:
+    """Post the weeks that are over, each once. Exits with 1 where one could not be sent, which then stays."""
     now = consent()
     if now.state is not State.ON:
         return _not_on(now)
@@ -113,8 +130,9 @@ def send(dry_run: bool) -> int:
     return 0
 
 
+@TELEMETRY.command("clean")
 def clean() -> int:
-    """Remove every file of this, consent too."""
+    """Switch it off, and remove everything that was counted or sent."""
     take_consent_back(clean=True)
     return status()
 

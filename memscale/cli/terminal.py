@@ -16,8 +16,13 @@ from rich.progress import Progress as Bar
 
 from memscale.core import ConfigError, RuntimeUnavailable
 
+#: What a file gets: a text, or whatever a function writes into it.
+Content = str | Callable[[Path], object]
 #: What is simulated next, how many simulations are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
+
+#: Exit statuses, beside 0 for done, 1 for a check that failed and 2 for bad input.
+DOES_NOT_FIT, INTERRUPTED = 3, 130
 
 _QUIET_SECONDS = 2.0
 _SUFFIXES = {"html": (".html", ".htm"), "plot": (".png", ".svg"), "json": (), "python": (), "csv": ()}
@@ -84,7 +89,7 @@ def check_files(files: Mapping[str, Path | None]) -> None:
             raise RuntimeUnavailable("--plot needs matplotlib: pip install 'memscale-transforms[plot]'") from error
 
 
-def write(files: Mapping[str, Path | None], writers: Mapping[str, Callable[[Path], object]]) -> None:
+def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> None:
     """Write each file that is asked for.
 
     Raises:
@@ -92,7 +97,16 @@ def write(files: Mapping[str, Path | None], writers: Mapping[str, Callable[[Path
     """
     for option, path in files.items():
         if path is not None:
+            content = contents[option]
             try:
-                writers[option](path)
+                if isinstance(content, str):
+                    path.write_text(content, encoding="utf-8")
+                else:
+                    content(path)
             except OSError as error:
                 raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def show(text: str) -> None:
+    """Print what was found, as it is."""
+    Console(soft_wrap=True, highlight=False, markup=False).print(text)

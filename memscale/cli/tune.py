@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from memscale.cli.options import SIZES, Json, Python, count, file
-from memscale.cli.plan import AllowOptions, as_script, nothing_fits, show, write_text
-from memscale.cli.predict import INTERRUPTED, check_axis
+from memscale.cli.plan import AllowOptions, as_script, nothing_fits
+from memscale.cli.predict import check_axis
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
-from memscale.cli.terminal import check_files, simulations, write
+from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
 from memscale.planning import AutoTuner, Frontier, Point
 
@@ -106,13 +105,13 @@ def tune(options: TuneOptions) -> int:
             # What the tuner says of it is about arguments; options have other names.
             text = str(error).replace("tune(at_most=...)", "--at-most").replace("tune(at_least=...)", "--at-least")
             raise ConfigError(text) from error
-        writers: dict[str, Callable[[Path], object]] = {
-            "json": lambda path: write_text(path, found.to_json()),
+        contents: dict[str, Content] = {
+            "json": found.to_json(),
             "plot": found.plot,
             "html": Frontier.of([Point.of(found.plan)]).html,
-            "python": lambda path: write_text(path, as_script(subject, found.plan)),
+            "python": as_script(subject, found.plan),
         }
-        write(options.files, writers)
+        write(options.files, contents)
     show(str(found))
     return INTERRUPTED if found.interrupted else 0
 
