@@ -15,7 +15,7 @@ from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
-from memscale.regions.unrecorded import is_unrecorded, unrecorded
+from memscale.regions.unrecorded import is_unrecorded, unrecorded, unrecorded_depth
 from memscale.regions.untouched import untouched
 from memscale.regions.views import rewinding, wait_for_recomputes
 
@@ -66,6 +66,7 @@ __all__ = [
     "takes_batch_statistics",
     "uncompiled",
     "unrecorded",
+    "unrecorded_depth",
     "untouched",
     "wait_for_recomputes",
     "without_dynamo",

@@ -17,7 +17,7 @@ import torch
 from memscale.core import found_once, internals
 from memscale.regions.modes import dispatch_modes, only_watchers_since, without_outer_modes
 from memscale.regions.uncompiled import never_compiled
-from memscale.regions.unrecorded import is_unrecorded
+from memscale.regions.unrecorded import is_unrecorded, unrecorded_depth
 
 _c = torch._C
 _NOTHING = nullcontext()
@@ -41,6 +41,7 @@ class ChosenWatch:
     def __init__(self, ops: Collection[internals.OpOverload]) -> None:
         self.ops = ops
         self.modes_around: tuple[Any, ...] = ()
+        self.depth = unrecorded_depth()
         self._guards: list[Any] = []
 
     def __enter__(self) -> Any:
@@ -104,11 +105,11 @@ def _asking(op: internals.OpOverload, later: Any) -> Callable[..., Any]:
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         local = _local
         # Operators that kernels call are no operators of the region. Nor do they tell of a change in place.
-        if local.inside or _is_below_autograd() or is_unrecorded():
+        if local.inside or _is_below_autograd():
             return op.redispatch(keys & later, *args, **kwargs)
         asked, answer, hidden_modes = [], None, _NONE
         for watch in reversed(local.watches):
-            if op in watch.ops and only_watchers_since(watch.modes_around):
+            if op in watch.ops and not is_unrecorded(watch.depth) and only_watchers_since(watch.modes_around):
                 if (answer := watch.before(op)) is not None:
                     hidden_modes = watch.modes_around
                     break

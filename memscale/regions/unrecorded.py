@@ -29,6 +29,13 @@ def unrecorded() -> AbstractContextManager[None]:
     return _unrecorded
 
 
-def is_unrecorded() -> bool:
-    """Whether the operators that run here now are our own."""
-    return _local.depth > 0
+def is_unrecorded(since: int = 0) -> bool:
+    """Whether the operators that run here now are our own; for a recorder that was made within such a body, `since`
+    that one.
+    """
+    return _local.depth > since
+
+
+def unrecorded_depth() -> int:
+    """In how many such bodies this is."""
+    return _local.depth

@@ -48,20 +48,26 @@ class ChosenRecorder(ChosenWatch):
         self.results = Results(runtime)
         self.count = 0
         self.needed = 0  # how many operators had run when autograd last saved a tensor
+        self._begun = 0
         self._lost = False
+
+    def before(self, op: internals.OpOverload) -> Any:
+        # Not afterwards: another region's recompute within this run ends in an operator that never returns, and the
+        # replay must count it before it can know.
+        self._begun += op not in UNSAFE_VIEWS
+        return None
 
     def after(self, op: internals.OpOverload, result: Any) -> None:
         if op in UNSAFE_VIEWS:
             self.results.see(result)
             return
-        index = self.count
-        self.count += 1
+        self.count = self._begun
         # What `torch.func` makes of it later has a version of its own. And a subclass that runs operators itself, as a
         # DTensor does, comes before the key that answers: what would be answered to is its call for its part.
         if functorch_state.active() or (type(result) is not torch.Tensor and _is_of_subclasses(result)):
             self._lost = True
         else:
-            self.results.keep(index, op, result)
+            self.results.keep(self._begun - 1, op, result)
 
     def conclude(self, moved: Collection[torch.Generator]) -> bool:
         """After the run. Whether it kept what the policy says."""

@@ -16,7 +16,7 @@ import torch
 
 from memscale.core import internals
 from memscale.policies import Policy, Recompute, Site, Verdict, batch_dims
-from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded
+from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded, unrecorded_depth
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint.results import UNSAFE_VIEWS, Results
 from memscale.transforms.labels import listeners
@@ -73,6 +73,7 @@ class _Numbering(OperatorWatch):
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.count = 0
+        self._depth = unrecorded_depth()
         self._inputs = {id(tensor) for tensor in inputs}
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -80,7 +81,7 @@ class _Numbering(OperatorWatch):
         # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
         kind = _kind(func)
         is_view = kind is _Kind.VIEWS and func not in UNSAFE_VIEWS
-        if is_view or is_unrecorded() or (kind is _Kind.CASTS and self._is_of_cached_cast(args[0])):
+        if is_view or is_unrecorded(self._depth) or (kind is _Kind.CASTS and self._is_of_cached_cast(args[0])):
             return func(*args, **kwargs)
         if func in UNSAFE_VIEWS:
             result = func(*args, **kwargs)

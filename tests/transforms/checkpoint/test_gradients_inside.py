@@ -69,6 +69,15 @@ def test_a_region_around_one_with_forces_keeps_what_its_policy_says():
     assert step(model, outer) == expected
 
 
+@pytest.mark.parametrize("policy", [None, ms.policies.dots_saveable])
+def test_a_region_in_one_with_forces_is_recomputed_within_its_run(policy):
+    model = ForceField()
+    expected = step(model, model)
+    rules = {"": ms.checkpoint(policy=ms.policies.dots_saveable), "net": ms.checkpoint(policy=policy)}
+    fit = ms.transform(model, rules)
+    assert [step(model, fit) for _ in range(2)] == [expected] * 2
+
+
 def test_products_that_a_policy_keeps_are_not_repeated_in_backward():
     from torch.utils.flop_counter import FlopCounterMode
 
