@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from memscale.core import format_bytes
 from memscale.reports.drawing import Columns, byte_scale, columns, css_name, placed, thick, time_scale
+from memscale.reports.page import chip
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
 from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
 from memscale.simulation import Profile
@@ -89,11 +90,6 @@ def chart(profile: Profile) -> str:
         "</script>",
     ]
     return "\n".join(parts)
-
-
-def chip(category: str) -> str:
-    """A small square in the colour of a category."""
-    return f'<span class="chip" style="background:var({css_name(category)})"></span>'
 
 
 def _areas(frame: _PlotArea, cut: Columns, shown: Sequence[str]) -> Iterator[str]:

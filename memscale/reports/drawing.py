@@ -20,6 +20,7 @@ COLOURS = {
     "temporary": "#F0B44A",
     "workspace": "#CC79A7",
     "other": "#BBBBBB",
+    "backward": "#009E73",  # of a crash, whose gradients nobody can tell from what backward needs for a moment
     "rounding": "#DDDDDD",
 }
 

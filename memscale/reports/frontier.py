@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
-from memscale.core import ConfigError, format_bytes, format_seconds
+from memscale.core import format_bytes, format_seconds
 from memscale.reports.chart import ticks
 from memscale.reports.drawing import byte_scale, time_scale
-from memscale.reports.page import STYLE
+from memscale.reports.page import PAGES, checked_target, header, number, write_page
 from memscale.reports.plot import INK, figure_of
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 80, 20, 900, 340
@@ -125,23 +124,9 @@ def write_frontier(choices: Sequence[DrawnPoint], device: str, path: str | PathL
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
     """
-    target = checked_target(path, "Frontier.html", (".html", ".htm"), "use plot() for a picture")
-    target.write_text("\n".join(_page(choices, device)) + "\n", encoding="utf-8")
-
-
-def checked_target(path: str | PathLike[str], caller: str, suffixes: tuple[str, str], remedy: str) -> Path:
-    """The file to write.
-
-    Raises:
-        ConfigError: it has another suffix, or its folder does not exist.
-    """
-    target = Path(path)
-    if target.suffix.lower() not in suffixes:
-        named = suffixes[0] if ".html" in suffixes else " or ".join(suffixes)
-        raise ConfigError(f"{caller}(path) must end in {named}, got {str(path)!r}; {remedy}")
-    if not target.parent.is_dir():
-        raise ConfigError(f"{caller}(path) must be in a folder that exists, got {str(path)!r}; make the folder first")
-    return target
+    target = checked_target(path, "Frontier.html", PAGES, "use plot() for a picture")
+    title = f"Memory and time of a training step on {device}"
+    write_page(target, title, _body(choices, device), style=_STYLE, script=_SCRIPT)
 
 
 @dataclass(frozen=True)
@@ -179,19 +164,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, least - room), most + room
 
 
-def _page(choices: Sequence[DrawnPoint], device: str) -> Iterator[str]:
-    yield "<!doctype html>"
-    yield '<html lang="en"><head><meta charset="utf-8">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>Memory and time of a training step on {escape(device)}</title>"
-    yield f"<style>{STYLE}{_STYLE}</style></head><body>"
+def _body(choices: Sequence[DrawnPoint], device: str) -> Iterator[str]:
     yield f"<h1>What memory costs in time: a training step on {escape(device)}</h1>"
     yield '<p class="facts">Each point is a plan, proved by simulating its step. Click one, or use the arrow keys.</p>'
     yield from _curve(choices)
     yield from _choices(choices)
     for each in choices:
         yield from _plan(each, choices[-1])
-    yield f"<script>{_SCRIPT}</script></body></html>"
 
 
 def _curve(choices: Sequence[DrawnPoint]) -> Iterator[str]:
@@ -212,9 +191,9 @@ def _curve(choices: Sequence[DrawnPoint]) -> Iterator[str]:
     ]
     stairs = f"M{places[0][0]:.1f},{places[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in places[1:])
     yield f'<path class="stairs" d="{stairs}H{right}"/>'
-    for number, ((x, y), each) in enumerate(zip(places, choices, strict=True)):
+    for place, ((x, y), each) in enumerate(zip(places, choices, strict=True)):
         title = f"{format_bytes(each.peak_bytes)}, {format_seconds(each.step_seconds)}: {each.summary}"
-        yield f'<g class="point" data-at="{number}" tabindex="0" role="button" aria-label="{escape(title)}">'
+        yield f'<g class="point" data-at="{place}" tabindex="0" role="button" aria-label="{escape(title)}">'
         yield f'<title>{escape(title)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="7"/></g>'
     yield "</svg>"
 
@@ -230,11 +209,9 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _choices(choices: Sequence[DrawnPoint]) -> Iterator[str]:
-    yield '<table><tr><th class="number">memory</th><th class="number">step</th><th class="number">time</th>'
-    yield "<th>plan</th></tr>"
+    yield f"<table>{header('>memory', '>step', '>time', 'plan')}"
     for at, each in enumerate(choices):
-        ratio = _ratio(each, choices[-1])
-        cells = "".join(f'<td class="number">{cell}</td>' for cell in (*_takes(each), ratio))
+        cells = "".join(map(number, (*_takes(each), _ratio(each, choices[-1]))))
         yield f'<tr class="choice" data-at="{at}">{cells}<td class="path">{escape(each.summary)}</td></tr>'
     yield "</table>"
 
@@ -243,17 +220,12 @@ def _plan(each: DrawnPoint, as_it_is: DrawnPoint) -> Iterator[str]:
     memory, time = _takes(each)
     yield f'<section class="plan"><h2>{memory}, {time} a step, {_ratio(each, as_it_is)}</h2>'
     if each.parts:
-        yield '<div class="scroll"><table><tr><th>part</th><th class="number">keeps</th>'
-        yield '<th class="number">as it is</th><th class="number">time</th><th class="number">as it is</th>'
-        yield "<th>what is done, and why</th></tr>"
+        names = ("part", ">keeps", ">as it is", ">time", ">as it is", "what is done, and why")
+        yield f'<div class="scroll"><table>{header(*names)}'
         for part in each.parts:
-            numbers = (
-                format_bytes(part.kept_bytes),
-                format_bytes(part.kept_bytes_before),
-                format_seconds(part.seconds),
-                format_seconds(part.seconds_before),
-            )
-            cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
+            sizes = map(format_bytes, (part.kept_bytes, part.kept_bytes_before))
+            times = map(format_seconds, (part.seconds, part.seconds_before))
+            cells = "".join(map(number, (*sizes, *times)))
             why = "<br>".join(escape(reason) for reason in part.reasons)
             yield f'<tr><td class="path">{escape(part.name)}</td>{cells}'
             yield f'<td class="path"><b>{escape(part.what)}</b><br>{why}</td></tr>'

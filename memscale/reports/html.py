@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from os import PathLike
-from pathlib import Path
 
-from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
+from memscale.core import format_bytes, format_flops, format_seconds
 from memscale.hardware import Hardware
-from memscale.reports.chart import chart, chip
-from memscale.reports.drawing import css_name
+from memscale.reports.chart import chart
 from memscale.reports.module_tree import ROOT, TOP, Branch, Held, module_tree
-from memscale.reports.page import SCRIPT, STYLE
+from memscale.reports.page import (
+    PAGES,
+    SCRIPT,
+    by_category,
+    checked_target,
+    chip,
+    header,
+    listed,
+    number,
+    shares,
+    write_page,
+)
 from memscale.reports.text import alike, facts, is_cut, percent
 from memscale.simulation import Profile
 
@@ -27,49 +36,23 @@ def write_html(profile: Profile, path: str | PathLike[str]) -> None:
     Raises:
         ConfigError: the suffix is not ``.html``, or the folder does not exist.
     """
-    target = Path(path)
-    if target.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"Profile.html(path) must end in .html, got {str(path)!r}; use plot() for a picture")
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"Profile.html(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
-        )
-    target.write_text(_page(profile), encoding="utf-8")
+    target = checked_target(path, "Profile.html", PAGES, "use plot() for a picture")
+    title = f"{format_bytes(profile.peak_bytes)}: memory of a training step"
+    write_page(target, title, _body(profile), script=SCRIPT)
 
 
-def _page(profile: Profile) -> str:
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{format_bytes(profile.peak_bytes)}: memory of a training step</title>",
-        f"<style>{STYLE}</style></head><body>",
-        "<h1>Peak memory of a training step</h1>",
-        f'<p class="peak">{format_bytes(profile.peak_bytes)}</p>',
-        f'<p class="facts">{escape(str(profile.moment))}</p>',
-        *(f'<p class="facts">{escape(fact)}</p>' for fact in facts(profile)),
-        chart(profile),
-        "<h2>By category</h2>",
-        *_categories(profile),
-        *_modules(profile),
-        *_tensors(profile),
-        *_notes(profile.notes),
-        "<h2>Hardware</h2>",
-        *_hardware(profile.hardware),
-        f"<script>{SCRIPT}</script></body></html>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _categories(profile: Profile) -> Iterator[str]:
-    yield f"<table>{_header('at the peak', '>bytes', '>%', '')}"
-    for category, nbytes in sorted(profile.by_category.items(), key=lambda item: -item[1]):
-        bar = _bar([(category, nbytes)], profile.peak_bytes)
-        yield (
-            f"<tr><td>{chip(category)}{escape(category)}</td>{_number(format_bytes(nbytes))}"
-            f'{_number(percent(nbytes, profile.peak_bytes))}<td class="wide">{bar}</td></tr>'
-        )
-    yield "</table>"
+def _body(profile: Profile) -> Iterator[str]:
+    yield "<h1>Peak memory of a training step</h1>"
+    yield f'<p class="peak">{format_bytes(profile.peak_bytes)}</p>'
+    for fact in (str(profile.moment), *facts(profile)):
+        yield f'<p class="facts">{escape(fact)}</p>'
+    yield chart(profile)
+    yield from by_category("at the peak", profile.by_category, profile.peak_bytes)
+    yield from _modules(profile)
+    yield from _tensors(profile)
+    yield from listed(profile.notes)
+    yield "<h2>Hardware</h2>"
+    yield from _hardware(profile.hardware)
 
 
 def _modules(profile: Profile) -> Iterator[str]:
@@ -97,7 +80,7 @@ def _branch(part: Branch, peak_bytes: int, depth: int) -> Iterator[str]:
     row = (
         f'<span class="path" style="padding-left:{1.2 * depth:.1f}em">{escape(name)}</span>'
         + "".join(f'<span class="number">{number}</span>' for number in map(escape, numbers))
-        + _bar(list(zip(("parameter", "activation"), part.held, strict=True)), peak_bytes)
+        + shares(list(zip(("parameter", "activation"), part.held, strict=True)), peak_bytes)
     )
     if not part.parts:
         yield f'<div class="row leaf" title="{escape(part.path)}">{row}</div>'
@@ -114,22 +97,17 @@ def _tensors(profile: Profile) -> Iterator[str]:
     if not profile.holdings:
         return
     yield '<h2>Largest tensors at the peak</h2><div class="scroll"><table>'
-    yield _header(">count", ">each", ">together", "category", "tensor", "made by", "path")
+    yield header(">count", ">each", ">together", "category", "tensor", "made by", "path")
     for holding, path, count in alike(profile)[:_TENSORS]:
         tensor = f"{holding.dtype}{list(holding.shape)}" if holding.dtype else ""
         yield (
-            f"<tr>{_number(f'{count}+' if is_cut(profile, holding) else str(count))}"
-            f"{_number(format_bytes(holding.nbytes))}{_number(format_bytes(holding.nbytes * count))}"
+            f"<tr>{number(f'{count}+' if is_cut(profile, holding) else str(count))}"
+            f"{number(format_bytes(holding.nbytes))}{number(format_bytes(holding.nbytes * count))}"
             f"<td>{chip(holding.category)}{escape(holding.category)}</td><td>{escape(tensor)}</td>"
             f"<td><code>{escape(holding.op)}</code> {escape(holding.phase)}</td>"
             f'<td class="path">{escape(path or TOP)}</td></tr>'
         )
     yield "</table></div>"
-
-
-def _notes(notes: Sequence[str]) -> Iterator[str]:
-    if notes:
-        yield f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
 
 
 def _hardware(hardware: Hardware) -> Iterator[str]:
@@ -154,22 +132,3 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
 
 def _rate(bytes_per_second: float | None) -> str:
     return format_bytes(bytes_per_second) if bytes_per_second else ""
-
-
-def _header(*names: str) -> str:
-    """A row of headings, on the right where they begin with ``>``."""
-    cells = (f'<th class="number">{name[1:]}</th>' if name[:1] == ">" else f"<th>{name}</th>" for name in names)
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _number(text: str) -> str:
-    return f'<td class="number">{escape(text)}</td>'
-
-
-def _bar(shares: Sequence[tuple[str, int]], whole: int) -> str:
-    parts = [
-        f'<i style="width:{100 * nbytes / whole:.2f}%;background:var({css_name(category)})"></i>'
-        for category, nbytes in shares
-        if nbytes
-    ]
-    return f'<div class="bar">{"".join(parts)}</div>'

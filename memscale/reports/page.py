@@ -1,8 +1,15 @@
-"""How the HTML report looks and moves: its style and its script, which load nothing."""
+"""What HTML reports have in common: where they are written, how they look and move; nothing is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from os import PathLike
+from pathlib import Path
+
+from memscale.core import ConfigError, format_bytes
 from memscale.reports.drawing import COLOURS, css_name
+from memscale.reports.text import percent
 
 STYLE = f":root {{ {' '.join(f'{css_name(category)}: {colour};' for category, colour in COLOURS.items())} }}"
 STYLE += """
@@ -89,3 +96,76 @@ svg.addEventListener("keydown", (event) => {
   if (step) { show(at + step * (event.shiftKey ? 20 : 1)); event.preventDefault(); }
 });
 """
+
+#: What the file of a page may end in.
+PAGES = (".html", ".htm")
+
+
+def checked_target(path: str | PathLike[str], caller: str, suffixes: Sequence[str], remedy: str) -> Path:
+    """The file to write a report to, a picture or a page.
+
+    Raises:
+        ConfigError: it has another suffix, or its folder does not exist.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in suffixes:
+        named = suffixes[0] if ".html" in suffixes else " or ".join(suffixes)
+        raise ConfigError(f"{caller}(path) must end in {named}, got {str(path)!r}; {remedy}")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{caller}(path) must be in a folder that exists, got {str(path)!r}; make the folder first")
+    return target
+
+
+def write_page(target: Path, title: str, body: Iterable[str], *, style: str = "", script: str = "") -> None:
+    """Write one HTML file that needs nothing else."""
+    lines = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body>",
+        *body,
+        f"<script>{script}</script></body></html>" if script else "</body></html>",
+    )
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def by_category(heading: str, held_bytes: Mapping[str, int], whole: int) -> Iterator[str]:
+    """A table of categories, the largest first."""
+    yield f"<h2>By category</h2><table>{header(heading, '>bytes', '>%', '')}"
+    for category, nbytes in sorted(held_bytes.items(), key=lambda item: -item[1]):
+        yield (
+            f"<tr><td>{chip(category)}{escape(category)}</td>{number(format_bytes(nbytes))}"
+            f'{number(percent(nbytes, whole))}<td class="wide">{shares([(category, nbytes)], whole)}</td></tr>'
+        )
+    yield "</table>"
+
+
+def listed(texts: Sequence[str]) -> Iterator[str]:
+    """Notes as a list; nothing where there are none."""
+    if texts:
+        yield f"<h2>Notes</h2><ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+
+
+def header(*names: str) -> str:
+    """A row of headings, on the right where they begin with ``>``."""
+    cells = (f'<th class="number">{name[1:]}</th>' if name[:1] == ">" else f"<th>{name}</th>" for name in names)
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def number(text: str) -> str:
+    """A cell with a number."""
+    return f'<td class="number">{escape(text)}</td>'
+
+
+def chip(category: str) -> str:
+    """A small square in the colour of a category."""
+    return f'<span class="chip" style="background:var({css_name(category)})"></span>'
+
+
+def shares(parts: Sequence[tuple[str, int]], whole: int) -> str:
+    """A bar of a whole, with each part in the colour of its category."""
+    widths = (
+        f'<i style="width:{100 * nbytes / max(whole, 1):.2f}%;background:var({css_name(category)})"></i>'
+        for category, nbytes in parts
+        if nbytes
+    )
+    return f'<div class="bar">{"".join(widths)}</div>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
+from memscale.reports.page import checked_target
 from memscale.reports.queues import COLOURS as QUEUE_COLOURS
 from memscale.reports.queues import MEANINGS, ROWS, Bar, queue_rows
 from memscale.reports.text import shortened
@@ -73,15 +73,8 @@ def plot_profile(profile: Profile, path: str | PathLike[str]) -> None:
         ConfigError: the suffix is neither ``.png`` nor ``.svg``, or the folder does not exist.
         RuntimeUnavailable: matplotlib is not installed.
     """
-    target = Path(path)
-    suffix = target.suffix.lower()
-    if suffix not in (".png", ".svg"):
-        raise ConfigError(f"Profile.plot(path) must end in .png or .svg, got {str(path)!r}; use html() for a report")
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"Profile.plot(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
-        )
-    profile_figure(profile).savefig(target, format=suffix[1:])
+    target = checked_target(path, "Profile.plot", (".png", ".svg"), "use html() for a report")
+    profile_figure(profile).savefig(target, format=target.suffix.lower()[1:])
 
 
 def profile_figure(profile: Profile) -> Figure:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from memscale.core import format_bytes
 from memscale.reports.drawing import byte_scale
-from memscale.reports.frontier import checked_target
+from memscale.reports.page import checked_target
 from memscale.reports.plot import INK, figure_of
 
 _LINE, _BEST, _TOO_MUCH = "#0072B2", "#D55E00", "#999999"  # of the palette of the categories

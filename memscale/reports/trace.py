@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from memscale.core import ConfigError
+from memscale.reports.page import checked_target
 from memscale.reports.queues import MEANINGS, ROWS
 from memscale.simulation import Profile, Schedule, queues_of
 
@@ -21,13 +21,7 @@ def write_trace(profile: Profile, path: str | PathLike[str]) -> None:
     Raises:
         ConfigError: the step has no schedule, the suffix is not ``.json``, or the folder does not exist.
     """
-    target = Path(path)
-    if target.suffix.lower() != ".json":
-        raise ConfigError(f"Profile.trace(path) must end in .json, got {str(path)!r}; use plot() for a picture")
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"Profile.trace(path) must be in a folder that exists, got {str(path)!r}; make the folder first"
-        )
+    target = checked_target(path, "Profile.trace", (".json",), "use plot() for a picture")
     target.write_text(json.dumps(trace_data(profile)), encoding="utf-8")
 
 
