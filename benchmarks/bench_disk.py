@@ -58,9 +58,9 @@ def raw(directory: str, total_bytes: int, threads: int) -> tuple[Pass, Pass]:
     return lambda: move(os.pwritev), lambda: move(os.preadv)
 
 
-def slab(directory: str, sources: list[torch.Tensor], threads: int, checksum: bool = False) -> tuple[Pass, Pass]:
+def slab(directory: str, sources: list[torch.Tensor], threads: int) -> tuple[Pass, Pass]:
     room = sum(-(-source.nbytes // PAGE_BYTES) * PAGE_BYTES for source in sources)
-    disk = DiskSlab(directory, cap_bytes=room, threads=threads, checksum=checksum)
+    disk = DiskSlab(directory, cap_bytes=room, threads=threads)
     assert disk.direct, f"{directory} takes no O_DIRECT, so there is no raw rate to compare with"
     extents = [disk.reserve(source.nbytes) for source in sources]
     targets = sources  # read back in place: the values are the same
@@ -108,7 +108,6 @@ def main() -> None:
         passes = {
             "raw O_DIRECT": raw(directory, total_bytes // PAGE_BYTES * PAGE_BYTES, options.threads),
             "disk slab": slab(directory, sources, options.threads),
-            "with checksums": slab(directory, sources, options.threads, checksum=True),
             "from memory of torch": slab(directory, tensors(options.mib * MIB, 64), options.threads),
             "from odd addresses": slab(directory, tensors(options.mib * MIB, 1), options.threads),
             "torch.save, torch.load": files(directory, sources),

@@ -111,11 +111,6 @@ class Runtime:
             return homes
 
     @property
-    def has_values(self) -> bool:
-        """Whether the tensors that it moves have values, and not only sizes."""
-        return True
-
-    @property
     def at_home(self) -> dict[int, Home]:
         """The homes that this runtime knows of: all of this process."""
         return AT_HOME

@@ -89,10 +89,6 @@ class CountingRuntime(Runtime):
         self.told.append(what)
 
     @property
-    def has_values(self) -> bool:
-        return False
-
-    @property
     def at_home(self) -> dict[int, Home]:
         return self._step.at_home
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,7 +37,7 @@ class Extent:
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset = offset
         self.nbytes = nbytes
-        self._pieces: dict[int, tuple[int, int | None]] = {}  # what was written where: its bytes and checksum
+        self._pieces: dict[int, int] = {}  # what was written where: its bytes
         self._mapping: weakref.ref[Mapping] | None = None  # once it was mapped, for as long as somebody uses that
 
     @property
@@ -60,7 +59,6 @@ class DiskSlab:
         cap_bytes: the most that the file may grow to, at least one page.
         first_bytes: the size of the file at first, where the cap and the filesystem allow that.
         threads: how many transfers run at a time.
-        checksum: verify a checksum at each read, for disks that are not trusted; costs a pass over the bytes.
         io: the system calls, for tests.
 
     Raises:
@@ -87,7 +85,6 @@ class DiskSlab:
         cap_bytes: int,
         first_bytes: int = _FIRST_BYTES,
         threads: int = 2,
-        checksum: bool = False,
         io: FileIO | None = None,
     ) -> None:
         if cap_bytes < PAGE_BYTES:
@@ -97,7 +94,6 @@ class DiskSlab:
         if threads < 1:
             raise ConfigError(f"DiskSlab(threads={threads}) must be at least 1; pass how many transfers run at a time")
         self.cap_bytes = cap_bytes // PAGE_BYTES * PAGE_BYTES
-        self._checksum = checksum
         self._file: SlabFile | None
         first_bytes, io = _in_pages(min(first_bytes, self.cap_bytes)), io or FileIO()
         try:
@@ -165,8 +161,8 @@ class DiskSlab:
 
         What is written there, a later ``read`` brings, and what ``write`` wrote is there once its future is done. Both
         copy from and to this memory from now on, by way of the page cache, and leave none of it in this process.
-        Nothing is checked against a checksum. The memory goes with the last array or tensor made of it, whatever
-        becomes of the slab. Pages are read from the disk as they are touched; a disk that fails then is a SIGBUS.
+        The memory goes with the last array or tensor made of it, whatever becomes of the slab. Pages are read from the
+        disk as they are touched; a disk that fails then is a SIGBUS.
 
         Args:
             extent: one that was neither mapped nor written before. The array must not be used once it is freed.
@@ -217,13 +213,12 @@ class DiskSlab:
                 mapping.write(np.asarray(bytes_of(source)), at)
                 return place
             try:
-                checksum = zlib.crc32(bytes_of(source)) if self._checksum else None
                 file.write(source, place.offset + at)
             except BaseException:
                 if extent is None:
                     self.free(place)
                 raise
-            place._pieces[at] = (source.nbytes, checksum)
+            place._pieces[at] = source.nbytes
             return place
 
         return self._start(run, place, source, at, "write(source)")
@@ -231,8 +226,7 @@ class DiskSlab:
     def read(self, extent: Extent, into: torch.Tensor, *, at: int = 0) -> Errand[None]:
         """Start reading a piece that was written, or any that is mapped; ``into`` holds it once the future is done.
 
-        The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written or
-        their checksum differs.
+        The future raises DiskTierError where the disk fails, CorrectnessError where the bytes were never written.
 
         Args:
             extent: where from. It stays taken; freed before the future is done, it is reused only afterwards.
@@ -249,17 +243,13 @@ class DiskSlab:
             if mapping is not None:
                 mapping.read(np.asarray(bytes_of(into)), at)
                 return
-            written_bytes, checksum = extent._pieces.get(at, (0, None))
+            written_bytes = extent._pieces.get(at, 0)
             if written_bytes != into.nbytes:
                 raise CorrectnessError(
                     f"{into.nbytes} bytes are read from the disk tier where {written_bytes} were written; read the "
                     f"pieces that were written, after they were"
                 )
             file.read(into, extent.offset + at)
-            if checksum is not None and zlib.crc32(bytes_of(into)) != checksum:
-                raise CorrectnessError(
-                    f"{into.nbytes} bytes came back changed from the disk in {file.directory!r}; use another disk"
-                )
 
         _check(into, "read(into)")
         mapping = self._mapping_of(extent)

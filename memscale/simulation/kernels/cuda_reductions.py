@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.allocator.block_pool import round_up
-from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 from memscale.simulation.kernels.programs import Capability
 
 _WARP, _MOST_VALUES, _FEWEST_VALUES = 32, 256, 16
@@ -109,40 +107,25 @@ REDUCTIONS: Mapping[str, _Kernel] = {
 _FLATTENED = {f"aten.{name}.default" for name in ("max", "min", "argmax", "argmin")}
 
 
-def reduction_scratch_bytes(op: str, args: Sequence[Any], outputs: Any, *, multiprocessors: int, threads: int) -> int:
-    """Return what the kernel of the reduction `op` holds beside its input and outputs while it runs.
+def reduced(
+    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
+) -> tuple[int, ...]:
+    """The blocks that the kernel of the reduction `op` holds beside its input and outputs, in the order it takes them.
 
     >>> grad = torch.empty(8192, 768, device="meta")
-    >>> op, args = "aten.sum.dim_IntList", (grad, [0], True)
-    >>> reduction_scratch_bytes(op, args, grad.sum([0], True), multiprocessors=132, threads=2048)
-    50332160
-    >>> op, args = "aten.sum.dim_IntList", (grad, [1])
-    >>> reduction_scratch_bytes(op, args, grad.sum(1), multiprocessors=132, threads=2048)
-    0
+    >>> reduced("aten.sum.dim_IntList", (grad, [0], True), grad.sum([0], True), (9, 0), 132)
+    (50331648, 24)
+    >>> reduced("aten.sum.dim_IntList", (grad, [1]), grad.sum(1), (9, 0), 132)
+    ()
 
     Args:
         op: one of :data:`REDUCTIONS`.
         args: its positional arguments; fake or meta tensors will do.
         outputs: what it returned.
+        capability: of the device.
         multiprocessors: of the device.
-        threads: that each of them holds, see :func:`threads_per_multiprocessor`.
     """
-    blocks = reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
-    return sum(round_up(nbytes, MIN_BLOCK_BYTES) for nbytes in blocks)
-
-
-def reduced(
-    op: str, args: Sequence[Any], outputs: Any, capability: Capability, multiprocessors: int
-) -> tuple[int, ...]:
-    """The blocks of `op` on a device of this capability."""
     threads = threads_per_multiprocessor(capability)
-    return reduction_blocks(op, args, outputs, multiprocessors=multiprocessors, threads=threads)
-
-
-def reduction_blocks(
-    op: str, args: Sequence[Any], outputs: Any, *, multiprocessors: int, threads: int
-) -> tuple[int, ...]:
-    """The blocks of which :func:`reduction_scratch_bytes` is the sum, in the order in which they are taken."""
     kernel, source = REDUCTIONS[op], args[0]
     result = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     asked = args[kernel.dims] if kernel.dims is not None and len(args) > kernel.dims else None
@@ -157,8 +140,8 @@ def reduction_blocks(
     if not source.numel():
         return ()
     dims = [asked] if isinstance(asked, int) else asked
-    reduced = {dim % source.dim() for dim in dims} if dims and source.dim() else set(range(source.dim()))
-    loop = _Loop.over(source, reduced)
+    gone = {dim % source.dim() for dim in dims} if dims and source.dim() else set(range(source.dim()))
+    loop = _Loop.over(source, gone)
     partial = kernel.partial_bytes(source.dtype)
     waiting = 0
     if not loop.fits_32_bits(source.itemsize, result.itemsize):

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import internals
-from memscale.simulation.kernels.cuda_programs import cuda_program
-from memscale.simulation.kernels.programs import Capability, most_held
+from memscale.simulation.kernels.programs import Capability
 from memscale.simulation.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -119,30 +118,6 @@ def uses_cublaslt(op: str, args: Sequence[Any], *, environ: Mapping[str, str] = 
         and left.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
         and min(*left.shape, *right.shape) > 1
     )
-
-
-def cuda_scratch_bytes(
-    op: str, args: Sequence[Any], outputs: Any, capability: Capability, *, multiprocessors: int = 132
-) -> int:
-    """Return the most that the CUDA kernel of ``op`` holds beside its inputs and outputs while it runs.
-
-    Each buffer counts as the allocator counts it, rounded up to 512 bytes.
-
-    >>> grad, tokens = torch.empty(4, 1024, 768, device="meta"), torch.empty(4, 1024, dtype=torch.int64, device="meta")
-    >>> args = (grad, tokens, 50257, -1, False)
-    >>> cuda_scratch_bytes("aten.embedding_dense_backward.default", args, None, (8, 0))
-    14040576
-    >>> cuda_scratch_bytes("aten.relu.default", (grad,), None, (8, 0))
-    0
-
-    Args:
-        op: the overload as ``str(func)`` prints it, with its namespace.
-        args: its positional arguments; fake or meta tensors will do.
-        outputs: what it returned.
-        capability: the device's compute capability, (major, minor).
-        multiprocessors: of the device; 132 is an H100.
-    """
-    return most_held(cuda_program(op, args, outputs, capability, multiprocessors))
 
 
 @contextmanager

@@ -133,12 +133,12 @@ def _squeezed(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
     return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
 
 
-def _along(name: str = "dim", default: int | None = None) -> Rule:
+def _along(name: str = "dim") -> Rule:
     """Each place along other dimensions than those that the argument names is computed alone."""
 
     @_of_one
     def rule(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
-        dims = call.dims(tensor, name) or ([default % tensor.dim()] if default is not None else None)
+        dims = call.dims(tensor, name)
         return rows if dims and rows.dim not in dims else None
 
     return rule

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memscale.core import folders
+from memscale.core import host
 from memscale.core.errors import ConfigError, CorrectnessError, RuntimeUnavailable
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
@@ -122,9 +122,8 @@ def round_trip(slab, source, *, shift=0):
 
 
 @pytest.mark.parametrize("io", [FileIO, Buffered, RefusesDirectTransfers])
-@pytest.mark.parametrize("checksum", [False, True])
-def test_bytes_come_back(make, io, checksum):
-    slab = make(io(), checksum=checksum)
+def test_bytes_come_back(make, io):
+    slab = make(io())
     if io is not FileIO:
         assert not slab.direct
     for shift in (0, 1, 64, 512):
@@ -274,21 +273,6 @@ def test_a_read_that_fails_can_be_tried_again(make):
     assert torch.equal(into, source)
 
 
-def test_a_checksum_tells_what_the_disk_changed(make):
-    class Flips(FileIO):
-        def read(self, descriptor, buffers, offset):
-            moved = super().read(descriptor, buffers, offset)
-            buffers[0][0] ^= 1
-            return moved
-
-    extent = (slab := make(Flips(), checksum=True)).write(noise(5000)).result()
-    with pytest.raises(CorrectnessError, match="5000 bytes came back changed"):
-        slab.read(extent, noise(5000)).result()
-    extent = (slab := make(Flips())).write(source := noise(5000)).result()
-    slab.read(extent, into := noise(5000)).result()
-    assert not torch.equal(into, source)
-
-
 def test_full(make):
     slab = make(cap_bytes=10 * PAGE_BYTES, first_bytes=PAGE_BYTES)
     kept = slab.write(noise(9 * PAGE_BYTES)).result()
@@ -355,7 +339,7 @@ def test_a_filesystem_without_preallocation(make):
 
 
 def test_pieces_of_an_extent(make):
-    slab = make(checksum=True)
+    slab = make()
     source, into = noise(10_000), noise(10_000)
     extent = slab.reserve(10_000)
     for at in (8192, 0, 4096):
@@ -541,18 +525,18 @@ def test_bad_arguments(make, tmp_path):
 def mount(monkeypatch, tmp_path, filesystem):
     device = os.stat(tmp_path).st_dev
     line = f"36 35 {os.major(device)}:{os.minor(device)} / /x rw master:1 - {filesystem} {filesystem} rw\n"
-    monkeypatch.setattr(folders, "read_or_empty", lambda path: line)
-    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(host, "read_or_empty", lambda path: line)
+    monkeypatch.setattr(host.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
 def test_a_directory_in_ram_is_not_taken_by_itself_and_warned_of(monkeypatch, tmp_path):
     mount(monkeypatch, tmp_path, "ext4")
     DiskSlab(cap_bytes=CAP).close()
-    assert os.path.samefile(tmp_path, folders.folder_on_disk())
+    assert os.path.samefile(tmp_path, host.folder_on_disk())
     mount(monkeypatch, tmp_path, "tmpfs")
     with pytest.warns(UserWarning, match="is in RAM, so offloading to it frees nothing"):
         DiskSlab(tmp_path, cap_bytes=CAP).close()
-    monkeypatch.setattr(folders, "is_in_memory", lambda folder: True)
+    monkeypatch.setattr(host, "is_in_memory", lambda folder: True)
     with pytest.raises(RuntimeUnavailable, match=r"are in RAM, .* set TMPDIR to one"):
         DiskSlab(cap_bytes=CAP)
 
@@ -603,11 +587,10 @@ class Mapless(FileIO):
         return super().read(descriptor, buffers, offset)
 
 
-@pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("is_held", [True, False])
-def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, checksum, is_held):
+def test_transfers_of_a_mapped_extent_are_copies_of_its_memory(make, is_held):
     """Also when nobody holds the array any more: what was written in place may be in the page cache only."""
-    slab = make(Mapless(), checksum=checksum, cap_bytes=16 * 1024**2)
+    slab = make(Mapless(), cap_bytes=16 * 1024**2)
     for nbytes in [*SIZES, 9 * 1024**2 + 1]:
         extent, tensor = mapped(slab, nbytes)
         source, into = noise(nbytes, shift=1), noise(nbytes, shift=3)

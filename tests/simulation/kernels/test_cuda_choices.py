@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation.kernels.cuda_scratch import cuda_scratch_bytes, uses_cublaslt
+from memscale.simulation.kernels.cuda_scratch import uses_cublaslt
+from tests.support.kernels import scratch_bytes
 
 MIB = 1 << 20
 A100 = (8, 0)
@@ -61,13 +62,13 @@ def test_the_softmaxs_backward_makes_the_product_of_gradient_and_output():
         (turned, turned, 3),
         (torch.empty(1).expand(2, 4, 64, 64), matrix, 1),
     ):
-        assert cuda_scratch_bytes(op, (grad, output, -1, torch.float32), None, A100) == matrices * whole
+        assert scratch_bytes(op, (grad, output, -1, torch.float32), None, A100) == matrices * whole
     half = matrix.to(torch.bfloat16)
-    assert cuda_scratch_bytes(op, (half, half, -1, torch.bfloat16), None, A100) == whole // 2
+    assert scratch_bytes(op, (half, half, -1, torch.bfloat16), None, A100) == whole // 2
     log = "aten._log_softmax_backward_data.default"
-    assert cuda_scratch_bytes(log, (matrix, matrix, -1, torch.float32), None, A100) == 0
-    assert cuda_scratch_bytes(log, (turned, turned, -1, torch.float32), None, A100) == 2 * whole
-    assert cuda_scratch_bytes("aten._softmax.default", (turned, -1, False), None, A100) == whole
+    assert scratch_bytes(log, (matrix, matrix, -1, torch.float32), None, A100) == 0
+    assert scratch_bytes(log, (turned, turned, -1, torch.float32), None, A100) == 2 * whole
+    assert scratch_bytes("aten._softmax.default", (turned, -1, False), None, A100) == whole
 
 
 def test_eager_attention_takes_another_score_matrix_on_cuda():

@@ -8,7 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation.kernels.cuda_programs import cuda_program
-from memscale.simulation.kernels.cuda_scratch import cuda_scratch_bytes
+from tests.support.kernels import scratch_bytes
 
 # What the caching allocator of torch 2.13's CUDA build took beside the results (with expandable segments, which round
 # no block up). It ran on stand-ins for NVIDIA's libraries, since no card was there: the code that chooses how to split
@@ -77,7 +77,7 @@ def test_a_reduction_takes_what_pytorch_takes(card, op, shape, strides, offset, 
     source = torch.empty(size, dtype=getattr(torch, dtype), device="meta").as_strided(shape, strides, offset)
     outputs = torch.empty((), dtype=getattr(torch, result), device="meta")
     hardware = ms.Hardware.named(card)
-    found = cuda_scratch_bytes(
+    found = scratch_bytes(
         f"aten.{op}", (source, *others), outputs, hardware.capability, multiprocessors=hardware.multiprocessors
     )
     assert found == nbytes
@@ -86,7 +86,7 @@ def test_a_reduction_takes_what_pytorch_takes(card, op, shape, strides, offset, 
 @pytest.mark.parametrize("shape", [(), (0, 8), (8, 0)])
 def test_a_reduction_of_nothing_or_of_one_number_takes_nothing(shape):
     source = torch.empty(shape, device="meta")
-    assert cuda_scratch_bytes("aten.sum.dim_IntList", (source, []), source.sum(), (9, 0)) == 0
+    assert scratch_bytes("aten.sum.dim_IntList", (source, []), source.sum(), (9, 0)) == 0
 
 
 # Likewise, of an H100: what was taken, and given back, by operators on complex64. Of 300 random ones on two cards, all

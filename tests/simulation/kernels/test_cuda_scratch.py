@@ -10,9 +10,9 @@ from memscale.simulation.kernels.cuda_programs import PROGRAMS, cuda_program
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
-    cuda_scratch_bytes,
 )
 from memscale.simulation.kernels.programs import RESULTS, Result, briefly, most_held, taken
+from tests.support.kernels import scratch_bytes
 
 MIB = 1 << 20
 T4, A100, A10, L4, H100, B200, RTX5090 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -71,11 +71,11 @@ def meta(*shape, dtype=F32):
 
 def scratch(op, *args, capability=A100, **options):
     assert op in PROGRAMS
-    return cuda_scratch_bytes(op, args, None, capability, **options)
+    return scratch_bytes(op, args, None, capability, **options)
 
 
 def test_ops_without_a_formula_take_nothing():
-    assert cuda_scratch_bytes("aten.mm.default", (meta(8, 8), meta(8, 8)), None, A100) == 0
+    assert scratch_bytes("aten.mm.default", (meta(8, 8), meta(8, 8)), None, A100) == 0
 
 
 def test_every_op_with_a_formula_exists():
