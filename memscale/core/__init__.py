@@ -15,9 +15,15 @@ from memscale.core.errors import (
     RuntimeUnavailable,
     TransformError,
 )
-from memscale.core.folders import filesystem_of, folder_on_disk, is_in_memory
 from memscale.core.fsdp2 import fsdp_groups, fsdp_groups_of
-from memscale.core.host_memory import available_host_bytes, cgroup_limit_bytes, read_or_empty
+from memscale.core.host import (
+    available_host_bytes,
+    cgroup_limit_bytes,
+    filesystem_of,
+    folder_on_disk,
+    is_in_memory,
+    read_or_empty,
+)
 from memscale.core.misuse import by_name, shown
 from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit
@@ -31,9 +37,8 @@ from memscale.core.simulating import (
     simulating,
     simulation,
 )
-from memscale.core.tiers import TIERS, check_tier
 from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
-from memscale.core.validation import Check, Misfit, boolean, integer, optional, validate
+from memscale.core.validation import TIERS, Check, Misfit, boolean, check_tier, integer, optional, validate
 from memscale.core.values import Value, factory, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
 

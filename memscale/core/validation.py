@@ -58,3 +58,14 @@ def validate(record: Any, checks: Mapping[str, Check]) -> None:
             lines.append(f"{owner}({name}={value!r}) {misfit}")
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+TIERS = ("pinned", "pageable", "disk")
+"""Every tier that some device has, nearest first."""
+
+
+def check_tier(where: str, tier: object) -> None:
+    """Raise `ConfigError`, which begins with `where`, unless `tier` is the name of a tier or ``"auto"``."""
+    if tier not in ("auto", *TIERS):
+        names = ", ".join(map(repr, ("auto", *TIERS)))
+        raise ConfigError(f"{where} must be the name of a memory tier, one of {names}, got {tier!r}")

@@ -1,4 +1,4 @@
-"""The usual accelerator cards, from their makers' data sheets."""
+"""The usual accelerator cards and what joins them in the usual server of each, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memscale.core import ConfigError
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """How several cards of one kind are joined.
+
+    Args:
+        devices_per_node: how many are in one node; None where servers differ.
+        node_gb_per_second: what one card can send to the others of its node, 10⁹ bytes a second.
+        node_latency_us: from one to the next of them.
+        network_gb_per_second: a card's share of the network adapters of its node, in one direction; None where none
+            belong to it.
+        source: where the figures are from.
+    """
+
+    devices_per_node: int | None
+    node_gb_per_second: float
+    node_latency_us: float
+    network_gb_per_second: float | None
+    source: str
 
 
 @dataclass(frozen=True)
@@ -28,6 +48,7 @@ class Card:
         peer_gb_per_second: peak of the link to one other card, in one direction; None without NVLink or its like.
         capability: CUDA compute capability; None for cards that are not CUDA's.
         multiprocessors: streaming multiprocessors; AMD calls them compute units.
+        joined: with others of its kind.
         source: where the figures are from.
     """
 
@@ -41,6 +62,7 @@ class Card:
     peer_gb_per_second: float | None
     capability: tuple[int, int] | None
     multiprocessors: int
+    joined: Interconnect
     source: str
 
 
@@ -75,6 +97,31 @@ _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9
 _B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
 _MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
 
+# What NCCL itself reckons with for one step of a ring (its `src/graph/tuning.cc`, LL128), in microseconds.
+_NVLINK_US, _PCIE_US, NETWORK_US = 1.9, 2.5, 4.0
+
+# One network adapter of 200 or 400 Gb/s belongs to each card of these servers; a DGX-1 has four of 100 Gb/s.
+_DGX_1 = Interconnect(8, 150, _NVLINK_US, 6.25, "NVIDIA DGX-1 With Tesla V100 System Architecture white paper")
+_DGX_A100 = Interconnect(8, 300, _NVLINK_US, 25, "NVIDIA DGX A100 data sheet")
+_DGX_H100 = Interconnect(8, 450, _NVLINK_US, 50, "NVIDIA DGX H100 data sheet")
+_DGX_H200 = Interconnect(8, 450, _NVLINK_US, 50, "NVIDIA DGX H200 data sheet")
+_DGX_B200 = Interconnect(8, 900, _NVLINK_US, 50, "NVIDIA DGX B200 data sheet")
+# Seven links of 64 GB/s to the seven others.
+_MI300X_LINKS = Interconnect(
+    8, 448, _NVLINK_US, 50, "AMD Instinct MI300X Platform data sheet and Cluster Reference Guide"
+)
+
+
+def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str = "") -> Interconnect:
+    """Cards in slots: more than two of them talk over these, whatever bridges pairs have."""
+    base = "PCI-SIG base specification, 16 lanes"
+    return Interconnect(
+        devices_per_node, gb_per_second, _PCIE_US, None, f"{base}; {sheet} (servers with 1 to 8)" if sheet else base
+    )
+
+
+_IN_PCIE3, _IN_PCIE4, _IN_PCIE5 = _pcie(_PCIE3), _pcie(_PCIE4), _pcie(_PCIE5)
+
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix A"
 _ADA = "NVIDIA Ada GPU Architecture white paper, appendix A"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper"
@@ -82,42 +129,46 @@ _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper"
 # NVLink figures are half of what the sheets quote, which is both directions together. The MI300X has one link of
 # 128 GB/s (both directions) to each of its seven neighbours, and NVIDIA's switches give one neighbour everything.
 CARDS = (
-    Card("v100-16", ("v100-sxm2-16",), ("Tesla V100-SXM2-16GB",), 16_130, _V100, 900, _PCIE3, 150, (7, 0), 80,
+    Card("v100-16", ("v100-sxm2-16",), ("Tesla V100-SXM2-16GB",), 16_130, _V100, 900, _PCIE3, 150, (7, 0), 80, _DGX_1,
          "NVIDIA V100 data sheet, January 2020 (SXM2)"),
-    Card("v100-32", ("v100-sxm2-32",), ("Tesla V100-SXM2-32GB",), 32_494, _V100, 900, _PCIE3, 150, (7, 0), 80,
+    Card("v100-32", ("v100-sxm2-32",), ("Tesla V100-SXM2-32GB",), 32_494, _V100, 900, _PCIE3, 150, (7, 0), 80, _DGX_1,
          "NVIDIA V100 data sheet, January 2020 (SXM2)"),
-    Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), 40, "NVIDIA T4 data sheet, 2019"),
-    Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), 72,
+    Card("t4", (), ("Tesla T4", "NVIDIA T4"), 14_912, _T4, 320, _PCIE3, None, (7, 5), 40, _IN_PCIE3,
+         "NVIDIA T4 data sheet, 2019"),
+    Card("a10", ("a10-24",), ("NVIDIA A10",), 22_594, _A10, 600, _PCIE4, None, (8, 6), 72, _IN_PCIE4,
          "NVIDIA A10 data sheet, 2021"),
     Card("a100-40", ("a100-sxm-40", "a100-sxm4-40"), ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB",
-         "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 40_326, _A100, 1555, _PCIE4, 300, (8, 0), 108,
+         "NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"), 40_326, _A100, 1555, _PCIE4, 300, (8, 0), 108, _DGX_A100,
          "NVIDIA A100 Tensor Core GPU data sheet, 2020 (40 GB)"),
     Card("a100-80", ("a100-sxm-80", "a100-sxm4-80"), ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"), 81_037, _A100, 2039,
-         _PCIE4, 300, (8, 0), 108, "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB SXM)"),
+         _PCIE4, 300, (8, 0), 108, _DGX_A100, "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB SXM)"),
     Card("a100-80-pcie", ("a100-pcie", "a100-pcie-80"), ("NVIDIA A100 80GB PCIe",), 81_037, _A100, 1935, _PCIE4, 300,
-         (8, 0), 108, "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
+         (8, 0), 108, _pcie(_PCIE4, 8, "NVIDIA A100 data sheet"),
+         "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
     Card("a6000", ("rtx a6000",), ("NVIDIA RTX A6000", "RTX A6000"), 48_676, _A6000, 768, _PCIE4, 56.25, (8, 6), 84,
-         _GA102),
+         _IN_PCIE4, _GA102),
     Card("rtx-3090", ("3090",), ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"), 24_120, _RTX_3090, 936, _PCIE4, 56.25,
-         (8, 6), 82, _GA102),
-    Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), 58, "NVIDIA L4 data sheet, 2023"),
-    Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9), 142,
+         (8, 6), 82, _IN_PCIE4, _GA102),
+    Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), 58,
+         _pcie(_PCIE4, 8, "NVIDIA L4 data sheet"), "NVIDIA L4 data sheet, 2023"),
+    Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9), 142, _IN_PCIE4,
          "NVIDIA L40S data sheet, 2023"),
     Card("rtx-6000-ada", ("6000-ada",), ("NVIDIA RTX 6000 Ada Generation",), 48_520, _RTX_6000_ADA, 960, _PCIE4, None,
-         (8, 9), 142, _ADA),
-    Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128, _ADA),
+         (8, 9), 142, _IN_PCIE4, _ADA),
+    Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128,
+         _IN_PCIE4, _ADA),
     Card("rtx-5090", ("5090",), ("NVIDIA GeForce RTX 5090",), 32_102, _RTX_5090, 1792, _PCIE5, None, (12, 0), 170,
-         "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"),
+         _IN_PCIE5, "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"),
     Card("h100", ("h100-sxm", "h100-sxm5", "h100-80"), ("NVIDIA H100 80GB HBM3",), 81_082, _HOPPER_SXM, 3352, _PCIE5,
-         450, (9, 0), 132, f"{_HOPPER} (SXM5)"),
+         450, (9, 0), 132, _DGX_H100, f"{_HOPPER} (SXM5)"),
     Card("h100-pcie", (), ("NVIDIA H100 PCIe",), 81_008, _H100_PCIE, 2039, _PCIE5, 300, (9, 0), 114,
-         f"{_HOPPER} (PCIe)"),
+         _pcie(_PCIE5, 8, "NVIDIA H100 data sheet"), f"{_HOPPER} (PCIe)"),
     Card("h200", ("h200-sxm", "h200-141"), ("NVIDIA H200",), 143_156, _HOPPER_SXM, 4800, _PCIE5, 450, (9, 0), 132,
-         "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
-    Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0), 148,
+         _DGX_H200, "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
+    Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0), 148, _DGX_B200,
          "NVIDIA Blackwell data sheet, 2025 (HGX B200, one GPU)"),
     Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None, 304,
-         "AMD Instinct MI300X data sheet, 2023"),
+         _MI300X_LINKS, "AMD Instinct MI300X data sheet, 2023"),
 )  # fmt: skip
 
 

@@ -23,8 +23,7 @@ from memscale.core import (
 )
 from memscale.hardware.calibrate import calibrate
 from memscale.hardware.call_seconds import CALLS, call_seconds
-from memscale.hardware.cards import Card, by_device_name, by_name
-from memscale.hardware.interconnects import INTERCONNECTS, NETWORK_US
+from memscale.hardware.cards import NETWORK_US, Card, by_device_name, by_name
 from memscale.hardware.operator_rates import operator_rates
 
 _DOCUMENT = Document("hardware", version=1, writer="Hardware.to_json()", error=ConfigError)
@@ -315,7 +314,7 @@ def _ram_bytes() -> int | None:
 
 
 def _speeds(card: Card) -> dict[str, Any]:
-    joined = INTERCONNECTS[card.name]
+    joined = card.joined
     network = joined.network_gb_per_second
     return {
         # Rounded, since 66.9 * 1e12 is not 66.9e12.

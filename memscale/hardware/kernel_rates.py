@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from memscale.hardware.convolution_rates import CONVOLUTIONS, of_convolution
 from memscale.hardware.work import Work
 
 # How often a kernel goes over its numbers, with the time that it loses on the way: in 16 bits, and in 32.
@@ -104,6 +103,27 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Rows of 16-bit numbers that begin at no multiple of 16 bytes, or of 4, are nothing for Hopper's cores.
 _UNALIGNED = ((8, 0.3), (2, 0.16))
 
+# Of 297 convolutions and the steps of ResNet-50, ViT, Swin and ConvNeXt (`--convolutions`): tensor cores are of little
+# use to few channels, or groups of them.
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+
+
+class _Shares(NamedTuple):
+    """Of a rate of products, what the result, the gradient of the image and that of the weight reach."""
+
+    result: float
+    image: float
+    weight: float
+
+
+_USUAL = _Shares(0.4, 0.3, 0.3)
+# A stem reads images of three colours, and a kernel of patches does. In 16 bits, and in 32.
+_FEW = 8
+_OF_FEW = _Shares(0.048, 0.024, 0.054), _Shares(0.076, 0.042, 0.078)
+# Of the rate without tensor cores; and of channels that lie last, as ConvNeXt has them.
+_OF_GROUPS = _Shares(0.05, 0.04, 0.024), _Shares(0.06, 0.045, 0.024)
+_OF_LAST_GROUPS = _Shares(0.2, 0.1, 0.2), _Shares(0.1, 0.09, 0.007)
+
 
 def on_card(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int] | None) -> Work:
     """`work` as long as it takes: what a kernel goes over twice counts twice, and half a rate doubles the arithmetic.
@@ -128,8 +148,8 @@ def on_card(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int
         passes = _passes_of_layouts(op, args)[at]
     elif op in _OF_SHORT_ROWS and args[0].dim() and args[0].stride(-1) == 1 and args[0].shape[-1] <= _SHORT_ROW:
         passes = 1.0
-    elif op in CONVOLUTIONS:
-        return of_convolution(op, args, work)
+    elif op in _CONVOLUTIONS:
+        return _of_convolution(op, args, work)
     since_hopper = capability is not None and capability >= (9, 0)
     share = _SHARES.get(op, (1.0, 1.0))[since_hopper] if in_halves else _SHARES_32.get(op, 1.0)
     if since_hopper and op in _PRODUCTS:
@@ -144,6 +164,30 @@ def on_card(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int
     if passes == share == 1.0:
         return work
     return replace(work, flops=round(work.flops / share), nbytes=round(work.nbytes * passes))
+
+
+def _of_convolution(op: str, args: Sequence[Any], work: Work) -> Work:
+    """`work`, by `work_of`, with as much arithmetic as takes its time at the rate of products.
+
+    >>> image, kernel = torch.empty(64, 96, 56, 56, device="meta"), torch.empty(96, 1, 7, 7, device="meta")
+    >>> call = (image, kernel, None, [1, 1], [3, 3], [1, 1], False, [0, 0], 96)
+    >>> _of_convolution("convolution", call, Work(2 * image.numel() * 49, 2 * image.nbytes, "tfloat32")).dtype
+    'float32'
+    """
+    is_backward = op == "convolution_backward"
+    image, kernel = args[1:3] if is_backward else args[:2]
+    transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
+    at = 0 if work.dtype in ("bfloat16", "float16") else 1
+    shares = _OF_FEW[at] if kernel.shape[0 if transposed else 1] < _FEW else _USUAL
+    if groups > 1:
+        last = not image.is_contiguous() and image.stride(1) == 1
+        shares = (_OF_LAST_GROUPS if last else _OF_GROUPS)[at]
+        work = replace(work, dtype="float32")
+    if not is_backward:
+        return replace(work, flops=round(work.flops / shares.result))
+    wanted = [share for share, is_wanted in zip(shares[1:], args[10], strict=False) if is_wanted]
+    each = work.flops / max(1, len(wanted))
+    return replace(work, flops=round(sum(each / share for share in wanted)))
 
 
 def beside(op: str, args: Sequence[Any], work: Work, capability: tuple[int, int] | None) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
-from memscale.legacy.idle import idle, never_called
 from memscale.legacy.known_plans import MOST, KnownPlans
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
@@ -25,7 +24,7 @@ from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, as_batch, shapes_of, with_shapes
 from memscale.legacy.steps import leave, listen
-from memscale.legacy.watch import Gate, Seen, Watch, is_a_step_of_its_own
+from memscale.legacy.watch import Gate, Seen, Watch, idle, is_a_step_of_its_own, never_called
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime

@@ -8,7 +8,6 @@ import torch
 
 from memscale import ConfigError, Hardware
 from memscale.hardware.cards import CARDS, by_device_name, by_name
-from memscale.hardware.interconnects import INTERCONNECTS
 
 MIB = 1024**2
 GIB_ON_THE_BOX = {
@@ -161,9 +160,9 @@ def test_the_documentation_has_the_interconnect_of_every_card():
     page = (Path(__file__).parents[2] / "docs/hardware.md").read_text(encoding="utf-8")
     lines = page[page.index("| name | in a node |") :].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [row[0] for row in rows] == [card.name for card in CARDS] == list(INTERCONNECTS)
-    for name, *cells in rows:
-        joined, hardware = INTERCONNECTS[name], Hardware.named(name)
+    assert [row[0] for row in rows] == [card.name for card in CARDS]
+    for (name, *cells), card in zip(rows, CARDS, strict=True):
+        joined, hardware = card.joined, Hardware.named(name)
         shown = [
             joined.devices_per_node,
             joined.node_gb_per_second,

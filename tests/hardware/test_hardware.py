@@ -11,14 +11,13 @@ import time
 import pytest
 import torch
 
-from memscale.core import host_memory
+from memscale.core import host
 from memscale.core.errors import ConfigError, RuntimeUnavailable
 from memscale.hardware import device as _hardware
-from memscale.hardware.calibrate import _product, calibrate
+from memscale.hardware.calibrate import _product, calibrate, new_memory_rate
 from memscale.hardware.call_seconds import call_seconds
 from memscale.hardware.device import Hardware
 from memscale.hardware.disk_rates import disk_rates
-from memscale.hardware.new_memory import new_memory_rate
 from memscale.hardware.operator_rates import operator_rates
 
 GIB = 1024**3
@@ -239,7 +238,7 @@ def test_new_memory_is_timed_by_its_first_touch():
 
 def test_no_disk_has_no_speed(monkeypatch):
     assert disk_rates("cpu", 4096) == {}  # nothing to be seen in so little
-    monkeypatch.setattr("memscale.core.folders.is_in_memory", lambda folder: True)
+    monkeypatch.setattr("memscale.core.host.is_in_memory", lambda folder: True)
     assert disk_rates("cpu", 16 * 1024**2) == {}
 
 
@@ -305,21 +304,21 @@ def test_cgroup_v2_counts_every_level(tmp_path):
     write(tmp_path / "fs/slice/memory.max", "4096\n")
     write(tmp_path / "fs/slice/memory.current", "96\n")
     write(tmp_path / "fs/slice/memory.stat", "anon 20\ninactive_file 64\nactive_file 12\n")
-    assert list(host_memory.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 32)]
+    assert list(host.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(4096, 32)]
 
 
 def test_cgroup_v1_falls_back_to_the_mount_inside_a_container(tmp_path):
     write(tmp_path / "cgroup", "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/\n")
     write(tmp_path / "fs/memory/memory.limit_in_bytes", "8192\n")
-    assert list(host_memory.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
+    assert list(host.cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(8192, 0)]
 
 
 def test_no_cgroups(tmp_path):
-    assert list(host_memory.cgroup_limits(tmp_path / "none", tmp_path)) == []
+    assert list(host.cgroup_limits(tmp_path / "none", tmp_path)) == []
 
 
 def test_the_limit_lowers_the_memory(monkeypatch):
-    monkeypatch.setattr(host_memory, "cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
+    monkeypatch.setattr(host, "cgroup_limits", lambda *_: iter([(GIB, GIB // 4), (2 * GIB, 0)]))
     hardware = Hardware.detect("cpu")
     assert hardware.memory_bytes == GIB
     assert hardware.free_bytes <= 3 * GIB // 4
