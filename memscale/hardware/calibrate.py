@@ -71,7 +71,7 @@ def calibrate(
         "flops_per_second": flops_per_second,
         "launch_seconds": launch_seconds,
         **speeds,
-        **disk_rates(device.type, min(copy_bytes, room_bytes) // 2),
+        **disk_rates(min(copy_bytes, room_bytes) // 2),
     }
 
 

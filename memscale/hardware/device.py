@@ -85,7 +85,7 @@ class Hardware:
         host_memory_bytes: RAM of the machine that an accelerator is in, which its offloaded tensors may fill.
         host_bandwidth_bytes_per_second: of that RAM, reads and writes together, as operators on it reach it.
         disk_read_bytes_per_second, disk_write_bytes_per_second: as offloading reaches them beside a
-            step: past the system's cache, into new memory on a CPU.
+            step: past the system's cache, into memory that is there.
         new_memory_bytes_per_second: of memory that a process on a CPU did not have: the system clears each page when
             it is touched first. With the time to give it back.
         capability: CUDA compute capability, ``(9, 0)`` for an H100.

@@ -10,7 +10,6 @@ import torch
 from memscale.core import MemscaleError, RuntimeUnavailable
 from memscale.runtime import HostBackend
 from memscale.runtime.backends import Buffer, Event
-from memscale.runtime.storage import page_aligned_memory
 
 _PIECE_BYTES = 4 * 1024**2
 _FEWEST_PIECES = 4
@@ -20,16 +19,14 @@ _IN_FLIGHT = 2
 _PRODUCT_SIZE = 384  # a fraction of a millisecond, so that the end of a copy is not missed for long
 
 
-def disk_rates(device_type: str, nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def disk_rates(nbytes: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """The bytes a second by the names of the fields of `Hardware`; nothing where there is no disk, or no room on it.
 
-    The speed of the disk alone is not what a step sees. A tensor that comes back to a CPU gets memory that the system
-    has to clear a page at a time first, which took two thirds of the time where this was written; and the threads that
-    copy share the processor with the step. The best of several rounds: what disturbs a disk only ever makes it slower.
+    The speed of the disk alone is not what a step sees: the threads that copy share the processor with it. Memory that
+    a process has to get first, for what comes back, is apart: see `new_memory_rate`. The best of several rounds: what
+    disturbs a disk only ever makes it slower.
 
     Args:
-        device_type: what computes: tensors of a ``"cpu"`` are written from where they are and read into new memory,
-            those of an accelerator pass through memory that stays.
         nbytes: of the file.
         clock: seconds since some moment.
     """
@@ -40,7 +37,7 @@ def disk_rates(device_type: str, nbytes: int, clock: Callable[[], float] = time.
     try:
         with torch.inference_mode():
             for _ in range(_ROUNDS):
-                written, read = _there_and_back(device_type, pieces, clock)
+                written, read = _there_and_back(pieces, clock)
                 took["write"].append(written)
                 took["read"].append(read)
     except MemscaleError:
@@ -48,30 +45,22 @@ def disk_rates(device_type: str, nbytes: int, clock: Callable[[], float] = time.
     return {f"disk_{name}_bytes_per_second": pieces * _PIECE_BYTES / min(seconds) for name, seconds in took.items()}
 
 
-def _there_and_back(device_type: str, pieces: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _there_and_back(pieces: int, clock: Callable[[], float]) -> tuple[float, float]:
     """The seconds to write so many tensors, and to read them."""
     backend = HostBackend(threads=_IN_FLIGHT)
-    none = torch.empty(0, dtype=torch.uint8, device="cpu")
-    staging = [page_aligned_memory(_PIECE_BYTES) for _ in range(_IN_FLIGHT)]
+    memory = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_IN_FLIGHT)]
     buffers = [backend.allocate(_PIECE_BYTES, "disk") for _ in range(pieces)]
-    sources = [backend.empty(_PIECE_BYTES, none) for _ in range(pieces)] if device_type == "cpu" else list(staging)
     generator = torch.Generator("cpu").manual_seed(0)
-    for source in sources:  # a disk may compress, and skip what is zero
-        source.random_(generator=generator)
+    for each in memory:  # a disk may compress, and skip what is zero
+        each.random_(generator=generator)
 
     def write(piece: int) -> Event:
-        return backend.copy(sources[piece % len(sources)], _there(buffers[piece]), "out", after=())
+        return backend.copy(memory[piece % _IN_FLIGHT], _there(buffers[piece]), "out", after=())
 
     def read(piece: int) -> Event:
-        target = backend.empty(_PIECE_BYTES, none) if device_type == "cpu" else staging[piece % _IN_FLIGHT]
-        kept.append(target)  # as in a step, until what reads it has run
-        return backend.copy(_there(buffers[piece]), target, "in", after=())
+        return backend.copy(_there(buffers[piece]), memory[piece % _IN_FLIGHT], "in", after=())
 
-    kept: list[torch.Tensor] = []
-    written = _seconds(write, pieces, clock)
-    del source, sources[:]
-    backend.trim()
-    return written, _seconds(read, pieces, clock)
+    return _seconds(write, pieces, clock), _seconds(read, pieces, clock)
 
 
 def _seconds(start: Callable[[int], Event], pieces: int, clock: Callable[[], float]) -> float:

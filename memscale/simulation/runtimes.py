@@ -25,6 +25,7 @@ class CountingRuntimes:
         references: how many tensors refer to a storage for the simulation's own sake.
         on_trim: called where a runtime has the device give back what it only caches.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
+        new_bytes: how much of a tensor of so many bytes a process on a CPU would have to get from the system now.
 
     Attributes:
         at_home: what lives on another tier in the simulation, by storage.
@@ -37,12 +38,14 @@ class CountingRuntimes:
         references: Callable[[torch.UntypedStorage], int],
         on_trim: Callable[[], object],
         on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
+        new_bytes: Callable[[int], int],
     ) -> None:
         self.clock = clock
         self.away = away
         self.references = references
         self.on_trim = on_trim
         self.on_copy = on_copy
+        self.new_bytes = new_bytes
         self.at_home: dict[int, Home] = {}
         self.engines: list[Engine] = []
         self._made: dict[Runtime, CountingRuntime] = {}
@@ -95,7 +98,8 @@ class CountingRuntime(Runtime):
     def _new_backend(self, tensor: torch.Tensor) -> TraceBackend:
         hardware = self._step.clock.hardware
         caps = self._real.caps(hardware.device_type, ram_bytes=hardware.host_memory_bytes)
-        backend = ClockedBackend(caps, self._step.clock) if knows_copies(hardware) else TraceBackend(caps)
+        known = knows_copies(hardware)
+        backend = ClockedBackend(caps, self._step.clock, self._step.new_bytes) if known else TraceBackend(caps)
         backend.on_trim, backend.on_copy = self._step.on_trim, self._step.on_copy
         self._backends.append(backend)
         return backend

@@ -119,6 +119,7 @@ class Simulation:
                 partial(_references, self._aliases),
                 on_trim=self.mode.storages.trim,
                 on_copy=CarriedValues(self.mode.storages).copied,
+                new_bytes=self.mode.storages.new_bytes,
             )
             stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)

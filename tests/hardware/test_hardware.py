@@ -218,11 +218,10 @@ def test_float32_is_measured_with_and_without_rounding_to_tf32(dtype, precision)
     assert matmul.fp32_precision == before
 
 
-@pytest.mark.parametrize("device_type", [pytest.param("cpu", id="host"), pytest.param("cuda", id="card")])
-def test_the_disk_is_timed_by_what_offloading_does_with_it(device_type):
+def test_the_disk_is_timed_by_what_offloading_does_with_it():
     nbytes = 4 * 4 * 1024**2
     best_of = Clock(9.0, 4.0, 1.0, 2.0, 5.0, 6.0)  # writes and reads take turns
-    assert disk_rates(device_type, nbytes, best_of) == {
+    assert disk_rates(nbytes, best_of) == {
         "disk_write_bytes_per_second": nbytes / 1.0,
         "disk_read_bytes_per_second": nbytes / 2.0,
     }
@@ -237,9 +236,9 @@ def test_new_memory_is_timed_by_its_first_touch():
 
 
 def test_no_disk_has_no_speed(monkeypatch):
-    assert disk_rates("cpu", 4096) == {}  # nothing to be seen in so little
+    assert disk_rates(4096) == {}  # nothing to be seen in so little
     monkeypatch.setattr("memscale.core.host.is_in_memory", lambda folder: True)
-    assert disk_rates("cpu", 16 * 1024**2) == {}
+    assert disk_rates(16 * 1024**2) == {}
 
 
 def test_what_is_measured_is_filled_in(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -54,11 +54,13 @@ class ClockedBackend(TraceBackend):
     Args:
         caps: as of `TraceBackend`.
         clock: that of the step, which all of its engines share.
+        new_bytes: how much of a tensor of so many bytes a process on a CPU would have to get from the system now.
     """
 
-    def __init__(self, caps: Mapping[str, int | None], clock: Clock) -> None:
+    def __init__(self, caps: Mapping[str, int | None], clock: Clock, new_bytes: Callable[[int], int]) -> None:
         super().__init__(caps)
         self._clock = clock
+        self._new_bytes = new_bytes
         self._leaving: list[tuple[float, Buffer]] = []  # given back, and still read or written until then
         self._trims = Trims() if clock.is_host else None
 
@@ -97,7 +99,8 @@ class ClockedBackend(TraceBackend):
         assert not isinstance(buffer, torch.Tensor)
         asked = max((event.op for event in after if isinstance(event, _Point)), default=len(self._clock.ends))
         ready = max((_end(event) for event in after), default=0.0)
-        transfer = self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked)
+        new_bytes = self._new_bytes(buffer.nbytes) if stream == "in" else 0
+        transfer = self._clock.copy(stream, buffer.tier, buffer.nbytes, ready=ready, asked=asked, new_bytes=new_bytes)
         return _Copied(self._clock, transfer)
 
     def wait(self, event: Event, stream: int | None = None) -> None:

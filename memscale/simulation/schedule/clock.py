@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memscale.hardware import COLLECTIVES, Direction, Hardware, HostSeconds, copy_seconds, host_calls
+from memscale.hardware import (
+    COLLECTIVES,
+    Direction,
+    Hardware,
+    HostSeconds,
+    copy_seconds,
+    host_calls,
+    new_memory_seconds,
+)
 
 #: Why the device stands still: what an operator reads is not back yet, memory that is to be used again is not out yet,
 #: either of them because of the disk, or the host has not handed over the next operator; what another stream of the
@@ -315,12 +323,15 @@ class Clock:
             self.held_up.append(Stall(self.now, end, cause, len(self.ends)))
             self.now = end
 
-    def copy(self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int) -> Transfer:
+    def copy(
+        self, direction: Direction, tier: str, nbytes: int, *, ready: float, asked: int, new_bytes: int = 0
+    ) -> Transfer:
         """A copy that may start when it is `ready`, and not before the ones that were asked for earlier.
 
         Args:
             direction, tier, nbytes, asked: see `Transfer`.
             ready: when that is.
+            new_bytes: what a CPU gets from the system for it, as it is written.
         """
         begin = max(ready, self.now, self._link_ends[direction], self._carried_ends[direction])
         if tier == "disk":
@@ -329,6 +340,7 @@ class Clock:
         # What comes behind a copy that the CPU carries is carried, too, so that it does not overtake.
         carried = self.is_host or tier != "pinned" or self._carried_ends[direction] > self.now
         end = begin + copy_seconds(nbytes, tier, direction, self.hardware)
+        end += new_memory_seconds(new_bytes, self.hardware)
         if tier == "disk":
             self._disk_end = end
         if not self.is_host:

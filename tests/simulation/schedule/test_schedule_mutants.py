@@ -90,7 +90,7 @@ def _copies_overtake(patch):
 
 def _copies_do_not_wait_for_what_they_copy(patch):
     right = Clock.copy
-    patch.setattr(Clock, "copy", lambda self, *args, ready, asked: right(self, *args, ready=0.0, asked=asked))
+    patch.setattr(Clock, "copy", lambda self, *args, ready, **kwargs: right(self, *args, ready=0.0, **kwargs))
 
 
 def _the_host_takes_no_time(patch):
