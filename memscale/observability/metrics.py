@@ -36,32 +36,26 @@ class Watched(Protocol):
     @property
     def plan(self) -> Plan:
         """What the model trains under."""
-        raise NotImplementedError
 
     @property
     def hardware(self) -> Hardware:
         """The model's device."""
-        raise NotImplementedError
 
     @property
     def runtime(self) -> Runtime | None:
         """What moves its tensors."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        raise NotImplementedError
 
     @property
     def predicted(self) -> Mapping[str, int]:
         """The predicted peak of a step, by kind."""
-        raise NotImplementedError
 
     @property
     def regions(self) -> Sequence[str]:
         """The paths of the plan's regions."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from memscale.core import TransformError
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, options_of
 
 _AT_ONCE = 2**20  # numbers that are in float32 at a time, where the optimizer treats each alone
 
@@ -76,19 +76,18 @@ class StepInFloat32(StepPart):
     def attend(self, parameters: list[torch.Tensor]) -> None:
         self._parameters = parameters
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            narrow = [each for each in group["params"] if each.dtype == torch.bfloat16]
-            now: Group = {}
-            if wide := [each for each in group["params"] if each.dtype != torch.bfloat16]:
-                now = {**options, "params": wide}
-                self.inner.advance([now])
-            self.optimizer._part_states([{"params": narrow}])
-            for pieces in self._in_pieces(narrow):
-                now = {**options, "params": []}
-                self._advance_pieces(pieces, now)
-            group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        options = options_of(group)
+        narrow = [each for each in group["params"] if each.dtype == torch.bfloat16]
+        now: Group = {}
+        if wide := [each for each in group["params"] if each.dtype != torch.bfloat16]:
+            now = {**options, "params": wide}
+            self.inner.advance(now)
+        self.optimizer._part_states(narrow)
+        for pieces in self._in_pieces(narrow):
+            now = {**options, "params": []}
+            self._advance_pieces(pieces, now)
+        group.update({**now, "params": group["params"]})
 
     def plain_states(self, parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, Any]:
         if parameter.dtype != torch.bfloat16:
@@ -118,7 +117,7 @@ class StepInFloat32(StepPart):
             twins.append(twin)
         group["params"] = twins
         try:
-            self.inner.advance([group])
+            self.inner.advance(group)
         finally:
             after = [state.pop(twin, {}) for twin in twins]
         for piece, twin, states in zip(pieces, twins, after, strict=True):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from memscale.core import budget_bytes, device_type
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 
 
@@ -62,13 +62,9 @@ class _InGroups(StepPart):
         super().__init__(optimizer, inner)
         self.how = how
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            for few in at_most(self.how.group_bytes, group["params"]):
-                now = {**options, "params": few}
-                self.inner.advance([now])
-                group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        for now in in_turn(group, at_most(self.how.group_bytes, group["params"])):
+            self.inner.advance(now)
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         return self.inner.ask(parameters)

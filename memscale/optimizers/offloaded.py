@@ -12,7 +12,7 @@ from memscale.core import check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
 from memscale.optimizers.on_host import Below, StepOnHost
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 from memscale.runtime import Runtime
 
@@ -125,16 +125,12 @@ class _Offloaded(StepPart):
         there = [tensor for states in self._placed.values() for tensor in states.values()]
         return [tensor for tensor in there if tensor.nbytes >= _LEAST_BYTES]
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            some = list(at_most(_GROUP_BYTES, group["params"]))
-            for few, following in zip(some, [*some[1:], []], strict=True):
-                self.inner.ask([*few, *following])
-                now = {**options, "params": few}
-                self.inner.advance([now])
-                self._place(few)
-                group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        few = list(at_most(_GROUP_BYTES, group["params"]))
+        for position, now in enumerate(in_turn(group, few)):
+            self.inner.ask([parameter for some in few[position : position + 2] for parameter in some])
+            self.inner.advance(now)
+            self._place(few[position])
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         return self.inner.ask(parameters)

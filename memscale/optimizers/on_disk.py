@@ -12,7 +12,7 @@ import torch
 
 from memscale.core import RuntimeUnavailable, device_type, simulating
 from memscale.optimizers.on_host import Below, laid_out
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, copied, in_turn
 from memscale.runtime import Runtime, runtime_for
 from memscale.runtime.backends import Buffer, Event
 from memscale.runtime.engine import Engine
@@ -98,22 +98,20 @@ class OnDisk(StepPart):
                 self._finish_writing(AHEAD)
         self._end()
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            for position, parameter in enumerate(group["params"]):
-                self.inner.ask(group["params"][position : position + 1 + AHEAD])
-                self._arrive(parameter)
-                for later in self._following(parameter, group["params"][position + 1 :]):
-                    self._ask(later)
-                now = {**options, "params": [parameter]}
-                self.inner.advance([now])
-                self._leave(parameter)
-                self._finish_writing(AHEAD)
-                if self._last is not None:
-                    self._after[self._last] = id(parameter)
-                self._last = id(parameter)
-            group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        parameters = group["params"]
+        for position, now in enumerate(in_turn(group, ([parameter] for parameter in parameters))):
+            parameter = parameters[position]
+            self.inner.ask(parameters[position : position + 1 + AHEAD])
+            self._arrive(parameter)
+            for later in self._following(parameter, parameters[position + 1 :]):
+                self._ask(later)
+            self.inner.advance(now)
+            self._leave(parameter)
+            self._finish_writing(AHEAD)
+            if self._last is not None:
+                self._after[self._last] = id(parameter)
+            self._last = id(parameter)
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         return self.inner.ask(parameters)

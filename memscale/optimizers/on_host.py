@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, device_type
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.runtime import Runtime, home_of, runtime_for
 from memscale.runtime.parameters import HostCopy, Mapped, MappedTensors
 
@@ -116,18 +116,16 @@ class StepOnHost(StepPart):
         self._coming.clear()
         self._arrive()
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            is_there = {id(each): device_type(each) == "cpu" for each in group["params"]}
-            for where, advance in ((True, self.inner.advance), (False, self._advance_over_the_link)):
-                if some := [each for each in group["params"] if is_there[id(each)] is where]:
-                    now = {**options, "params": some}
-                    advance([now])
-                    group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        here = [each for each in group["params"] if device_type(each) == "cpu"]
+        away = [each for each in group["params"] if device_type(each) != "cpu"]
+        for now in in_turn(group, filter(None, (here, away))):
+            if now["params"] is here:
+                self.inner.advance(now)
+            else:
+                self._advance_over_the_link(now)
 
-    def _advance_over_the_link(self, groups: list[Group]) -> None:
-        [group] = groups
+    def _advance_over_the_link(self, group: Group) -> None:
         optimizer, parameters = self.optimizer, group["params"]
         state: Any = optimizer.state
         there = {"capturable": False} if "capturable" in group else {}
@@ -146,7 +144,7 @@ class StepOnHost(StepPart):
             twins.append(twin)
         now = {**group, **there, "params": twins}
         try:
-            self.inner.advance([now])
+            self.inner.advance(now)
         finally:
             optimizer._twins.clear()
             states = [state.pop(twin, None) for twin in twins]

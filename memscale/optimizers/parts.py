@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -61,9 +61,9 @@ class StepPart:
         """Whether this part or one inside of it places states by their parameter, which is to be the same each time."""
         return self.places_states or (self._inner is not None and self._inner.places)
 
-    def advance(self, groups: list[Group]) -> None:
-        """Step the parameters in `groups`, whose options it may change as the step of the class does."""
-        self.inner.advance(groups)
+    def advance(self, group: Group) -> None:
+        """Step the parameters of `group`, whose options it may change as the step of the class does."""
+        self.inner.advance(group)
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
         """Begin to bring what `advance` will take for these; whether anything is on its way.
@@ -116,14 +116,14 @@ class StepPart:
 
 
 class OwnStep(StepPart):
-    """The step of the class, on a twin of the optimizer that has nothing but these groups: no hooks run twice."""
+    """The step of the class, on a twin of the optimizer that has nothing but this group: no hooks run twice."""
 
-    def advance(self, groups: list[Group]) -> None:
+    def advance(self, group: Group) -> None:
         optimizer = self.optimizer
-        optimizer._part_states(groups)
-        optimizer._own_step(groups)
+        optimizer._part_states(group["params"])
+        optimizer._own_step(group)
         # Not every optimizer changes its parameters in a way that autograd sees, and a graph may still need one.
-        torch.autograd.graph.increment_version(parameters_of(groups))
+        torch.autograd.graph.increment_version(group["params"])
 
 
 class PartedOptimizer(torch.optim.Optimizer):
@@ -152,7 +152,7 @@ class PartedOptimizer(torch.optim.Optimizer):
             for part in reversed(list(top.with_inner())):  # states are quantised before they leave
                 part.attend(own.get(number, []))
 
-    def _part_states(self, groups: list[Group]) -> None:
+    def _part_states(self, parameters: list[torch.Tensor]) -> None:
         """Give parameters that are about to change states of their own, if anybody else may look at those they have.
 
         Only now: whoever writes ``optimizer = transform(optimizer)`` has dropped the other by now, and pays for none.
@@ -160,7 +160,7 @@ class PartedOptimizer(torch.optim.Optimizer):
         if not self._shared:
             return
         others = any(origin() is not None for origin in self._origins)
-        for parameter in parameters_of(groups):
+        for parameter in parameters:
             if id(parameter) in self._shared:
                 self._shared.discard(id(parameter))
                 if others:
@@ -257,18 +257,18 @@ class PartedOptimizer(torch.optim.Optimizer):
         options = self._options_of(number)
         for which, some in self._assigned.split(parameters).items():
             now = {**options, "params": some}
-            self._tops[which].advance([now])
+            self._tops[which].advance(now)
             self._note_changes(number, now)
 
     def _pass_over(self, number: int) -> None:
         """What a step does with a group none of whose parameters has a gradient: the class may count its steps."""
         now = {**self._options_of(number), "params": self.param_groups[number]["params"]}
-        self._own_step([now])
+        self._own_step(now)
         self._note_changes(number, now)
 
-    def _own_step(self, groups: list[Group]) -> None:
+    def _own_step(self, group: Group) -> None:
         twin: Any = object.__new__(self._own_class)
-        twin.__dict__.update(self.__dict__, param_groups=groups, **_NO_HOOKS)
+        twin.__dict__.update(self.__dict__, param_groups=[group], **_NO_HOOKS)
         with torch.no_grad():
             own_step(self._own_class)(twin)
 
@@ -320,6 +320,18 @@ def parameters_of(groups: list[Group]) -> list[torch.Tensor]:
 
 def options_of(group: Group) -> Group:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def in_turn(group: Group, few: Iterable[list[torch.Tensor]]) -> Iterator[Group]:
+    """`group` with some of its parameters after others, each time with its options of now; then it gets those it left.
+
+    What a step counts in its options so goes up once, and not with each of them.
+    """
+    options = dict(group)
+    for some in few:
+        now = {**options, "params": some}
+        yield now
+        group.update({**now, "params": options["params"]})
 
 
 def _same(one: Any, other: Any) -> bool:

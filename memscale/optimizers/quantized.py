@@ -13,7 +13,7 @@ from memscale.core import ConfigError, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.packed import Packed
-from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied
+from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, check_whole, copied, in_turn
 from memscale.optimizers.separability import Moment
 from memscale.optimizers.transformed import OptimizerTransform
 
@@ -105,16 +105,13 @@ class _Quantized(StepPart):
         for parameter in parameters:
             self._shrink(parameter)
 
-    def advance(self, groups: list[Group]) -> None:
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            for few in at_most(self._at_once, group["params"]):
-                now = {**options, "params": few}
-                if len(few) == 1 and few[0].nbytes > self._at_once and self._cuts(few[0]):
-                    self._advance_in_slices(few[0], now)
-                else:
-                    self._advance_whole(now)
-                group.update({**now, "params": group["params"]})
+    def advance(self, group: Group) -> None:
+        for now in in_turn(group, at_most(self._at_once, group["params"])):
+            first, *others = now["params"]
+            if not others and first.nbytes > self._at_once and self._cuts(first):
+                self._advance_in_slices(first, now)
+            else:
+                self._advance_whole(now)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -156,7 +153,7 @@ class _Quantized(StepPart):
         for parameter in group["params"]:
             self._restore(parameter)
         try:
-            self.inner.advance([group])
+            self.inner.advance(group)
         finally:
             for parameter in group["params"]:
                 self._shrink(parameter)
@@ -199,7 +196,7 @@ class _Quantized(StepPart):
                 }
             now = {**options, "params": [twin]}
             try:
-                self.inner.advance([now])
+                self.inner.advance(now)
             finally:
                 after = state.pop(twin, {})
             for name, moment in moments.items():

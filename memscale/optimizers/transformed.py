@@ -290,7 +290,7 @@ def _with_all_states(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def called(self: TransformedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        self._part_states(self.param_groups)
+        self._part_states(parameters_of(self.param_groups))
         with self._gathered():
             before = _marks(self.state)
             result = method(self, *args, **kwargs)
