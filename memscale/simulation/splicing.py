@@ -95,6 +95,9 @@ class _Splice:
                     self._send(turn)
             for number in sorted(self.live & {each for row in self.open.values() for each in row}):
                 self._free(number)  # nobody did
+            while step == 0 and self.gradients:
+                # Where nothing steps the first step drops its gradients, and a trial's last one leaves them.
+                self._free(self.gradients.popitem()[1])
             self.open.clear()
             self.due.clear()
         return self.ledger

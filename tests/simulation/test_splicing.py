@@ -23,13 +23,12 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def simulated(rules, *, updates=True):
+def simulated(rules, *, updates=True, steps=True):
     with torch.device("meta"):
         model, batch = nn.Sequential(*[Block() for _ in range(COUNT)]), torch.zeros(4096, WIDTH)
     step = {"loss": lambda y, _: y.square().mean(), "hardware": "h100"}
-    return MemoryProfiler(model, torch.optim.AdamW(model.parameters()), plan=rules, **step).simulated(
-        batch, updates=updates
-    )
+    optimizer = torch.optim.AdamW(model.parameters()) if steps else None
+    return MemoryProfiler(model, optimizer, plan=rules, **step).simulated(batch, updates=updates)
 
 
 def strand(rules, **options):
@@ -68,6 +67,13 @@ def test_what_a_part_did_in_another_step_is_what_others_like_it_do(chosen, plain
     assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.01)
     assert most_live(ledger) < 0.97 * most_live(spliced(plain, {}, None, plain))
     assert abs(reserved(ledger) - truth.reserved_peak_bytes) <= LARGEST
+
+
+def test_where_nothing_steps_the_first_step_leaves_no_gradients():
+    plain, tried = strand(None, steps=False), strand({"2": ms.checkpoint()}, updates=False, steps=False)
+    ledger = spliced(plain, {0: Given(tried, 2), 3: Given(tried, 2)}, None, plain)
+    truth = simulated(dict.fromkeys("03", ms.checkpoint()), steps=False).profile()
+    assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.01)  # 1.06 of it with them
 
 
 def test_what_streams_has_no_parameters_states_and_gradients_on_the_device(plain):
