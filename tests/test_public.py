@@ -110,7 +110,8 @@ memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
 memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
-    offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed without_states
+    counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
+    without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
     repeated_blocks shorthands simulator taken_bytes

@@ -3,7 +3,7 @@
 from memscale.optimizers.compensated import compensate_rounding
 from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
-from memscale.optimizers.in_place import InPlace
+from memscale.optimizers.in_place import InPlace, counts_on_host
 from memscale.optimizers.loss_scale import LossScale
 from memscale.optimizers.offloaded import offload_states
 from memscale.optimizers.quantized import quantize_states
@@ -23,6 +23,7 @@ __all__ = [
     "TransformedOptimizer",
     "as_plain",
     "compensate_rounding",
+    "counts_on_host",
     "offload_states",
     "quantize_states",
     "round_stochastically",

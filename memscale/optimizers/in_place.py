@@ -131,10 +131,15 @@ def _tracked(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return step
 
 
+def counts_on_host(group: dict[str, Any]) -> bool:
+    """Whether an optimizer of PyTorch counts the steps of this group of parameters on the CPU, wherever they are."""
+    return not (group.get("capturable") or group.get("fused"))
+
+
 def _at_home(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any], below: set[int]) -> Any:
     """A state where the optimizer itself has it."""
     if not isinstance(value, torch.Tensor):
         return value
-    moves = group.get("capturable") or group.get("fused") if key == "step" else value.dim() > 0
+    moves = not counts_on_host(group) if key == "step" else value.dim() > 0
     found = value.to(parameter.device) if moves else value
     return found.clone() if found is value and id(value) in below else found

@@ -23,7 +23,9 @@ from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
 from memscale.simulation.process_state import answers_forgotten, patched
 
-# The folders of PyTorch and of memscale, whose code is told where tensors are.
+# The folders of PyTorch and of memscale, whose code is told where tensors are. PyTorch's optimizers are told as a user
+# is: they decide by it where they count their steps, and whether that may be captured in a graph.
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 _INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[1]), ""))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -102,7 +104,9 @@ class Answers:
         get = getattr(torch.Tensor, name).__get__
 
         def read(tensor: torch.Tensor) -> Any:
-            if self._is_insider(sys._getframe(1).f_code) or not self._on_device(tensor):
+            code = sys._getframe(1).f_code
+            inside = self._is_insider(code) and not code.co_filename.startswith(_OPTIMIZERS)
+            if inside or not self._on_device(tensor):
                 if tensor.__class__ in _PLAIN:
                     return get(tensor)
                 # A subclass would be told to handle this very function, which it does not know.

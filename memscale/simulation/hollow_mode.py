@@ -55,7 +55,7 @@ from memscale.simulation.values import NeedsValues, Values, guess_of, integers_o
 
 aten = torch.ops.aten
 
-_CPU = torch.device("cpu")
+_CPU, _CARD = torch.device("cpu"), torch.device("cuda", 0)
 _LARGEST_GUESS = 1 << 25
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
@@ -140,6 +140,7 @@ class HollowMode(TorchDispatchMode):
                 kwargs = {**kwargs, "device": _CPU}  # which stands for it
                 if op is aten._to_copy.default and self._is_there(args[0], kwargs):
                     return aten.alias.default(args[0])
+                device = _CARD
         if operator.kind is Kind.RUN:
             return self._run(operator, args, kwargs)
         tensors: list[torch.Tensor] = []
@@ -147,6 +148,10 @@ class HollowMode(TorchDispatchMode):
         if (device is not None and device.type == "meta") or any(map(_IS_META, tensors)):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         call = self._call(operator, args, kwargs, tensors)
+        if device is _CARD:
+            self.storages.away = False
+        elif device == _CPU and not tensors:
+            self.storages.away = self._counts_beside(args[0])  # a number of `where` is none
         if operator.reads:
             return self._read(call)
         if operator.goes_by_lengths:
@@ -222,7 +227,8 @@ class HollowMode(TorchDispatchMode):
     def _run(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         """Run an operator that touches no data."""
         op = operator.op
-        self.storages.away = False  # new ones here came from Python (`torch.tensor`), so their values are real
+        # New ones here came from Python (`torch.tensor`), so their values are real.
+        self.storages.away = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
         if self.host is not None:
             self.books.used = []
             self.host.views()
@@ -231,10 +237,11 @@ class HollowMode(TorchDispatchMode):
             self.books.calls("view")
             return result  # a view, as most of them are
         self.books.enter(operator, result, NOTHING, known=True)
-        if op is _FROM_PYTHON and self.books.course.optimizing and self.storages.beside_cpu:
-            # An optimizer counts its steps on the CPU, unless it is fused or capturable, with zeros of the device.
-            self.storages.record(result).nbytes = 0
         return result
+
+    def _counts_beside(self, shape: Any) -> bool:
+        """Whether one number is made on the CPU beside the device, as an optimizer does that counts its steps there."""
+        return shape == [] and self.storages.beside_cpu and self.books.course.optimizing
 
     def _is_there(self, tensor: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
         """Whether `tensor` is on the device already, as it is wanted: ``x.to("cuda")`` copies nothing then."""

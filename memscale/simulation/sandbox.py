@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memscale.algebra import placing_in
 from memscale.core import batches, simulation
 from memscale.core import tensors as tensors_of
-from memscale.optimizers import TransformedOptimizer
+from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
 from memscale.simulation.answers import Answers
@@ -203,6 +203,11 @@ class Simulation:
                 self.mode.storages.send_away(tensor)
         # An optimizer's states are made where the parameter lives. On a host that is the CPU, and its RAM the device.
         for optimizer in self.scope.optimizers if self._kernels.device_type != "cpu" else ():
+            for group in filter(counts_on_host, optimizer.param_groups):
+                for parameter in group["params"]:
+                    # Adagrad's are there before the step.
+                    if torch.is_tensor(count := optimizer.state.get(parameter, {}).get("step")):
+                        self.mode.storages.send_away(count)
             for parameter, state in optimizer.state.items():
                 if self._is_below(parameter):
                     for tensor in with_storages(tensors_of(dict(state) if isinstance(state, dict) else state)):

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.core import ConfigError
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.live_storages import is_small
 
 
 @contextmanager
@@ -52,7 +53,9 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Holl
                 )
             own = tensor.untyped_storage()
             if own._cdata not in storages:
-                storages[own._cdata] = hollow.storage(own.nbytes())
+                # What may be computed needs memory of its own: all that is hollow shares one.
+                is_hollow = tensor.requires_grad or not is_small(tensor)
+                storages[own._cdata] = hollow.storage(own.nbytes()) if is_hollow else _zeros(own.nbytes())
             stand_in = hollow.like(tensor, storages[own._cdata])
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
                 stand_in = tensor.detach().cpu()  # its values may decide what the model does
@@ -88,6 +91,10 @@ def _exchange(tensor: torch.Tensor, stand_in: torch.Tensor, swapped: list[tuple[
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name)) is not None:
             setattr(tensor, name, hooks)
+
+
+def _zeros(nbytes: int) -> torch.UntypedStorage:
+    return torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
 
 
 def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,5 +1,7 @@
 """What the allocator of a card hands out beside what tensors need, as the CUDA build does on the stand-ins."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import memscale as ms
 from memscale.simulation.allocator.caching import TRIM
 from memscale.simulation.analysis import _once_more
 from memscale.simulation.kernels.rnn_weights import flattened_bytes
+from tests.support.steps import mean
 
 MIB = 1 << 20
 
@@ -100,3 +103,30 @@ def test_a_second_step_that_leaves_something_else_is_followed_by_a_third():
     """As DDP's, which has other buckets after the first: the step that all later ones are like is the third."""
     found = ms.profile(Growing(), torch.ones(4), loss=lambda output, _: output, hardware="h100")
     assert 4 * MIB <= found.peak_bytes < 5 * MIB  # 2 MiB of the step before, and 2 of its own
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "counts"),
+    [
+        (torch.optim.RMSprop, 1, 0),  # by `torch.zeros(())`, which is on the CPU
+        (torch.optim.Rprop, 2, 0),
+        (torch.optim.Adagrad, 1, 0),  # before the step
+        (functools.partial(torch.optim.Adagrad, fused=True), 1, 1),
+        (functools.partial(torch.optim.Adam, capturable=True), 2, 1),
+        (functools.partial(torch.optim.RAdam, capturable=True, foreach=False), 2, 1),
+        (torch.optim.ASGD, 1, 3),  # with its rates, always on the card
+    ],
+)
+def test_an_optimizer_counts_steps_where_it_does_on_a_card(optimizer, states, counts):
+    model = nn.Linear(64, 32, bias=False, device="meta")
+    profile = ms.profile(
+        model, torch.empty(2, 64, device="meta"), optimizer=optimizer(model.parameters()), loss=mean, hardware="h100"
+    )
+    assert profile.by_category["optimizer state"] == states * model.weight.nbytes + counts * 4
+
+
+def test_what_is_counted_on_meta_changes_nothing_else_there():
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), torch.zeros(2, 3, dtype=torch.long)
+    optimizer = torch.optim.Adagrad(model.parameters(), fused=True)  # a count in float32, which would be a large token
+    assert ms.profile(model, batch, optimizer=optimizer, loss=mean, hardware="h100").method == "static"
