@@ -129,41 +129,21 @@ __all__ = [
 # A training run needs few of these, and they would double what importing memscale costs: each is loaded when it is
 # first asked for. The branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
-    "AutoTuner": "memscale.planning",
-    "Config": "memscale.config",
-    "DecisionEngine": "memscale.planning",
-    "Executor": "memscale.legacy",
-    "Explanation": "memscale.crashes",
-    "Frontier": "memscale.planning",
-    "Hardware": "memscale.hardware",
-    "LossScale": "memscale.optimizers",
-    "MemoryProfiler": "memscale.simulation",
-    "OOMPrediction": "memscale.planning",
-    "OOMPredictor": "memscale.planning",
-    "OOMRisk": "memscale.planning",
-    "OptimizationMode": "memscale.config",
-    "Profile": "memscale.simulation",
-    "Residual": "memscale.inspection",
-    "StrategyContext": "memscale.policy",
-    "StrategyDecision": "memscale.policy",
-    "Tuning": "memscale.planning",
-    "Verification": "memscale.inspection",
-    "compensate_rounding": "memscale.optimizers",
-    "detach": "memscale.legacy",
-    "explain": "memscale.crashes",
-    "frontier": "memscale.planning",
-    "measure": "memscale.simulation.measured",
-    "offload_states": "memscale.optimizers",
-    "optimize": "memscale.legacy",
-    "plan": "memscale.planning",
-    "profile": "memscale.simulation",
-    "quantize_states": "memscale.optimizers",
-    "round_stochastically": "memscale.optimizers",
-    "saved_residuals": "memscale.inspection",
-    "step_in_backward": "memscale.optimizers",
-    "step_in_groups": "memscale.optimizers",
-    "verify": "memscale.inspection",
-    "wrap": "memscale.legacy",
+    name: f"memscale.{home}"
+    for home, names in {
+        "config": "Config OptimizationMode",
+        "crashes": "Explanation explain",
+        "hardware": "Hardware",
+        "inspection": "Residual Verification saved_residuals verify",
+        "legacy": "Executor detach optimize wrap",
+        "optimizers": "LossScale compensate_rounding offload_states quantize_states round_stochastically "
+        "step_in_backward step_in_groups",
+        "planning": "AutoTuner DecisionEngine Frontier OOMPrediction OOMPredictor OOMRisk Tuning frontier plan",
+        "policy": "StrategyContext StrategyDecision",
+        "simulation": "MemoryProfiler Profile profile",
+        "simulation.measured": "measure",
+    }.items()
+    for name in names.split()
 }
 
 

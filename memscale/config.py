@@ -34,23 +34,12 @@ class OptimizationMode(enum.Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-# The switches that the mode decides unless the caller did.
-_SWITCHES_OF_MODE = {
-    OptimizationMode.CONSERVATIVE: {
-        "enable_checkpointing": True,
-        "enable_offloading": False,
-        "enable_tiling": False,
-    },
-    OptimizationMode.BALANCED: {
-        "enable_checkpointing": True,
-        "enable_offloading": True,
-        "enable_tiling": False,
-    },
-    OptimizationMode.AGGRESSIVE: {
-        "enable_checkpointing": True,
-        "enable_offloading": True,
-        "enable_tiling": True,
-    },
+# The switches that the mode decides unless the caller did, and those that each mode has on.
+_SWITCHES = ("enable_checkpointing", "enable_offloading", "enable_tiling")
+_ON = {
+    OptimizationMode.CONSERVATIVE: ("enable_checkpointing",),
+    OptimizationMode.BALANCED: ("enable_checkpointing", "enable_offloading"),
+    OptimizationMode.AGGRESSIVE: _SWITCHES,
 }
 
 # Switch of Config -> the transform it makes eligible.
@@ -205,9 +194,9 @@ class Config:
             object.__setattr__(self, "_given", self.given - kept)
         validate(self, _CONFIG_CHECKS)
         assert isinstance(self.mode, OptimizationMode)
-        for switch, on in _SWITCHES_OF_MODE[self.mode].items():
+        for switch in _SWITCHES:
             if switch not in self.given:
-                object.__setattr__(self, switch, on)
+                object.__setattr__(self, switch, switch in _ON[self.mode])
         if self.async_offload and not self.enable_offloading:
             if "enable_offloading" in self.given:
                 raise ConfigError(
@@ -257,9 +246,7 @@ setattr(Config, "_replaced", property(lambda config: config))  # noqa: B010
 # `__new__` would show as (*args, **kwargs); what a caller can set are the fields.
 _parameters = inspect.signature(Config.__init__).parameters
 setattr(  # noqa: B010
-    Config,
-    "__signature__",
-    inspect.Signature([_parameters[field.name] for field in dataclasses.fields(Config)]),
+    Config, "__signature__", inspect.Signature([_parameters[field.name] for field in dataclasses.fields(Config)])
 )
 
 _CONFIG_CHECKS: dict[str, Check] = {

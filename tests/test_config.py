@@ -116,11 +116,7 @@ def test_the_mode_by_name_value_or_member(spelling):
 
 def test_edges_are_allowed():
     config = Config(
-        max_cpu_offload_gb=0,
-        target_gpu_utilization=1,
-        warmup_steps=0,
-        observability_port=0,
-        log_file=pathlib.Path("a"),
+        max_cpu_offload_gb=0, target_gpu_utilization=1, warmup_steps=0, observability_port=0, log_file=pathlib.Path("a")
     )
     assert (config.target_gpu_utilization, config.log_file) == (1, "a")
     assert Config(observability_port=65535).observability_port == 65535

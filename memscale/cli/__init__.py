@@ -23,9 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "memscale").partition(".")[0]
         if package == "memscale":
             raise
-        print(
-            f"memscale: the command needs {package}: pip install 'memscale-transforms[cli]'",
-            file=sys.stderr,
-        )
+        print(f"memscale: the command needs {package}: pip install 'memscale-transforms[cli]'", file=sys.stderr)
         return 2
     return run(sys.argv[1:] if arguments is None else list(arguments))

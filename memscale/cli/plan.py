@@ -166,11 +166,7 @@ def frontier(options: FrontierOptions) -> int:
                 fault = error
             else:
                 curve = Frontier.of([*curve, Point.of(found)])
-        contents: dict[str, Content] = {
-            "json": curve.to_json(),
-            "plot": curve.plot,
-            "html": curve.html,
-        }
+        contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
             contents["python"] = as_script(subject, found)
         write({name: path for name, path in options.files.items() if name in contents}, contents)

@@ -177,10 +177,7 @@ class Training:
 
 
 def train(
-    job: Job,
-    text: torch.Tensor,
-    changes: Sequence[Callable[[nn.Module], nn.Module]],
-    on_step: Callable[[], None],
+    job: Job, text: torch.Tensor, changes: Sequence[Callable[[nn.Module], nn.Module]], on_step: Callable[[], None]
 ) -> list[Run]:
     """Train one model for each of ``changes``, taking turns, and return what came of each.
 

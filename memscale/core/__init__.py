@@ -4,6 +4,7 @@ from memscale.core import batches, internals, pytrees
 from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
 from memscale.core.batches import Loss, call, check_loss, scalar_loss
 from memscale.core.disk_cache import DiskCache
+from memscale.core.distributed import fsdp_groups, fsdp_groups_of, in_process_group
 from memscale.core.documents import Document
 from memscale.core.errors import (
     BudgetError,
@@ -15,7 +16,6 @@ from memscale.core.errors import (
     RuntimeUnavailable,
     TransformError,
 )
-from memscale.core.fsdp2 import fsdp_groups, fsdp_groups_of
 from memscale.core.host import (
     available_host_bytes,
     cgroup_limit_bytes,
@@ -86,6 +86,7 @@ __all__ = [
     "fsdp_groups",
     "fsdp_groups_of",
     "history_path",
+    "in_process_group",
     "integer",
     "internals",
     "is_in_memory",

@@ -4,10 +4,4 @@ from memscale.inspection.residuals import Residual, saved_residuals
 from memscale.inspection.same_numbers import check_same_numbers
 from memscale.inspection.verification import Verification, verify
 
-__all__ = [
-    "Residual",
-    "Verification",
-    "check_same_numbers",
-    "saved_residuals",
-    "verify",
-]
+__all__ = ["Residual", "Verification", "check_same_numbers", "saved_residuals", "verify"]

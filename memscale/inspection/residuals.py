@@ -84,11 +84,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[R
 
     listeners.stack.append(watch.on_label)
     try:
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            watch,
-        ):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watch:
             # Held until the list is made: a freed storage's address would be reused, and two confused.
             result = fn(*args, **kwargs)
     finally:

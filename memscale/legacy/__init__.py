@@ -3,11 +3,4 @@
 from memscale.legacy.executor import Executor
 from memscale.legacy.verbs import attached, detach, optimize, wrap, wrapped
 
-__all__ = [
-    "Executor",
-    "attached",
-    "detach",
-    "optimize",
-    "wrap",
-    "wrapped",
-]
+__all__ = ["Executor", "attached", "detach", "optimize", "wrap", "wrapped"]

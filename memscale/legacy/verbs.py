@@ -149,7 +149,14 @@ def wrap(
             batches.check_batch(sample_input)
         integration.wrap_trainer(target, _config_in_force(config, async_offload, async_config), sample_input, record)
     else:
-        _wrapped(_module_of(target, "wrap"), config, sample_input, None, async_offload, async_config, record=record)
+        wrapped(
+            _module_of(target, "wrap"),
+            config,
+            sample_input=sample_input,
+            async_offload=async_offload,
+            async_config=async_config,
+            record=record,
+        )
     return target
 
 
@@ -187,7 +194,8 @@ def optimize(
             f"optimize(optimizer=...) must be a torch.optim.Optimizer or None, "
             f"got {type(optimizer).__name__}; pass the optimizer itself"
         )
-    executor = _wrapped(_module_of(model, "optimize"), config, sample_input, optimizer, None, None, record=record)
+    module = _module_of(model, "optimize")
+    executor = wrapped(module, config, sample_input=sample_input, optimizer=optimizer, record=record)
     try:
         yield executor
     finally:
@@ -217,19 +225,6 @@ def detach(model: Any) -> None:
         executor.detach()
 
 
-def wrapped(
-    model: nn.Module,
-    config: Config | None,
-    *,
-    sample_input: Any,
-    plan: Plan | None,
-    record: Record = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Executor:
-    """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
-    return _wrapped(model, config, sample_input, optimizer, None, None, plan, record)
-
-
 def attached(model: nn.Module) -> Executor | None:
     """The executor of a model that is wrapped, None of any other."""
     executor = model.__dict__.get(ATTRIBUTE)
@@ -237,16 +232,18 @@ def attached(model: nn.Module) -> Executor | None:
     return executor if isinstance(executor, Executor) and executor.model is model else None
 
 
-def _wrapped(
+def wrapped(
     model: nn.Module,
     config: Config | None,
+    *,
     sample_input: Any,
-    optimizer: torch.optim.Optimizer | None,
-    async_offload: bool | None,
-    async_config: AsyncOffloadConfig | None,
     plan: Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    async_offload: bool | None = None,
+    async_config: AsyncOffloadConfig | None = None,
     record: Record = None,
 ) -> Executor:
+    """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
     history = history_path(record)
     config = _config_in_force(config, async_offload, async_config)
     if sample_input is not None:

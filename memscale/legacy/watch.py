@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import OwnForward, Plan
-from memscale.core import Assembled, simulating
+from memscale.core import Assembled, in_process_group, simulating
 from memscale.regions import functorch_state
 
 _Same = TypeVar("_Same", bound="_Over")
@@ -105,13 +105,12 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
     parameters that somebody has put in place of the model's own. Nor in a process group, whose hooks on parameters
     would take the gradients of a simulated step for real ones.
     """
-    groups = torch.distributed
     return not (
         simulating()
         or functorch_state.active()
         or torch._C._current_graph_task_id() != -1
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state() is not None
-        or (groups.is_available() and groups.is_initialized())
+        or in_process_group()
         or any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     )

@@ -150,10 +150,7 @@ class Metrics:
         for name, key, text in gauges:
             yield family(name, "gauge", text, (labels, stats.get(key, 0)))
         yield family(
-            "allocation_retries",
-            "counter",
-            "Times the cache was emptied.",
-            (labels, stats.get("num_alloc_retries", 0)),
+            "allocation_retries", "counter", "Times the cache was emptied.", (labels, stats.get("num_alloc_retries", 0))
         )
         yield family("out_of_memory_errors", "counter", "Allocations that failed.", (labels, stats.get("num_ooms", 0)))
 

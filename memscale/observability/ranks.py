@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from memscale.core import in_process_group
+
 
 def rank() -> int:
     """The rank in the process group, or else what the launcher said; 0 for a process on its own.
@@ -13,9 +15,8 @@ def rank() -> int:
     >>> rank()
     0
     """
-    groups = torch.distributed
-    if groups.is_available() and groups.is_initialized():
-        return groups.get_rank()
+    if in_process_group():
+        return torch.distributed.get_rank()
     return _number("RANK")
 
 

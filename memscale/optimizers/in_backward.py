@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, integer
+from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, in_process_group, integer
 from memscale.optimizers.clipping import TwoPasses
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
@@ -276,7 +276,6 @@ def _remove(hooks: dict[int, _Hook]) -> None:
 
 
 def _has_several_copies(parameter: torch.Tensor) -> bool:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if not in_process_group() or torch.distributed.get_world_size() == 1:
         return False
     return not hasattr(parameter, "device_mesh")  # a DTensor's gradient is reduced when it gets here

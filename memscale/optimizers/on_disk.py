@@ -59,13 +59,7 @@ class OnDisk(StepPart):
     places_states: ClassVar[bool] = True
 
     def __init__(
-        self,
-        optimizer: PartedOptimizer,
-        inner: StepPart,
-        *,
-        runtime: Runtime | None,
-        least_bytes: int,
-        below: Below,
+        self, optimizer: PartedOptimizer, inner: StepPart, *, runtime: Runtime | None, least_bytes: int, below: Below
     ) -> None:
         super().__init__(optimizer, inner)
         self._runtime, self._least_bytes, self._below = runtime, least_bytes, below

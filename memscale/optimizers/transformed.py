@@ -244,10 +244,7 @@ def without_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _revived(
-    own_class: type[torch.optim.Optimizer],
-    hows: tuple[Transform, list[Transform]],
-    evidence: Separability,
-    state: Any,
+    own_class: type[torch.optim.Optimizer], hows: tuple[Transform, list[Transform]], evidence: Separability, state: Any
 ) -> Any:
     made = object.__new__(class_for(own_class))
     made._origins, made._shared = (), set()

@@ -211,9 +211,7 @@ def _piece(members: list[tuple[torch.Tensor, list[Name]]]) -> Piece:
     return (Piece if len(members) == 1 else _Overlapping)([tensor for tensor, _ in members], names)
 
 
-def _overlapping(
-    members: list[tuple[torch.Tensor, list[Name]]],
-) -> list[list[tuple[torch.Tensor, list[Name]]]]:
+def _overlapping(members: list[tuple[torch.Tensor, list[Name]]]) -> list[list[tuple[torch.Tensor, list[Name]]]]:
     """`members`, which share a storage, in groups that share no byte with each other."""
     if len(members) == 1:
         return [members]

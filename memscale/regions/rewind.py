@@ -46,13 +46,7 @@ class Rewind:
     __slots__ = ("_around", "_before", "_fresh", "_last", "_made", "_owners", "_refused", "_snapshot", "_undo")
 
     def __init__(
-        self,
-        snapshot: Snapshot,
-        *,
-        last: bool,
-        refused: dict[int, str],
-        fresh: list[torch.Tensor],
-        made: set[int],
+        self, snapshot: Snapshot, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor], made: set[int]
     ) -> None:
         self._snapshot = snapshot
         self._last = last

@@ -28,17 +28,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.environment import global_hooks
-from memscale.regions.places import (
-    CONTAINERS,
-    INTERNAL,
-    Attributes,
-    Content,
-    Names,
-    Place,
-    holds,
-    read,
-    write,
-)
+from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Names, Place, holds, read, write
 from memscale.regions.randomness import HostGenerator, is_host_generator
 from memscale.regions.views import lasting
 

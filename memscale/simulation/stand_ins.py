@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memscale.core import ConfigError
+from memscale.core import ConfigError, in_process_group
 from memscale.simulation.hollow import HollowStorages
 from memscale.simulation.live_storages import is_small
 
@@ -34,7 +33,7 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
     """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
     # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
-    distributed = dist.is_available() and dist.is_initialized()
+    distributed = in_process_group()
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
     try:

@@ -7,13 +7,4 @@ from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile
 from memscale.transforms.tile.independence import may_be_proven, proven_rows
 
-__all__ = [
-    "cast",
-    "checkpoint",
-    "listeners",
-    "may_be_proven",
-    "name",
-    "offload",
-    "proven_rows",
-    "tile",
-]
+__all__ = ["cast", "checkpoint", "listeners", "may_be_proven", "name", "offload", "proven_rows", "tile"]

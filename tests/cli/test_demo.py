@@ -191,8 +191,7 @@ def test_a_picture_without_traces_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (2**20, "1.00 MiB"), (765 * 2**20, "765 MiB")],
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (2**20, "1.00 MiB"), (765 * 2**20, "765 MiB")]
 )
 def test_bytes_are_written_with_three_digits(nbytes: int, text: str):
     assert format_bytes(nbytes) == text

@@ -57,10 +57,7 @@ KINDS = {
     "ddp, views of buckets": (replica(gradient_as_bucket_view=True), ["offload of checkpoint"]),
     "ddp, some unused": (replica(find_unused_parameters=True), ["checkpoint"]),
     "fsdp": (sharded(), TRANSFORMS.keys()),
-    "fsdp in bf16": (
-        sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        ["offload of checkpoint"],
-    ),
+    "fsdp in bf16": (sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), ["offload of checkpoint"]),
 }
 CASES = [(kind, how, first) for kind, (_, hows) in KINDS.items() for how in hows for first in (True, False)]
 

@@ -196,7 +196,7 @@ def test_only_more_bytes_of_one_simulator_are_a_regression(profile):
     before = Run.of(profile, "layer")
     after = Run.of(step(96, hardware="t4"), "layer")
     assert [Comparison(*runs).verdict for runs in [(before, after), (after, before), (before, before)]] == [
-        *("regression", "smaller", "same"),
+        *("regression", "smaller", "same")
     ]
     assert Comparison(before, after).diff.by_category["parameter"] == 32 * 65 * 4
     within = Comparison(before, after, tolerance_bytes=1 << 30)

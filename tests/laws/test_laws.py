@@ -59,8 +59,7 @@ transforms = st.recursive(
 segments = st.sampled_from(["layers", "0", "*", "**", "h*", "mlp"])
 patterns = st.lists(segments, max_size=3).map(".".join)
 plans = st.one_of(
-    st.dictionaries(patterns, transforms, max_size=3),
-    st.lists(st.tuples(patterns, transforms), max_size=4),
+    st.dictionaries(patterns, transforms, max_size=3), st.lists(st.tuples(patterns, transforms), max_size=4)
 ).map(ms.Plan)
 
 

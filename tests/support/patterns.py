@@ -168,8 +168,7 @@ def moved_to_double(model: nn.Module, kind: Kind) -> Found:
     model.double()
     leaves, spec = pytrees.flatten(kind.arguments())
     args, kwargs = pytrees.unflatten(
-        spec,
-        [t.detach().double().requires_grad_(t.requires_grad) if _is_float(t) else t for t in leaves],
+        spec, [t.detach().double().requires_grad_(t.requires_grad) if _is_float(t) else t for t in leaves]
     )
     output = model(*args, **kwargs)
     yield "output", output

@@ -126,11 +126,7 @@ class Caller:
     """Trains one model; `touch` is told of each tensor that lives on a tier before the CPU reads or writes it."""
 
     def __init__(
-        self,
-        seed: int,
-        model: Model,
-        touch: Callable[[torch.Tensor, bool], None],
-        settle: Callable[[], None],
+        self, seed: int, model: Model, touch: Callable[[torch.Tensor, bool], None], settle: Callable[[], None]
     ) -> None:
         self._draw = random.Random(seed)
         self.settle = settle

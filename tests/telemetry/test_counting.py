@@ -158,11 +158,7 @@ def test_what_is_counted_of_each_verb(place):
         "outcome:fits",
         "decision_source:user_config",
     ]
-    assert [line.split()[0] for line in found[2:]] == [
-        "transform_called",
-        "wrap_called",
-        "detach_called",
-    ]
+    assert [line.split()[0] for line in found[2:]] == ["transform_called", "wrap_called", "detach_called"]
     assert "outcome:skipped" in found[3]
     told = report()
     assert told["counters"]["plan_called"] == 2

@@ -87,12 +87,7 @@ class Backend(Protocol):
         """An event behind all that a compute stream has been given so far; `None` is the caller's."""
 
     def copy(
-        self,
-        source: torch.Tensor | Buffer,
-        target: torch.Tensor | Buffer,
-        stream: Stream,
-        *,
-        after: Sequence[Event],
+        self, source: torch.Tensor | Buffer, target: torch.Tensor | Buffer, stream: Stream, *, after: Sequence[Event]
     ) -> Event:
         """Queue a copy of all bytes of the device's side on `stream`, to start when the events in `after` are done.
 

@@ -2,6 +2,4 @@
 
 from memscale.runtime.engine.engine import Engine
 
-__all__ = [
-    "Engine",
-]
+__all__ = ["Engine"]

@@ -73,12 +73,7 @@ class Loader:
         self.back: dict[Loadable, None] = {}
 
     def load(
-        self,
-        item: Loadable,
-        *,
-        started: Callable[[Event], None],
-        seconds: float = 0.0,
-        group: Hashable | None = None,
+        self, item: Loadable, *, started: Callable[[Event], None], seconds: float = 0.0, group: Hashable | None = None
     ) -> None:
         """Ask for the bytes of an item that is away; they are expected to be needed in `seconds`, with its `group`."""
         assert item.buffer is not None

@@ -2,7 +2,4 @@
 
 from memscale.runtime.storage.arena import PAGE_BYTES, page_aligned_memory
 
-__all__ = [
-    "PAGE_BYTES",
-    "page_aligned_memory",
-]
+__all__ = ["PAGE_BYTES", "page_aligned_memory"]

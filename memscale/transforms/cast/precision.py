@@ -132,11 +132,7 @@ class Adapted(Assembled):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any] | None,
-        inside: torch.dtype | None,
-        outside: torch.dtype,
+        self, module: nn.Module, forward: Callable[..., Any] | None, inside: torch.dtype | None, outside: torch.dtype
     ) -> None:
         self.module = module
         self.forward = forward

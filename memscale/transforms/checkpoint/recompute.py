@@ -136,14 +136,7 @@ class _Frame:
         "streams",
     )
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        record: Record | None,
-        memory: Memory,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
         self._fn: Callable[..., Any] | None = fn
         wait_for_recomputes()
         scope = Scope(fn)
@@ -354,11 +347,7 @@ class _Rerun:
     """Receives the tensors that a recompute saves, and checks them against those of the run."""
 
     def __init__(
-        self,
-        seen: list[_Seen],
-        live: list[_Placeholder | None],
-        fresh: list[torch.Tensor],
-        streams: Streams,
+        self, seen: list[_Seen], live: list[_Placeholder | None], fresh: list[torch.Tensor], streams: Streams
     ) -> None:
         self._seen = seen
         self._live = live

@@ -71,28 +71,15 @@ LOADER = loader.Loader
 FREED = "self._backend.free(item.buffer, after=())"
 NOT_WAITED = "event = departure.need()\n    while"
 MUTANTS = {
-    "a load is not waited for": (
-        hazards.USED_EARLY,
-        [(LOADER, "arrived", IN_WAITED, "item.arrival.need()")],
-    ),
-    "memory is freed without waiting": (
-        hazards.SOURCE_FREED,
-        [("_retire", OUT_WAITED, NOT_WAITED)],
-    ),
+    "a load is not waited for": (hazards.USED_EARLY, [(LOADER, "arrived", IN_WAITED, "item.arrival.need()")]),
+    "memory is freed without waiting": (hazards.SOURCE_FREED, [("_retire", OUT_WAITED, NOT_WAITED)]),
     "a copy out does not wait for the operators before": (
         hazards.READ_EARLY,
         [(transfers.Transfers, "ask_out", "after=after", "after=()")],
     ),
     "a slot is given back when its load starts": (
         hazards.SLOT_REUSED,
-        [
-            (
-                LOADER,
-                "load",
-                "self._transfers.pump()",
-                "self._transfers.pump(); " + FREED,
-            )
-        ],
+        [(LOADER, "load", "self._transfers.pump()", "self._transfers.pump(); " + FREED)],
     ),
     "a load does not wait for the operators before": (
         hazards.RELOAD_OVERWRITTEN,
@@ -107,10 +94,7 @@ MUTANTS = {
     ),
     "a load does not wait for its copy out": (
         hazards.READ_BEFORE_WRITE,
-        [
-            ("_retire", OUT_WAITED, NOT_WAITED),
-            (LOADER, "load", "after += item.written()", "pass"),
-        ],
+        [("_retire", OUT_WAITED, NOT_WAITED), (LOADER, "load", "after += item.written()", "pass")],
     ),
     "a load is started again": (
         hazards.PREFETCHED_TWICE,

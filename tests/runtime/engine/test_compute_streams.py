@@ -290,11 +290,7 @@ def test_parameters_on_streams_that_change_at_every_region(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [
-        "whichever stream is current waits before memory is freed",
-        "memory is used on another stream unsaid",
-    ],
+    "mutant", ["whichever stream is current waits before memory is freed", "memory is used on another stream unsaid"]
 )
 def test_parameters_notice_the_mutant(mutant, tmp_path, monkeypatch):
     mutate(monkeypatch, MUTANTS[mutant])

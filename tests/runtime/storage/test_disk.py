@@ -508,10 +508,7 @@ def test_only_contiguous_bytes_of_the_host_move(make, tensor):
 
 
 def test_bad_arguments(make, tmp_path):
-    for options, says in (
-        ({"cap_bytes": 4095}, "cap_bytes=4095"),
-        ({"threads": 0}, "threads=0"),
-    ):
+    for options, says in (({"cap_bytes": 4095}, "cap_bytes=4095"), ({"threads": 0}, "threads=0")):
         with pytest.raises(ConfigError, match=rf"DiskSlab\({says}\) must be at least"):
             make(**options)
     with pytest.raises(ConfigError, match=r"reserve\(-1\)"):

@@ -62,13 +62,7 @@ def backward_hook_added(net):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        pre_hook_with_kwargs_removed,
-        hook_added_first,
-        hook_exchanged,
-        hook_that_removes_itself,
-        backward_hook_added,
-    ],
+    [pre_hook_with_kwargs_removed, hook_added_first, hook_exchanged, hook_that_removes_itself, backward_hook_added],
 )
 def test_the_recompute_runs_the_hooks_of_the_forward(change):
     expected = after(change, ms.identity)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memscale.core import changed_error, described, internals, version
+from memscale.core import changed_error, described, in_process_group, internals, version
 from memscale.runtime import home_of, is_alone
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -30,7 +30,7 @@ def pays(weight: torch.Tensor, hidden: torch.Tensor) -> bool:
     if not weight.is_leaf or not weight.requires_grad or weight.nbytes < _SMALLER * hidden.nbytes:
         return False
     # Parameters that stream, or that FSDP gathers, may be gone by then.
-    if home_of(weight) is not None or _has_processes():
+    if home_of(weight) is not None or in_process_group():
         return False
     return _leads_to(hidden, weight)
 
@@ -151,8 +151,3 @@ def _leads_to(hidden: torch.Tensor, leaf: torch.Tensor) -> bool:
                 seen.add(following)
                 left.append(following)
     return False
-
-
-def _has_processes() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()

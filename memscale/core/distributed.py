@@ -1,9 +1,20 @@
-"""What FSDP2 keeps of a module, for those that meet one: nothing is imported of it here."""
+"""Several processes: whether this is one of a group, and what FSDP2 keeps of a module; nothing is imported of it."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+import torch
+
+
+def in_process_group() -> bool:
+    """Whether this process is one of a group that `torch.distributed` has made.
+
+    >>> in_process_group()
+    False
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def fsdp_groups(state: Any) -> list[Any]:
