@@ -120,7 +120,7 @@ class Menu:
         cut = [
             child
             for child in (part.children if may_cut else ())
-            if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}"))
+            if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}".lstrip(".")))
         ]
         pieces = self._tile(_CHUNKS)
         # Pieces within a recompute are many small kernels, which the host of a card is too slow for; and blocks of such
@@ -164,6 +164,8 @@ class Menu:
                 yield Candidate(((whole, compose(halves, checkpoint(policy=kept[1]))),))
         for child in cut if may("checkpoint") and deep else ():
             yield Candidate(((whole, checkpoint(policy=kept[1])), (child, pieces)))
+        if not part.path:
+            yield from self._of_head(part.module, ())
         if may("offload"):
             yield Candidate(((whole, offload()),))
             if may("checkpoint"):
@@ -180,13 +182,17 @@ class Menu:
 
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
         """The candidates for what is outside of the parts: the loss head."""
-        head = loss_head(model, [part.path for part in parts]) if self.tiles else None
+        paths = [part.path for part in parts]
+        return (AS_IT_IS, *(() if "" in paths else self._of_head(model, paths)))
+
+    def _of_head(self, model: nn.Module, paths: Iterable[str]) -> tuple[Candidate, ...]:
+        head = loss_head(model, paths) if self.tiles else None
         if head is None:
-            return (AS_IT_IS,)
+            return ()
         cuts = [tile(chunks=chunks) for chunks in _HEAD_CHUNKS]
         if is_tied(model, head):  # of 16 bits its gradient is late anyway
             cuts.append(tile(chunks=_LATE_HEAD_CHUNKS, late_gradient=True))
-        return (AS_IT_IS, *(Candidate(((head, how),)) for how in cuts))
+        return tuple(Candidate(((head, how),)) for how in cuts)
 
     @property
     def tiles(self) -> bool:

@@ -12,7 +12,7 @@ from memscale.simulation import Phase, Profile
 
 
 def decisions_of(best: Found) -> tuple[Decision, ...]:
-    """A decision for each part, in the order of the step, and one for what is outside of them."""
+    """A decision for each part, in the order of the step, and one for what is outside of them, if anything is."""
     found = best.proven
     costs = found.costs
     turn = next(
@@ -20,7 +20,10 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
     )
     held = costs.held_bytes(found.assignment)
     decisions = []
+    is_whole = bool(costs.parts) and not costs.parts[0].path
     for row, (menu, effects) in enumerate(zip(costs.candidates, costs.effects, strict=True)):
+        if is_whole and row == len(costs.parts):
+            break
         number = found.assignment[row]
         now, before = effects[number], effects[0]
         # The fastest of the others, as if it alone were changed.

@@ -12,7 +12,7 @@ from memscale.planning.evidence import Decision, Evidence
 
 _COLUMNS = 120
 _NUMBER = re.compile(r"\d+")
-_OUTSIDE = "(outside)"
+_OUTSIDE, _WHOLE = "(outside)", "(the model)"
 _HEADER = ("part", "keeps", "as it is", "time", "as it is", "what is done")
 
 _Item = TypeVar("_Item")
@@ -23,7 +23,7 @@ def explanation(evidence: Evidence) -> str:
     lines = [line for rule in evidence.trace for line in _wrapped(rule)]
     rows = rows_of(evidence.decisions)
     if rows:
-        table = [(label([each.path for each in row]), *_figures(row), row[0].chosen) for row in rows]
+        table = [(_name(row, evidence), *_figures(row), row[0].chosen) for row in rows]
         first, *others = _aligned([_HEADER, *table])
         lines += ["", first]
         for line, row in zip(others, rows, strict=True):
@@ -45,7 +45,7 @@ def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
         paragraphs.append(
             "\n".join(
                 [
-                    f"{label([each.path for each in row])}: {row[0].chosen}",
+                    f"{_name(row, evidence)}: {row[0].chosen}",
                     f"    keeps {kept} until backward, {kept_before} as it is",
                     f"    takes {seconds}, {seconds_before} as it is",
                     *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    ")),
@@ -112,6 +112,10 @@ def template(path: str) -> str:
 def numbers(path: str) -> list[int]:
     """The numbers in `path`."""
     return [int(number) for number in _NUMBER.findall(path)]
+
+
+def _name(row: Sequence[Decision], evidence: Evidence) -> str:
+    return _WHOLE if len(evidence.decisions) == 1 and not row[0].path else label([each.path for each in row])
 
 
 def _same(decision: Decision) -> object:

@@ -20,6 +20,11 @@ _LARGE = 1 / 8
 _SMALL = 1 / 1000
 # Of what a part keeps: a module inside with less is no part of its own, and one with more is the part itself.
 _LEAST, _MOST = 1 / 10, 9 / 10
+# Where the parts of a module keep less than this share of what it keeps, its own code makes most, and it is the part.
+# Of what the whole model seems to keep the loss has its share.
+_COVERED, _COVERED_OF_ALL = 1 / 2, 1 / 10
+# What runs so often in a step is a block in a row, as if there were as many.
+_TURNS = 3
 # The first and the last block of a row keep a little more or less than the others.
 _ALIKE = 0.1
 
@@ -45,8 +50,9 @@ class Part:
 def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> tuple[Part, ...]:
     """The parts of `model`, none inside another, in the order in which the step comes to them.
 
-    Repeated blocks are parts, at whatever depth. What is not repeated is taken apart until a part keeps a small share
-    of what backward waits for; and where its rows may be cut (`tiles`), down to the loss head, which is outside.
+    Repeated blocks are parts, at whatever depth, and what runs repeatedly. What is not repeated is taken apart until a
+    part keeps a small share of what backward waits for, or most of that is made by its own code, which may be the
+    whole model's; and where its rows may be cut (`tiles`), down to the loss head, which is outside.
     """
     modules = dict(model.named_modules())
     paths = list(modules)
@@ -68,15 +74,20 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
     late = head is not None and first.get(head, -1.0) >= max(first.get(path, math.inf) for path in blocks)
     opened = _above([head]) if head is not None and late else frozenset[str]()
 
+    def is_small(path: str) -> bool:
+        return kept[path] <= _LARGE * kept[""] or step.turns(path) >= _TURNS
+
     def within(path: str) -> list[str]:
         """The parts at and below `path`."""
         if kept[path] <= _SMALL * kept[""]:
             return []
-        can_be = bool(path) and path not in opened and could_be_block(modules[path])
-        if can_be and (path in blocks or (path not in around and kept[path] <= _LARGE * kept[""])):
+        can_be = path not in opened and could_be_block(modules[path])
+        if can_be and (path in blocks or (path and path not in around and is_small(path))):
             return [path]
         below = [each for child in _children(path, modules) for each in within(child)]
-        return below or ([path] if can_be else [])
+        has_blocks = path in around if path else bool(blocks)
+        least = 0.0 if has_blocks else kept[path] * (_COVERED if path else _COVERED_OF_ALL)
+        return [path] if can_be and sum(kept[each] for each in below) <= least else below
 
     chosen = sorted(within(""), key=lambda path: first.get(path, 0))
     families: dict[object, list[tuple[int, float]]] = {}

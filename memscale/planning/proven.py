@@ -89,11 +89,12 @@ class ProvenPlan(Plan):
         """
         evidence = self.evidence
         if path is None:
+            decided = {each.chosen for each in evidence.decisions if not each.path}
             whole = [
                 f"{'the optimizer' if rule in stepping else 'the whole model'}: {rule.transform!r}\n"
                 for stepping in [self.of_optimizers().rules]
                 for rule in self
-                if not rule.pattern
+                if not rule.pattern and repr(rule.transform) not in decided
             ]
             policy = [] if self.decision is None else [f"{self.decision.explain()}\n"]
             return "".join([*policy, *whole, explanation(evidence)])

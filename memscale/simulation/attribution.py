@@ -81,19 +81,22 @@ class SimulatedStep:
         return shares(self.ledger, self.clock, paths)
 
     def operators(self, path: str) -> frozenset[str]:
-        """The names of the operators that the forward of the module at `path` runs, with those inside it."""
+        """The names of the operators that the forward of the module at `path` runs, with those inside it.
+
+        Of the whole model those inside it alone: its own are not known from the loss's.
+        """
         first_op = self.ledger.steps[-1][1]
         inside = f"{path}."
         return frozenset(
             op.name
             for op in self.ledger.ops[first_op:]
-            if op.phase is Phase.FORWARD and f"{op.path}.".startswith(inside)
+            if op.phase is Phase.FORWARD and (f"{op.path}.".startswith(inside) if path else op.path)
         )
 
     def turns(self, path: str) -> int:
         """How often the forward of the module at `path` begins behind another's, as a cell in a loop does each time."""
         first_op = self.ledger.steps[-1][1]
-        inside = f"{path}."
+        inside = path and f"{path}."
         within = [f"{op.path}.".startswith(inside) for op in self.ledger.ops[first_op:] if op.phase is Phase.FORWARD]
         return sum(now and not before for before, now in itertools.pairwise([False, *within]))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +49,58 @@ def test_what_runs_at_each_round_of_a_loop_is_not_cut():
         cut.append(any("tile" in candidate.techniques for candidate in menu))
         assert any("checkpoint" in candidate.techniques for candidate in menu)
     assert cut == [True, False]
+
+
+class _Own(nn.Module):
+    """Layers that its own code joins, beside a small part."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class _Recurring(nn.Module):
+    """One block, three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = TransformerBlock(16, dropout=0.0)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return x
+
+
+def _flat():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())])
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"), [(_flat, [""]), (_Own, [""]), (_Recurring, ["block"])], ids=["flat", "own code", "recurring"]
+)
+def test_what_its_own_code_makes_is_a_part_and_so_is_what_recurs(make, paths):
+    """A flat MLP had no part at all, and no plan; of a block that recurs only its attention could be recomputed."""
+    model, batch = make(), torch.ones(64, 8, 16)
+    search = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU).searches[0]
+    assert [part.path for part in search.parts] == paths
+    rules = [each.rules for each in search.menu.for_part(search.parts[0], search.plain)]
+    assert {(("", ms.checkpoint()),), (("", ms.tile(chunks=4)),)} <= set(rules)
+
+
+@pytest.mark.deep
+def test_a_flat_model_is_planned_for_half_of_what_it_takes():
+    model, batch = _Own(), torch.randn(512, 16)
+    step = {"loss": lambda y, _: y.square().mean(), "hardware": CPU}
+    budget = ms.profile(model, batch, **step).peak_bytes // 2
+    plan = ms.plan(model, batch, budget=budget, **step)
+    assert plan.evidence.planned.peak_bytes <= budget
+    assert "(the model)" in plan.explain()
+    assert plan.explain("").startswith("(the model): tile(")
+    torch.testing.assert_close(ms.transform(model, plan)(batch), model(batch))

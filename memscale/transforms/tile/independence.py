@@ -139,7 +139,7 @@ class IndependenceWatch(RowwiseWatch):
                     f"{self._what}: an output of shape {list(tensor.shape)} is not known to be made of the rows"
                 )
             for node in _nodes(tensor.grad_fn, before):
-                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                if isinstance(node, torch.autograd.function.BackwardCFunction) and not hasattr(node, "stands_in"):
                     raise TransformError(
                         f"{self._what}: {type(node).__name__}, a backward written in Python, is not known to compute "
                         "each row by itself"

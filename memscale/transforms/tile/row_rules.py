@@ -225,7 +225,24 @@ def _lower(call: Call) -> Rows | None:
 
 @_of_one
 def _padded(call: Call, tensor: torch.Tensor, rows: Rows) -> Rows | None:
-    return rows if rows.dim < tensor.dim() - len(call.given["pad"]) // 2 else None
+    padded = call.given["pad"] if "pad" in call.given else call.given["padding"]  # from the last dimension on
+    at = 2 * (tensor.dim() - 1 - rows.dim)
+    return None if any(padded[at : at + 2]) else rows
+
+
+def _repeated(call: Call) -> Rows | None:
+    found = call.only("self")
+    if found is None:
+        return None
+    times = call.given["repeats"]
+    rows = found[1].at(found[1].dim + len(times) - found[0].dim())
+    return rows if times[rows.dim] == 1 else None
+
+
+def _gathered(call: Call) -> Rows | None:
+    tensor, index = call.given["self"], call.given["index"]
+    rows = call.rows(tensor)
+    return None if rows is None or rows != call.rows(index) or rows.dim == call.given["dim"] % tensor.dim() else rows
 
 
 def _recurrent_on_cpu(call: Call) -> tuple[Rows | None, ...] | None:
@@ -254,11 +271,16 @@ _RULES: dict[str, Rule] = {
         ("unsqueeze", _unsqueezed),
         ("squeeze", _squeezed),
         ("expand", _expanded),
+        ("repeat", _repeated),
         ("select unbind", _without),
-        ("slice split unsafe_split split_with_sizes chunk topk sort cumsum", _along()),
+        ("slice split unsafe_split split_with_sizes chunk topk sort index_select", _along()),
+        ("cumsum cumprod logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c", _along()),
+        ("unfold", _along("dimension")),
+        ("gather", _gathered),
         ("_softmax _log_softmax _safe_softmax glu", _along()),
         ("flip roll", _along("dims")),
         ("sum mean amax amin prod var std var_mean max min logsumexp linalg_vector_norm argmax argmin", _reduced),
+        ("any all median kthvalue", _reduced),
         ("cat", _joined),
         ("stack", _stacked),
         ("mm", _first("self")),
@@ -269,7 +291,9 @@ _RULES: dict[str, Rule] = {
         ("native_group_norm", _first("input")),
         ("native_layer_norm _fused_rms_norm", _normalized),
         (
-            "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d",
+            "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d _adaptive_avg_pool2d "
+            "_adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d pixel_shuffle pixel_unshuffle",
             _first("self"),
         ),
         ("embedding", _looked_up),
@@ -277,6 +301,7 @@ _RULES: dict[str, Rule] = {
         ("_cudnn_rnn", _recurrent_on_card),
         ("tril triu", _lower),
         ("constant_pad_nd", _padded),
+        (" ".join(f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)), _padded),
         (
             "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
             "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",

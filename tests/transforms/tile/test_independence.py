@@ -50,6 +50,13 @@ INDEPENDENT = {
     "recurrent": lambda x: LSTM(x)[0] + GRU(x)[0],
     "recurrent, time first": lambda x: TIME_FIRST(x.transpose(0, 1))[0].transpose(0, 1)[..., :WIDTH],
     "padded": lambda x: F.max_pool2d(F.pad(x, (1, 1))[:, None], 2),
+    "mirrored, and enlarged": lambda x: F.pixel_shuffle(
+        F.interpolate(F.pad(x, (1, 1), "reflect").unflatten(1, (2, 3)).repeat(1, 2, 1, 1), scale_factor=2), 2
+    ),
+    "light along rays": lambda x: torch.cumprod(1 - x.sigmoid(), 1) * x.cummax(1).values + x.logcumsumexp(-1),
+    "a long convolution": lambda x: torch.fft.irfft(torch.fft.rfft(x, n=12, dim=1) * 2, n=12, dim=1)[:, :TOKENS],
+    "gathered": lambda x: x.gather(1, x.argmax(1, keepdim=True)) + x.index_select(1, torch.tensor([0])),
+    "in frames, by their median": lambda x: x.unfold(1, 3, 1).median(-1).values,
 }
 
 
@@ -97,6 +104,10 @@ COUPLED = {
     "a view across them": lambda x: x.reshape(TOKENS, len(x), WIDTH).softmax(0).reshape(x.shape),
     "attention between them": lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
     "a softmax after they were turned": lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1),
+    "padded with rows": lambda x: F.pad(x, (0, 0, 0, 0, 1, 0))[1:],
+    "repeated": lambda x: x.repeat(2, 1, 1)[: len(x)],
+    "gathered from others": lambda x: x.gather(0, x.argmax(0, keepdim=True).expand_as(x)),
+    "their frequencies": lambda x: torch.fft.fft(x, dim=0).abs(),
     "as many ones": lambda x: x / torch.ones(len(x)).sum(),
     "one after the other, with what is kept": lambda x: TIME_FIRST(x)[0],
     "states that are not theirs": lambda x: LSTM(x, (torch.ones(1, 1, 4).expand(1, len(x), 4).contiguous(),) * 2)[0],
