@@ -84,24 +84,25 @@ class Books:
         self.graphs.let_go()
         # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
         # those before that no operator saw; one that makes no node sees that of an operator before it.
-        node = torch._C._autograd._get_sequence_nr() - 1
+        path, node = self.path(), torch._C._autograd._get_sequence_nr() - 1
         while node >= self._first_node and node not in self._node_paths:
-            self._node_paths[node] = self.path()
+            self._node_paths[node] = path
             node -= 1
         results = results_of(result)
         if operator.order and len(results) > 1:
             results = in_order(operator.order, results)
         storages = self._storages
+        live = storages.live
         new = [
             (storage, tensor)
             for tensor in results
-            if (storage := tensor.untyped_storage())._cdata not in storages.live and not tensor.is_meta
+            if (storage := tensor.untyped_storage())._cdata not in live and not tensor.is_meta
         ]
         work = effect.work
         if not new and not work.flops and not work.nbytes and effect.program == PLAIN:
             self.calls("view")
             return result
-        ledger, path, records = self._ledger, self.path(), torch.is_grad_enabled()
+        ledger, records = self._ledger, torch.is_grad_enabled()
         task = torch._C._current_graph_task_id()
         in_backward = task != -1
         node_running = torch._C._current_autograd_node() if in_backward else None
@@ -116,12 +117,11 @@ class Books:
             seconds = host_seconds(work.nbytes, self._clock.hardware)
             self._clock.host_operator(seconds)
         else:
-            # By the rates of a device it does not matter where operands are.
-            uncached_share = 0.0
-            if self._host is not None:
-                uncached_share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
-            seconds = None if effect.seconds is None else effect.seconds.at(uncached_share)
-            if seconds:  # what nothing is written to here is not touched, and so not given yet
+            seconds = None if effect.seconds is None else effect.seconds.cached
+            if self._host is not None:  # by the rates of a device it does not matter where operands are
+                share = storages.missing_share(self.used, [storage.nbytes() for storage, _ in new])
+                seconds = None if effect.seconds is None else effect.seconds.at(share)
+            if seconds and not storages.beside_cpu:  # what nothing is written to here is not touched, nor given yet
                 new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
                 seconds += new_memory_seconds(new_bytes, self._clock.hardware)
             by_autograd = in_backward and not (records or self.modules)
@@ -135,9 +135,10 @@ class Books:
         self._collections.after(at)
         # The states of dropout are there before the kernel, once for the card; a handle is a thread's, and it and its
         # workspaces are asked for when there is room for the result.
-        is_shared = DROPOUT_STATES in effect.workspaces
+        workspaces = effect.workspaces
+        is_shared = bool(workspaces) and DROPOUT_STATES in workspaces
         if is_shared:
-            self._leave(effect.workspaces, at, in_backward=False)
+            self._leave(workspaces, at, in_backward=False)
         scratch: list[int] = []  # what the kernel holds beside its results
         for nbytes in effect.program:
             if isinstance(nbytes, Result):
@@ -149,10 +150,10 @@ class Books:
                 last = next(number for number in reversed(scratch) if ledger.records[number].nbytes == -nbytes)
                 scratch.remove(last)
                 ledger.death(last)
-            else:
+            elif new:
                 self._take(operator, result, new, at, path, known)
-        if not is_shared:
-            self._leave(effect.workspaces, at, in_backward=in_backward)
+        if workspaces and not is_shared:
+            self._leave(workspaces, at, in_backward=in_backward)
         for number in reversed(scratch):
             ledger.death(number)
         return result

@@ -32,6 +32,8 @@ class Graphs:
 
     def let_go(self) -> None:
         """Let go of the graphs that the step has let go of."""
+        if not self._ran:
+            return
         for backward, (root, after) in [*self._ran.items()]:
             if root() is None:
                 del self._ran[backward]

@@ -65,7 +65,12 @@ class LiveStorages:
 
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
-        records = [self.ledger.records[self.number(tensor)] for tensor in tensors]
+        live, known = self.live, self.ledger.records
+        numbers = [live.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        records = [
+            known[self.number(tensor) if number is None else number]
+            for number, tensor in zip(numbers, tensors, strict=True)
+        ]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
         self.away = self.beside_cpu and any(map(_AWAY, records)) and all(map(_may_be_away, records))
         return records
@@ -103,7 +108,8 @@ class LiveStorages:
         nbytes = 0 if self.away else storage.nbytes()
         dtype = _name_of(tensor.dtype)
         record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
-        record.stream = self._stream()
+        if self._lane() is not None:
+            record.stream = self._stream()
         if self._caches is not None:
             self._caches.born(record)
         if self._memory is not None:
@@ -144,7 +150,8 @@ class LiveStorages:
 
     def _died(self, key: int, _: Any) -> None:
         self._deaths.pop(key, None)
-        self._sizes.pop(key, None)
+        if self._sizes:
+            self._sizes.pop(key, None)
         number = self.live.pop(key, None)
         if number is not None:
             record = self.ledger.records[number]

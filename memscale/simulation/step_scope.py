@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import NOWHERE, Attributes, Scope, differing, read
+from memscale.regions import NOWHERE, Attributes, Scope, differing, holds, read
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
@@ -76,16 +76,21 @@ class StepScope(Scope):
         from before, and here the caller's stays. What may be in a container that the step made stays, too.
         """
         former: list[torch.Tensor] = []
-        held: set[int] = set()
         for place, content in zip(self.places, self.contents, strict=True):
-            now = read(place)
-            values = now.values() if isinstance(now, dict) else now
-            held.update(value.untyped_storage()._cdata for value in values if _has_storage(value))
-            if isinstance(place, Attributes) and isinstance(content, dict) and isinstance(now, dict):
+            if isinstance(place, Attributes) and isinstance(content, dict) and not holds(place, content):
+                now = read(place)
+                assert isinstance(now, dict), "attributes have names"
                 changed = differing(content, now)
                 if not all(isinstance(now.get(name), _HOLDS_NOTHING) for name in changed):
                     return []
                 former += [value for name in changed if isinstance(value := content.get(name), torch.Tensor)]
+        if not former:
+            return []
+        held: set[int] = set()
+        for place in self.places:
+            content = read(place)
+            values = content.values() if isinstance(content, dict) else content
+            held.update(value.untyped_storage()._cdata for value in values if _has_storage(value))
         known = {tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)}
         return [tensor for tensor in former if _has_storage(tensor) and tensor.untyped_storage()._cdata in known - held]
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -302,6 +303,8 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def results_of(result: Any) -> list[torch.Tensor]:
     """The tensors in what an operator returned."""
+    if result is None:
+        return []
     return [result] if isinstance(result, torch.Tensor) else list(_tensors((result,)))
 
 
@@ -331,11 +334,18 @@ def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, 
         if kind is torch.Tensor or kind is torch.nn.Parameter or isinstance(value, torch.Tensor):
             tensors.append(value)
             layout: tuple[Any, ...] = (value.shape, value.stride(), value.dtype)
-            parts.append(layout if (device := _DEVICE(value)) == _CPU else (*layout, device))
+            parts.append(layout if _IS_CPU(value) else (*layout, _DEVICE(value)))
         elif kind is int or value is None:
             parts.append(value)
         elif isinstance(value, (list, tuple)):
-            parts.append(tuple(value) if _INTS.issuperset(map(type, value)) else _parts(value, tensors, loose))
+            kinds = set(map(type, value))
+            if kinds <= _INTS:
+                parts.append(tuple(value))
+            elif kinds <= _PLAIN and all(map(_IS_CPU, value)):  # an optimizer's: some hundred each
+                tensors += value
+                parts.append((tuple(map(_SHAPE, value)), tuple(map(_STRIDE, value)), tuple(map(_DTYPE, value))))
+            else:
+                parts.append(_parts(value, tensors, loose))
         elif kind is float and loose:
             parts.append(float)
         else:
@@ -343,7 +353,8 @@ def _parts(values: Any, tensors: list[torch.Tensor], loose: bool) -> tuple[Any, 
     return tuple(parts)
 
 
-_CPU = torch.device("cpu")
-_INTS = {int}
-# The attribute of a tensor may be patched, to tell a step that it is on the device that is simulated.
+_INTS, _PLAIN = {int}, {torch.Tensor, torch.nn.Parameter}
+# The attributes of a tensor may be patched, to tell a step that it is on the device that is simulated.
 _DEVICE = torch._C.TensorBase.device.__get__
+_IS_CPU = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
+_SHAPE, _DTYPE, _STRIDE = attrgetter("shape"), attrgetter("dtype"), torch.Tensor.stride
