@@ -17,7 +17,7 @@ from memscale.cli.predict import read_plan
 from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
-from memscale.core import ConfigError, budget_bytes, format_bytes, format_seconds
+from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds
 from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, commit_of, record
 from memscale.planning import taken_bytes
 from memscale.simulation import MemoryProfiler
@@ -154,9 +154,7 @@ def show_list(name: _Name = None, last: Annotated[int, count("N", "So many of th
     with History() as history:
         runs = history.runs(name=name, last=last)
     rows = [("id", "made", "commit", "hardware", "peak", "step", "name"), *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows, "<" * len(rows[0]))))
     return 0
 
 

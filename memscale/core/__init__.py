@@ -37,8 +37,8 @@ from memscale.core.simulating import (
     simulating,
     simulation,
 )
-from memscale.core.units import budget_bytes, format_bytes, format_flops, format_seconds
-from memscale.core.validation import TIERS, Check, Misfit, boolean, check_tier, integer, optional, validate
+from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds
+from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
 from memscale.core.values import Value, factory, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
 
@@ -61,6 +61,7 @@ __all__ = [
     "RuntimeUnavailable",
     "TransformError",
     "Value",
+    "aligned",
     "assembled_in",
     "available_host_bytes",
     "batches",
@@ -70,6 +71,7 @@ __all__ = [
     "call",
     "cgroup_limit_bytes",
     "changed_error",
+    "check_count",
     "check_loss",
     "check_tier",
     "compute_capability",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 
 from memscale.core.errors import ConfigError
@@ -54,6 +55,17 @@ def format_flops(flops: float) -> str:
 def _three_digits(value: float) -> str:
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str, gap: str = "  ") -> list[str]:
+    """Each row as a line whose columns begin (``<``) or end (``>``) where those of the others do.
+
+    >>> aligned([("tier", "out"), ("disk", "7")], "<>")
+    ['tier  out', 'disk    7']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows)
+    return [gap.join(row).rstrip() for row in cells]
 
 
 _SIZES = {"b": 1}

@@ -39,6 +39,17 @@ def integer(low: int, high: int | None = None) -> Check:
     return check
 
 
+def check_count(what: str, value: object, least: int = 1) -> None:
+    """Raise `ConfigError`, which begins with `what`, unless `value` is an int of at least `least`; True is none.
+
+    >>> check_count("profile(accumulate=0)", 0)
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: profile(accumulate=0) must be an int of at least 1
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} must be an int of at least {least}")
+
+
 def optional(check: Check) -> Check:
     def check_unless_none(value: object) -> Any:
         return None if value is None else check(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from memscale.core import BudgetError, ConfigError
+from memscale.core import BudgetError, ConfigError, check_count
 from memscale.hardware import Hardware
 from memscale.integrations.trainer_step import TrainerStep, step_of
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
@@ -77,8 +77,7 @@ def predict(
         RuntimeUnavailable: it shards its model over processes, or its step can be neither simulated nor run.
     """
     accumulate = trainer.args.gradient_accumulation_steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"predict(steps={steps!r}) must be an int of at least 1")
+    check_count(f"predict(steps={steps!r})", steps)
     if batch is not None and steps > 1:
         raise ConfigError(f"predict(batch=..., steps={steps}) takes one of the two: a batch, or the Trainer's own")
     with step_of(trainer, reads=batch is None) as step:

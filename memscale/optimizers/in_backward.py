@@ -97,6 +97,7 @@ def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> O
 
 class _InBackward(StepPart):
     in_backward: ClassVar[bool] = True
+    hands_on: ClassVar[bool] = True
 
     def __init__(self, how: StepInBackward, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
@@ -142,9 +143,6 @@ class _InBackward(StepPart):
                 f"{self.how!r}: {changed} after the backward whose parameters have stepped with the options before; "
                 "set options before backward (a scheduler's step after the optimizer's does)"
             )
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
 
     def after_step(self) -> None:
         self.stepped.clear()

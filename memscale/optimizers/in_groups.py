@@ -58,6 +58,8 @@ def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
 
 
 class _InGroups(StepPart):
+    hands_on: ClassVar[bool] = True
+
     def __init__(self, how: StepInGroups, optimizer: PartedOptimizer, inner: StepPart) -> None:
         super().__init__(optimizer, inner)
         self.how = how
@@ -65,9 +67,6 @@ class _InGroups(StepPart):
     def advance(self, group: Group) -> None:
         for now in in_turn(group, at_most(self.how.group_bytes, group["params"])):
             self.inner.advance(now)
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
 
 
 def at_most(nbytes: int, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

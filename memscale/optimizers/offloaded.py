@@ -109,6 +109,7 @@ class _Offloaded(StepPart):
     """Keeps states in memory of a tier, where they also step."""
 
     places_states: ClassVar[bool] = True
+    hands_on: ClassVar[bool] = True
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart, below: Below, tier: str) -> None:
         super().__init__(optimizer, inner)
@@ -131,9 +132,6 @@ class _Offloaded(StepPart):
             self.inner.ask([parameter for some in few[position : position + 2] for parameter in some])
             self.inner.advance(now)
             self._place(few[position])
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Move states of these parameters that are not where they belong yet."""

@@ -57,6 +57,7 @@ class OnDisk(StepPart):
 
     writes_away: ClassVar[bool] = True
     places_states: ClassVar[bool] = True
+    hands_on: ClassVar[bool] = True
 
     def __init__(
         self, optimizer: PartedOptimizer, inner: StepPart, *, runtime: Runtime | None, least_bytes: int, below: Below
@@ -106,9 +107,6 @@ class OnDisk(StepPart):
             if self._last is not None:
                 self._after[self._last] = id(parameter)
             self._last = id(parameter)
-
-    def ask(self, parameters: list[torch.Tensor]) -> bool:
-        return self.inner.ask(parameters)
 
     def after_step(self) -> None:
         self._end()

@@ -32,6 +32,9 @@ class StepPart:
     writes_away: ClassVar[bool] = False
     places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
     in_backward: ClassVar[bool] = False
+    # What it is asked to bring, to the part inside: for those that do nothing after its `advance`, which may come later
+    # and then with the gradients of now.
+    hands_on: ClassVar[bool] = False
     keeps_types: ClassVar[bool] = False  # states in others than their parameter's, which PyTorch loads them in
 
     def __init__(self, optimizer: PartedOptimizer, inner: StepPart | None) -> None:
@@ -66,12 +69,8 @@ class StepPart:
         self.inner.advance(group)
 
     def ask(self, parameters: list[torch.Tensor]) -> bool:
-        """Begin to bring what `advance` will take for these; whether anything is on its way.
-
-        Only parts that do nothing after the `advance` inside of them hand this on: theirs may come later, and then
-        with the gradients of now.
-        """
-        return False
+        """Begin to bring what `advance` will take for these; whether anything is on its way."""
+        return self.hands_on and self.inner.ask(parameters)
 
     def settle(self) -> None:
         """Let all that is on its way to the parameters arrive, and forget what was asked for and not used."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config
-from memscale.core import ConfigError, Loss, budget_bytes, format_bytes
+from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.beside import lighter_update
 from memscale.planning.candidates import Menu, Rules
@@ -155,8 +155,7 @@ class DecisionEngine:
 
     def frontier(self, points: int = POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
-        if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-            raise ConfigError(f"frontier(points={points!r}) must be an int of at least 2")
+        check_count(f"frontier(points={points!r})", points, 2)
         most = taken_bytes(self.plain)
 
         def find(engine: DecisionEngine) -> Answer:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from memscale.core import format_bytes, format_seconds
+from memscale.core import aligned, format_bytes, format_seconds
 from memscale.planning.evidence import Decision, Evidence
 
 _COLUMNS = 120
@@ -24,7 +24,7 @@ def explanation(evidence: Evidence) -> str:
     rows = rows_of(evidence.decisions)
     if rows:
         table = [(_name(row, evidence), *_figures(row), row[0].chosen) for row in rows]
-        first, *others = _aligned([_HEADER, *table])
+        first, *others = aligned([_HEADER, *table], f"<{'>' * (len(_HEADER) - 2)}<", "   ")
         lines += ["", first]
         for line, row in zip(others, rows, strict=True):
             lines += [line, *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    "))]
@@ -129,16 +129,6 @@ def _figures(row: Sequence[Decision]) -> tuple[str, str, str, str]:
         format_seconds(sum(each.seconds for each in row)),
         format_seconds(sum(each.seconds_before for each in row)),
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first and the last column on the left, numbers between them on the right."""
-    sides = ["<", *">" * (len(rows[0]) - 2), "<"]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import ConfigError, available_host_bytes, batches, format_bytes
+from memscale.core import ConfigError, available_host_bytes, batches, check_count, format_bytes
 
 BatchFn = Callable[[int], Any]
 
@@ -99,7 +99,6 @@ def shapes(parts: list[Any]) -> list[Any]:
 def check_range(verb: str, at_least: Any, at_most: Any) -> None:
     """Raise ConfigError for what is no range of sizes."""
     for name, value in (("at_least", at_least), ("at_most", at_most)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{verb}({name}={value!r}) must be an int of at least 1")
+        check_count(f"{verb}({name}={value!r})", value)
     if at_most < at_least:
         raise ConfigError(f"{verb}(at_least={at_least}, at_most={at_most}) leaves no size; swap the two")

@@ -9,14 +9,7 @@ import torch
 from torch import nn
 
 from memscale.config import Config
-from memscale.core import (
-    BudgetError,
-    ConfigError,
-    Loss,
-    budget_bytes,
-    check_loss,
-    format_bytes,
-)
+from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, check_count, check_loss, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.confirmation import confirmed
 from memscale.planning.engine import Budget, check_model
@@ -79,8 +72,7 @@ class AutoTuner:
         check_loss(loss)
         if config is not None and not isinstance(config, Config):
             raise ConfigError(f"AutoTuner(config={config!r}) must be a Config or None; build one with Config()")
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise ConfigError(f"AutoTuner(accumulate={accumulate!r}) must be an int of at least 1")
+        check_count(f"AutoTuner(accumulate={accumulate!r})", accumulate)
         self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
         self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, ranks)
         self._progress = progress

@@ -6,7 +6,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
-from memscale.core import ConfigError, format_bytes, format_flops, format_seconds
+from memscale.core import ConfigError, aligned, check_count, format_bytes, format_flops, format_seconds
 from memscale.hardware import COLLECTIVES
 from memscale.reports.module_tree import ROOT, TOP, Held, by_time, module_tree, stacks, summary
 from memscale.simulation import Holding, Profile, ProfileDiff, differences
@@ -150,8 +150,7 @@ def module_text(profile: Profile, by: str, rows: int) -> str:
     """
     if by not in ("bytes", "time"):
         raise ConfigError(f"table(by={by!r}) must be 'bytes' or 'time'")
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ConfigError(f"table(rows={rows!r}) must be an int of at least 1")
+    check_count(f"table(rows={rows!r})", rows)
     if by == "time" and not profile.seconds_by_module:
         raise ConfigError(
             f"table(by='time') has no times: the speed of {profile.hardware.name} is not known, or the step was "
@@ -204,9 +203,7 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = _COLUMNS - sum(widths[:-1]) - len(_GAP) * len(widths)
-    rows = [[*row[:-1], shortened(row[-1], room)] for row in rows]
-    cells = [[f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows]
-    return [_GAP.join(row).rstrip() for row in cells]
+    return aligned([[*row[:-1], shortened(row[-1], room)] for row in rows], sides, _GAP)
 
 
 def percent(part: float, whole: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memscale.core import format_bytes, format_seconds
+from memscale.core import aligned, format_bytes, format_seconds
 from memscale.runtime.backends.protocol import Event, Stream
 from memscale.runtime.storage.tiers import TierUse
 
@@ -52,11 +52,12 @@ class Stats:
         columns = (self.out_bytes, self.in_bytes, self.live_bytes, self.high_water_bytes, self.reserved_bytes)
         rows: list[tuple[str, ...]] = [("tier", "out", "back", "there now", "at most", "reserved")]
         rows += [(tier, *(format_bytes(column.get(tier, 0)) for column in columns)) for tier in tiers]
-        lines = table(rows) if tiers else ["nothing was moved"]
+        lines = aligned(rows, "<>>>>>") if tiers else ["nothing was moved"]
         lines.append(f"callers waited {format_seconds(self.exposed_seconds)} for copies" if tiers else "")
         met = [fate for fate in FATES if any(fates.get(fate) for fates in self.by_region.values())]
         if met:
-            lines += table([("saved by", *(FATES[fate] for fate in met)), *_shown(self.by_region, met)])
+            header = ("saved by", *(FATES[fate] for fate in met))
+            lines += aligned([header, *_shown(self.by_region, met)], "<" + ">" * len(met))
         of_regions = sum(fates.get("moved", 0) for fates in self.by_region.values())
         if (others := sum(self.out_bytes.values()) - of_regions) > 0:
             lines.append(f"{format_bytes(others)} of what went out are parameters and gradients, or kept by a policy")
@@ -97,16 +98,6 @@ def _shown(by_region: Mapping[str, Mapping[str, int]], met: Sequence[str]) -> li
         sums = [sum(fates.get(fate, 0) for fates in rest) for fate in met]
         rows.append((f"({len(rest)} more)", *map(format_bytes, sums)))
     return rows
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with names on the left and numbers on the right.
-
-    >>> table([("tier", "out"), ("disk", "7")])
-    ['tier  out', 'disk    7']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip() for name, *cells in rows]
 
 
 class Counters:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale.core import ConfigError, batches
+from memscale.core import ConfigError, batches, check_count
 
 
 def check_followed(model: Any) -> None:
@@ -44,8 +44,7 @@ def about_compiled(modules: Iterable[nn.Module]) -> tuple[str, ...]:
 
 def check_call(model: Any, batch: Any, accumulate: int) -> None:
     """Raise ConfigError for a step that is none, or whose memory its values decide."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(f"profile(accumulate={accumulate!r}) must be an int of at least 1")
+    check_count(f"profile(accumulate={accumulate!r})", accumulate)
     if not isinstance(model, nn.Module):
         if batch is not None:
             raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")
