@@ -17,7 +17,7 @@ import typer
 from typer import Option
 
 from memscale.core import ConfigError
-from memscale.hardware import card_name, card_names
+from memscale.hardware import card_name
 from memscale.telemetry import (
     Consent,
     Machine,
@@ -26,7 +26,6 @@ from memscale.telemetry import (
     consent,
     folder,
     give_consent,
-    page,
     take_consent_back,
     week_of,
 )
@@ -158,11 +157,6 @@ def machine() -> Machine:
         accelerator=accelerator,
         card=card,
     )
-
-
-def documentation() -> str:
-    """What ``docs/telemetry.md`` says."""
-    return page(card_names())
 
 
 def _not_on(now: Consent) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -170,6 +170,34 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
         )
     batches.check_loss(loss)
     return compare(results_of_step(model, batch, loss), results_of_step(transformed, batch, loss))
+
+
+def check_same_numbers(model: nn.Module, apply: Callable[[], None], undo: Callable[[], None], batch: Any) -> None:
+    """Run a step of ``model`` on ``batch`` before and after ``apply()``; both must give the same bits.
+
+    Outputs, gradients, buffers and the random state count; the model and the random state stay as they were.
+    On a difference ``undo()`` runs first.
+
+    Raises:
+        CorrectnessError: something differs; the message names it.
+    """
+    plain = results_of_step(model, batch)
+    apply()
+    found = compare(plain, results_of_step(model, batch))
+    if found.exact:
+        return
+    undo()
+    # Atomic adds on a GPU differ from run to run. That is not the plan's doing, and another remedy.
+    if not compare(plain, results_of_step(model, batch)).exact:
+        raise CorrectnessError(
+            f"two plain steps of this {type(model).__name__} differ from each other: nothing can be proved; "
+            f"call torch.use_deterministic_algorithms(True) or turn verify_correctness off"
+        )
+    raise CorrectnessError(
+        f"the wrapped step differs from the plain one in {', '.join(d.name for d in found.different)}; "
+        "the model is left unwrapped. "
+        "Its forward may depend on state out of memscale's sight (a file, a clock, another random generator)"
+    )
 
 
 def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> dict[str, torch.Tensor | None]:

@@ -3,8 +3,7 @@
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import FEATURES, TECHNIQUES, StrategyContext, eligible
 from memscale.policy.decision import StrategyDecision, everything
-from memscale.policy.rules import rule
-from memscale.policy.selecting import select, widenings
+from memscale.policy.selecting import rule, select, widenings
 
 __all__ = [
     "FEATURES",

@@ -12,12 +12,15 @@ from memscale.core import ConfigError, PolicyFallbackNeeded
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import SWITCHES, TECHNIQUES, StrategyContext, eligible
 from memscale.policy.decision import StrategyDecision, mode_of, planned_with
-from memscale.policy.rules import rule
 
 VARIABLE = "MEMSCALE_POLICY"
 
 Using = Literal["auto", "ml", "rule"]
 _USING = ("auto", "ml", "rule")
+
+_ONE = 1024
+_CUT = 0.75  # of the largest tensor outside of the blocks, what `tile` frees of it
+_FEW = 0.2  # of the activations: what is cheapest to compute again
 
 
 def select(
@@ -52,7 +55,7 @@ def select(
         return _decision(config, given, "user_config", "a CPU" if config.auto_policy else "as it was given")
     if context is None:
         return _decided(config, eligible(config), "rule_fallback", "no_profile")
-    if context.pressure <= 1024:
+    if context.pressure <= _ONE:
         return _decided(config, (), "rule", "the step fits")
     path = os.environ.get(VARIABLE, "")
     sha256 = ""
@@ -70,6 +73,23 @@ def select(
         reason = f"error:{type(error).__name__}"
     found = rule(context)
     return _decided(config, found, "rule_fallback", reason, 1.0, sha256)
+
+
+def rule(context: StrategyContext) -> tuple[str, ...]:
+    """The techniques to try first: all that are eligible, unless cutting alone or recomputing alone will do.
+
+    Cutting will where what must go is no more than the largest tensor outside of the blocks, mostly logits, which
+    `tile` never makes whole; recomputing where it is no more than the few activations that are next to nothing to
+    compute again. Copies hide that well in so few steps that there is no rule for them.
+    """
+    excess = context.pressure - _ONE
+    if excess <= 0:
+        return ()
+    if "tile" in context.eligible and excess <= _CUT * context.outside_over_budget:
+        return ("tile",)
+    if "checkpoint" in context.eligible and context.excess_over_activations <= _FEW * _ONE:
+        return ("checkpoint",)
+    return context.eligible
 
 
 def widenings(decision: StrategyDecision, context: StrategyContext, config: Config) -> Iterator[tuple[str, Config]]:

@@ -2,7 +2,6 @@
 
 from memscale.telemetry.consent import Consent, State, consent, folder, give_consent, take_consent_back
 from memscale.telemetry.counting import count, counted, uncounted, week_of
-from memscale.telemetry.page import page
 from memscale.telemetry.report import Machine, Weeks, canonical
 from memscale.telemetry.schema import COMMANDS, SCHEMA, faults, schema
 
@@ -20,7 +19,6 @@ __all__ = [
     "faults",
     "folder",
     "give_consent",
-    "page",
     "schema",
     "take_consent_back",
     "uncounted",

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from memscale.core import TransformError, pytrees
+from memscale.core import TransformError, modules_in, pytrees
 from memscale.transforms.tile.head.deferred import Deferred, materialize
 from memscale.transforms.tile.pieces import Sink
 
@@ -242,3 +243,31 @@ def _equal(a: Any, b: Any) -> bool:
         return a is b or bool(a == b)
     except Exception:
         return False
+
+
+def refuse_time(how: Cutting, fn: Any, cut: Cut) -> None:
+    """Raise `TransformError` if `fn` is a recurrent layer and `how` cuts it anywhere else than over the batch.
+
+    Sizes do not tell: the state of one layer is as long in front as a piece of one step.
+    """
+    module = next(modules_in(fn), None)
+    if not isinstance(module, nn.RNNBase):
+        return
+    given = [index for index, leaf in enumerate(cut.leaves) if isinstance(leaf, torch.Tensor)]
+    if cut.leaves[given[0]].dim() != 3:
+        raise TransformError(
+            f"{how!r} around {type(module).__name__}: its input has no batch, and steps depend on one another; use "
+            "checkpoint() for this region"
+        )
+    rows, states = 0 if module.batch_first else 1, (1, 1) if isinstance(module, nn.LSTM) else 1
+    out: list[Any] = [how.dim] * (3 if states != 1 else 2)
+    if how.out_dims is not ...:
+        out.clear()
+        broadcast(how.out_dims, (0, (0, 0) if states != 1 else 0), out)
+    right = [rows, *[1] * (len(given) - 1)], [rows, *[1] * (len(out) - 1)]
+    if ([cut.dims.get(index) for index in given], [None if dim is None else dim % 3 for dim in out]) != right:
+        raise TransformError(
+            f"{how!r} around {type(module).__name__}(batch_first={module.batch_first}) does not cut the batch alone; "
+            f"say in_dims={(rows, states)[: 1 + (len(given) > 1)]}, out_dims={(rows, states)}, for states have their "
+            "layers in front"
+        )

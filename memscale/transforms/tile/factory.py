@@ -36,11 +36,10 @@ from memscale.regions import (
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
 from memscale.transforms.tile import independence
 from memscale.transforms.tile.ahead import shown_ahead
-from memscale.transforms.tile.cutting import Cut, Joined
+from memscale.transforms.tile.cutting import Cut, Joined, refuse_time
 from memscale.transforms.tile.head.deferred import Deferred, defer
 from memscale.transforms.tile.head.linear import is_projection
 from memscale.transforms.tile.pieces import Source
-from memscale.transforms.tile.recurrent import refuse_time
 from memscale.transforms.tile.rowwise import (
     RowwiseWatch,
     names,
