@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -157,11 +156,7 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)
         raise ConfigError(f"--optimizer {name!r} is none; the nearest is {near[0]!r}, and there are {', '.join(known)}")
     try:
-        made: torch.optim.Optimizer = known[name.lower()](_trained(model))
+        made: torch.optim.Optimizer = known[name.lower()](each for each in model.parameters() if each.requires_grad)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from error
     return made
-
-
-def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

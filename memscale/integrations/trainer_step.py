@@ -66,7 +66,7 @@ def step_of(trainer: Any, *, reads: bool = True) -> Iterator[TrainerStep]:
         stack.enter_context(_training(model))
         stack.enter_context(_recomputing(trainer))
         optimizer = stack.enter_context(_optimizer(trainer))
-        collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], _none, [])
+        collate, rows, batches, notes = _data(trainer) if reads else (trainer.data_collator, [], lambda _: [], [])
         asked = _Asked(trainer)
         stack.enter_context(_mixed_precision(trainer))
         if trainer.args.torch_compile:
@@ -255,10 +255,6 @@ def _random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _none(count: int) -> list[Any]:
-    return []
 
 
 def _data(trainer: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any], Callable[[int], list[Any]], list[str]]:

@@ -92,27 +92,9 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         draws = not all(map(torch.equal, random, _random_states(cards)))
         large = _large(optimizer)
         elementwise = large.has_plain_states() and _is_elementwise(optimizer, at_once)
-    if common := [repr(key) for key in at_once.state if not isinstance(key, torch.Tensor)]:
-        raise TransformError(
-            f"{how!r}: {name} keeps states that belong to no parameter ({', '.join(common)}), which parameters that "
-            "step alone would change several times; use another optimizer, or leave this transform out"
-        )
-    if one_by_one.results() != at_once.results() or not at_once.moved():
-        raise TransformError(
-            f"{how!r}: {name} does not treat each parameter alone: stepping them one after the other gives other "
-            "numbers than all at once; use another optimizer, or leave this transform out"
-        )
-    if draws:  # also where it makes no difference to parameters as small as these
-        raise TransformError(
-            f"{how!r}: {name} draws random numbers, and those of a parameter would be others where it steps before the "
-            "rest; use another optimizer, or leave this transform out"
-        )
     moments, full = at_once.moments(still), at_once.full_states()
-    if at_once.moves_without_gradients():
-        raise TransformError(
-            f"{how!r}: {name} steps parameters that have no gradient, such as frozen ones, which this transform would "
-            "leave alone; give the optimizer only those that get one, or leave this transform out"
-        )
+    if (why := _why_not(at_once, one_by_one, draws)) is not None:
+        raise TransformError(f"{how!r}: {name} {why}, or leave this transform out")
     if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
         moments |= _moments_in_float32(optimizer)
     known, kinds = at_once.kinds(), large.kinds()
@@ -123,6 +105,31 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
         elementwise=elementwise,
         composed=frozenset(name for (_, name), each in kinds.items() if any(of is not torch.Tensor for of, *_ in each)),
     )
+
+
+def _why_not(at_once: _Trial, one_by_one: _Trial, draws: bool) -> str | None:
+    """What keeps an optimizer from stepping its parameters one at a time, and what to use instead; None if nothing."""
+    if common := [repr(key) for key in at_once.state if not isinstance(key, torch.Tensor)]:
+        return (
+            f"keeps states that belong to no parameter ({', '.join(common)}), which parameters that step alone would "
+            "change several times; use another optimizer"
+        )
+    if one_by_one.results() != at_once.results() or not at_once.moved():
+        return (
+            "does not treat each parameter alone: stepping them one after the other gives other numbers than all at "
+            "once; use another optimizer"
+        )
+    if draws:  # also where it makes no difference to parameters as small as these
+        return (
+            "draws random numbers, and those of a parameter would be others where it steps before the rest; use "
+            "another optimizer"
+        )
+    if at_once.moves_without_gradients():
+        return (
+            "steps parameters that have no gradient, such as frozen ones, which this transform would leave alone; give "
+            "the optimizer only those that get one"
+        )
+    return None
 
 
 def _large(optimizer: torch.optim.Optimizer) -> _Trial:

@@ -111,6 +111,7 @@ def _tensors(profile: Profile) -> Iterator[str]:
 
 
 def _hardware(hardware: Hardware) -> Iterator[str]:
+    bandwidth = hardware.bandwidth_bytes_per_second
     known = {
         "name": hardware.name,
         "device type": hardware.device_type,
@@ -118,7 +119,7 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
         "usable for tensors": format_bytes(hardware.usable_bytes),
         "compute capability": ".".join(map(str, hardware.capability)) if hardware.capability else "",
         **{f"{dtype} per second": format_flops(rate) for dtype, rate in hardware.flops_per_second.items()},
-        "memory bandwidth per second": _rate(hardware.bandwidth_bytes_per_second),
+        "memory bandwidth per second": format_bytes(bandwidth) if bandwidth else "",
         "speeds": ("measured here" if hardware.measured else "from the data sheet")
         if hardware.flops_per_second
         else "not known",
@@ -128,7 +129,3 @@ def _hardware(hardware: Hardware) -> Iterator[str]:
         if value:
             yield f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
     yield "</table>"
-
-
-def _rate(bytes_per_second: float | None) -> str:
-    return format_bytes(bytes_per_second) if bytes_per_second else ""

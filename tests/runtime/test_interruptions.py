@@ -126,23 +126,13 @@ def test_after_any_call_that_fails_the_next_step_is_right_and_nothing_stays(meth
     assert calls > 1
 
 
-def test_who_is_interrupted_while_waiting_does_not_find_what_has_not_arrived():
+@pytest.mark.parametrize("what", ["wait", "record"])
+def test_a_fetch_that_was_interrupted_leaves_no_memory_that_passes_for_what_has_not_arrived(what):
     backend = Unreliable()
     engine = Engine(backend, depth=0)
     handle = engine.stash(torch.arange(1024.0))
     engine.look_again()
-    backend.fail("wait", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        engine.fetch(handle)
-    assert torch.equal(engine.fetch(handle), torch.arange(1024.0))
-
-
-def test_a_load_that_is_not_asked_for_leaves_no_memory_that_passes_for_it():
-    backend = Unreliable()
-    engine = Engine(backend, depth=0)
-    handle = engine.stash(torch.arange(1024.0))
-    engine.look_again()
-    backend.fail("record", KeyboardInterrupt())
+    backend.fail(what, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.fetch(handle)
     assert torch.equal(engine.fetch(handle), torch.arange(1024.0))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 
-from memscale.runtime.backends.protocol import Backend, Buffer, Event
+from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
 from memscale.runtime.engine.link import Copy, Link
 from memscale.runtime.stats import CopyTimeline, Counters, add
 
@@ -36,16 +37,10 @@ class Transfers:
         owners = (self._backend.compute_stream(),) if owners is None else owners
         after = [self._backend.record(stream) for stream in owners]
 
-        def start() -> Event:
+        def start() -> Event:  # by whose line a hazard is known
             return self._backend.copy(source, buffer, "out", after=after)
 
-        nbytes = source.nbytes
-
-        def note(event: Event) -> None:
-            add(self._counters.out_bytes, buffer.tier, nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("out", buffer.tier, nbytes, event)
-
+        note = partial(self._note, "out", buffer.tier, source.nbytes)
         return self._out.ask(start, deadline=self._backend.clock() + seconds, started=note, owners=owners)
 
     def ask_in(
@@ -67,15 +62,18 @@ class Transfers:
         def start() -> Event:
             return self._backend.copy(buffer, target, "in", after=after)
 
-        nbytes, owners = target.nbytes, (self._backend.compute_stream(),)
+        owners, nbytes = (self._backend.compute_stream(),), target.nbytes
 
         def note(event: Event) -> None:
             started(event)
-            add(self._counters.in_bytes, buffer.tier, nbytes)
-            if self.timeline is not None:
-                self.timeline.copied("in", buffer.tier, nbytes, event)
+            self._note("in", buffer.tier, nbytes, event)
 
         return self._in.ask(start, deadline=self._backend.clock() + seconds, started=note, owners=owners, group=group)
+
+    def _note(self, stream: Stream, tier: str, nbytes: int, event: Event) -> None:
+        add(self._counters.out_bytes if stream == "out" else self._counters.in_bytes, tier, nbytes)
+        if self.timeline is not None:
+            self.timeline.copied(stream, tier, nbytes, event)
 
     def pump(self) -> None:
         """Start what may start by now."""

@@ -82,29 +82,22 @@ def products_unwatched() -> Iterator[None]:
     """
     with ExitStack() as stack:
         for holder in (torch, torch.Tensor):
-            stack.enter_context(patched(holder, "prod", _prod(holder.prod)))
-            stack.enter_context(patched(holder, "cumprod", _cumprod(holder.cumprod)))
+            stack.enter_context(patched(holder, "prod", _followed(holder.prod, _Prod)))
+            stack.enter_context(patched(holder, "cumprod", _followed(holder.cumprod, _Cumprod)))
         yield
 
 
-def _prod(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def prod(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _followed(original: Callable[..., torch.Tensor], product: type[_Product]) -> Callable[..., torch.Tensor]:
+    """`original`, as a `product` where its backward would look at the numbers."""
+
+    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
         x, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
-        if not _is_followed(x) or kwargs.get("out") is not None or not (dim is None or isinstance(dim, int)):
+        names_dim = isinstance(dim, int) or (dim is None and product is _Prod)
+        if not _is_followed(x) or kwargs.get("out") is not None or not names_dim:
             return original(*args, **kwargs)
-        return _Prod.apply(_but_first(original, args, kwargs), x, dim)  # type: ignore[no-any-return,no-untyped-call]
+        return product.apply(_but_first(original, args, kwargs), x, dim)  # type: ignore[no-any-return,no-untyped-call]
 
-    return prod
-
-
-def _cumprod(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def cumprod(*args: Any, **kwargs: Any) -> torch.Tensor:
-        x, dim = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "dim")
-        if not _is_followed(x) or kwargs.get("out") is not None or not isinstance(dim, int):
-            return original(*args, **kwargs)
-        return _Cumprod.apply(_but_first(original, args, kwargs), x, dim)  # type: ignore[no-any-return,no-untyped-call]
-
-    return cumprod
+    return computed
 
 
 def _argument(args: Any, kwargs: Any, at: int, name: str) -> Any:

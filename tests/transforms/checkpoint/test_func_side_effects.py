@@ -9,6 +9,11 @@ import memscale as ms
 from memscale import checkpoint
 
 
+def same_gradients(loss, x):
+    wanted = torch.func.grad(lambda x: loss(ms.identity, x))(x)
+    assert torch.equal(torch.func.grad(lambda x: loss(checkpoint(), x))(x), wanted)
+
+
 def test_a_run_that_fails_leaves_no_inner_tensor_behind():
     cache = types.SimpleNamespace(entries=[], total=torch.zeros(3))
     before = dict(vars(cache))
@@ -36,8 +41,7 @@ def test_a_list_that_the_region_is_given_keeps_what_is_put_there(kind):
         y = transform(fn)(x, found)
         return (y * sum(found if kind is list else found.values())).sum()
 
-    wanted = torch.func.grad(lambda x: loss(ms.identity, x))(x)
-    assert torch.equal(torch.func.grad(lambda x: loss(checkpoint(), x))(x), wanted)
+    same_gradients(loss, x)
 
 
 def test_an_object_that_is_returned_carries_gradients():
@@ -47,8 +51,7 @@ def test_an_object_that_is_returned_carries_gradients():
         y, entry = transform(lambda x: (x.cos(), types.SimpleNamespace(value=[x.sin()])))(x)
         return (y * entry.value[0]).sum()
 
-    wanted = torch.func.grad(lambda x: loss(ms.identity, x))(x)
-    assert torch.equal(torch.func.grad(lambda x: loss(checkpoint(), x))(x), wanted)
+    same_gradients(loss, x)
 
 
 def test_an_input_can_be_returned_as_it_is():
@@ -58,8 +61,7 @@ def test_an_input_can_be_returned_as_it_is():
         y, same = transform(lambda x: (x.cos(), x))(x * 2)
         return (y * same).sum()
 
-    wanted = torch.func.grad(lambda x: loss(ms.identity, x))(x)
-    assert torch.equal(torch.func.grad(lambda x: loss(checkpoint(), x))(x), wanted)
+    same_gradients(loss, x)
 
 
 def test_a_rerun_that_leaves_other_tensors_is_refused():
