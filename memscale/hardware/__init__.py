@@ -16,7 +16,7 @@ from memscale.hardware.kernel_rates import beside, on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.nominal import nominal
 from memscale.hardware.roofline import Seconds, has_rate, seconds
-from memscale.hardware.work import Work, work_of
+from memscale.hardware.work import Work, tfloat32, work_of
 
 __all__ = [
     "COLLECTIVES",
@@ -44,5 +44,6 @@ __all__ = [
     "on_card",
     "seconds",
     "span",
+    "tfloat32",
     "work_of",
 ]

@@ -91,10 +91,14 @@ def _dtype(values: Sequence[Any]) -> str:
 
 
 def _allows_tfloat32(name: str) -> bool:
-    if "convolution" in name:
-        settings = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    elif "rnn" in name:
-        settings = torch.backends.cudnn.rnn
-    else:
-        settings = torch.backends.cuda.matmul
-    return bool(settings.fp32_precision == "tf32")
+    convolutions, recurrences, products = tfloat32()
+    return convolutions if "convolution" in name else recurrences if "rnn" in name else products
+
+
+def tfloat32() -> tuple[bool, bool, bool]:
+    """Whether PyTorch's settings allow it: for convolutions, for recurrences, for products."""
+    cudnn: Any = torch.backends.cudnn
+    convolutions, recurrences, products = (
+        each.fp32_precision == "tf32" for each in (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
+    )
+    return convolutions, recurrences, products

@@ -43,6 +43,7 @@ class StepSimulator:
     is_distributed: bool
     progress: Progress | None
     count: int = 0
+    _kernels: Any = None
 
     def simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> SimulatedStep:
         """The step with these rules, with its update or without; of the model without the parts at these paths."""
@@ -107,7 +108,7 @@ class StepSimulator:
             there = [path for path, _ in model.named_modules()]
             kept = tuple(each for each in ranks.shard if any(matches(each, path) for path in there))
             ranks = dataclasses.replace(ranks, shard=kept)
-        return MemoryProfiler(
+        profiler = MemoryProfiler(
             model,
             optimizer,
             loss=self.loss,
@@ -115,3 +116,6 @@ class StepSimulator:
             hardware=self.hardware,
             **arguments_of(ranks),
         )
+        # What steps have found of operators the next ones know.
+        profiler.kernels = self._kernels = self._kernels or profiler.kernels
+        return profiler

@@ -6,6 +6,8 @@ All of that follows from the signature of the call, so it is found once for each
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,9 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memscale.hardware import Seconds, Work, work_of
+from memscale.hardware import Seconds, Work, tfloat32, work_of
 from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.programs import PLAIN, Program, is_deterministic
 from memscale.simulation.kernels.shapes import (
@@ -35,7 +38,7 @@ LARGEST_RUN_BYTES = 1 << 30
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
 # Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
 _KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
-_MOST_LAYOUTS = 1 << 15
+_MOST_LAYOUTS, _MOST_EFFECTS = 1 << 15, 1 << 14
 # Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
 _layouts: dict[Any, ResultLayout] = {}
 
@@ -82,14 +85,16 @@ class CallEffects:
     """Finds what calls do on a device.
 
     Args:
-        kernels: its.
+        kernels: its, which remember what is found of PyTorch's own operators.
         hollow: makes what stands for tensors.
+
+    Attributes:
+        operators: those that are known, by id: the hash of an OpOverload is a function in Python.
     """
 
     def __init__(self, kernels: Kernels, hollow: HollowStorages) -> None:
         self._kernels = kernels
         self._hollow = hollow
-        self._fake = FakeKernels(on_cuda=kernels.is_cuda)
         self._switches = (
             kernels.is_cuda,
             is_deterministic(),
@@ -98,6 +103,22 @@ class CallEffects:
             torch.backends.cudnn.enabled,
             torch.get_num_threads(),
         )
+        variables = (torch.get_float32_matmul_precision(), *tfloat32(), *map(os.environ.get, BLAS_VARIABLES))
+        known: dict[int, Operator] = kernels.known.setdefault((*self._switches, *variables), {})
+        if kernels.is_timed or sum(len(each.effects) for each in known.values()) > _MOST_EFFECTS:
+            known.clear()
+        self._shared, self.operators = known, known.copy()
+
+    @functools.cached_property
+    def _fake(self) -> FakeKernels:
+        return FakeKernels(on_cuda=self._kernels.is_cuda)
+
+    def operator(self, op: OpOverload) -> Operator:
+        """What is known of `op`, which was not seen before."""
+        found = self.operators[id(op)] = Operator.of(op, self._kernels)
+        if op.namespace == "aten":  # another may be made again, and ask for what changes
+            self._shared[id(op)] = found
+        return found
 
     def find(
         self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str

@@ -100,10 +100,9 @@ class HollowMode(TorchDispatchMode):
         self.host = host
         self.works = Works(clock)
         self.choices = Choices()
-        self._kernels = kernels
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._effects = CallEffects(kernels, self.hollow)
-        self._operators: dict[int, Operator] = {}  # by id: the hash of an OpOverload is a function in Python
+        self._operators = self._effects.operators
         self._sums = InPlaceSums(self.storages)
 
     @classmethod
@@ -129,7 +128,7 @@ class HollowMode(TorchDispatchMode):
         if operator is None:
             if (answer := self._of_another_kind(op, args, kwargs)) is not NotImplemented:
                 return answer
-            operator = self._operators[id(op)] = Operator.of(op, self._kernels)
+            operator = self._effects.operator(op)
         if operator.composed is not None:
             with self:
                 return op._op_dk(operator.composed, *args, **kwargs)

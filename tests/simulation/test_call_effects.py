@@ -29,3 +29,23 @@ def test_two_results_that_are_one_tensor_are_one_in_every_simulation(monkeypatch
             hardware="h100",
         ).changes
     )
+
+
+def test_what_one_simulation_found_of_operators_the_next_with_its_kernels_knows(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        call_effects, "work_of", lambda *call, by=call_effects.work_of: found.append(call[0]) or by(*call)
+    )
+    step = {"loss": lambda y, _: y.sum(), "hardware": "h100"}
+    first, second = (ms.MemoryProfiler(nn.Linear(8, 8), **step) for _ in range(2))
+    second.kernels = first.kernels
+
+    def profiled(profiler):
+        del found[:]
+        profile = profiler.profile(torch.ones(4, 8))
+        return profile.peak_bytes, bool(found)
+
+    (before, is_new), (again, is_new_again) = profiled(first), profiled(second)
+    assert (before, is_new, is_new_again) == (again, True, False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:64")  # but not under other switches
+    assert profiled(second) > (before + (128 << 20), True)

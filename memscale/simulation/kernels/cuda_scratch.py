@@ -22,6 +22,13 @@ from memscale.simulation.kernels.programs import Capability
 from memscale.simulation.process_state import patched
 
 _KIB, _MIB = 1 << 10, 1 << 20
+#: The variables of the environment that are looked up here.
+BLAS_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "DISABLE_ADDMM_CUDA_LT",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+)
 
 
 def cublas_workspace_bytes(

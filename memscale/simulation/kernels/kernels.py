@@ -53,7 +53,11 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "addmv", "mv", "dot"
 
 
 class Kernels:
-    """The kernels of a device, for a step that is simulated on another."""
+    """The kernels of a device, for a step that is simulated on another.
+
+    Attributes:
+        known: what simulations have found of PyTorch's operators, by its switches; a planner's share one of these.
+    """
 
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
         self.hardware = hardware
@@ -61,6 +65,7 @@ class Kernels:
         self.is_cuda = hardware.device_type == "cuda"
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
+        self.known: dict[Any, dict[int, Any]] = {}
         self._cpu = CpuScratch(probe=probe)
         self._times = CpuTimes() if probe and not self.is_cuda else None
         self._cuda = CudaProbe() if self.is_cuda and probe else None
