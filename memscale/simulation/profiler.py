@@ -15,6 +15,7 @@ from torch import nn
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config
 from memscale.core import ConfigError, Loss, MemscaleError, Record, check_loss, history_path
+from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
@@ -216,9 +217,11 @@ class MemoryProfiler:
         except Exception as error:  # the model's own, or one that only a simulation provokes: a real step tells which
             reason = f"{type(error).__name__}: {error}"
             if _is_on_meta(self.model):
+                numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(batch))
+                zeros = ": its numbers on meta are taken for zeros, which may be padding to this model, so give real ones"
                 raise ConfigError(
-                    f"the step fails: {reason}. Check that the batch is what the model is called with; if it does run "
-                    "on a real device, build the model there"
+                    f"the step fails: {reason}. Check that the batch is what the model is called with"
+                    f"{zeros if numbers else ''}; if it does run on a real device, build the model there"
                 ) from error
         return self._measure(step, batch, reason)
 

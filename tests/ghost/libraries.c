@@ -270,11 +270,19 @@ static void note_convolution(const Descriptor *operation) {
     }
     if (in_group == 1 && channels > 1) of_convolution = 0;
 }
+static int convolves(const Descriptor *operation) {
+    int type = operation->type;
+    return type == CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR || type == CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR
+        || type == CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR;
+}
 cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t d) {
-    switch (((Descriptor *)d)->type) {
-    case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR: case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR:
-    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR: note_convolution(d); break;
-    case CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR: of_convolution = 0; break;
+    const Descriptor *made = d;
+    if (convolves(made)) note_convolution(made);
+    if (made->type == CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR) { /* attention's has no convolution, and the last one's is not its own */
+        const Attribute *operations = attribute(made, CUDNN_ATTR_OPERATIONGRAPH_OPS);
+        int found = 0;
+        for (int64_t i = 0; operations && i < operations->count; i++) found |= convolves(((Descriptor **)operations->data)[i]);
+        if (!found) of_convolution = 0;
     }
     return CUDNN_STATUS_SUCCESS;
 }

@@ -105,3 +105,20 @@ def test_what_follows_from_a_choice_is_noted_at_any_size():
     for rows in (48, 1 << 18):
         profile = ms.profile(model, torch.zeros(rows, 8, dtype=torch.long), loss=mean)
         assert any("random ones were assumed" in note for note in profile.notes)
+
+
+def test_a_batch_on_meta_is_said_to_be_zeros_where_the_step_fails_of_it():
+    class LastToken(nn.Module):  # as mBART shifts its labels, by the last that is no padding
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+
+        def forward(self, tokens):
+            last = tokens.ne(0).sum(1, keepdim=True) - 1
+            return self.embed(tokens.gather(1, last)).sum()
+
+    model = LastToken().to("meta")
+    with pytest.raises(ms.ConfigError, match="on meta are taken for zeros, which may be padding"):
+        ms.profile(model, torch.ones(2, 4, dtype=torch.long, device="meta"), loss=lambda y, _: y, hardware="h100")
+    real = ms.profile(model, torch.ones(2, 4, dtype=torch.long), loss=lambda y, _: y, hardware="h100")
+    assert real.method == "static"
