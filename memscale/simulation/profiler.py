@@ -218,7 +218,7 @@ class MemoryProfiler:
             reason = f"{type(error).__name__}: {error}"
             if _is_on_meta(self.model):
                 numbers = any(each.is_meta and not each.is_floating_point() for each in tensors_of(batch))
-                zeros = ": its numbers on meta are taken for zeros, which may be padding to this model, so give real ones"
+                zeros = ": its numbers on meta are taken for zeros, which may be padding to it, so give real ones"
                 raise ConfigError(
                     f"the step fails: {reason}. Check that the batch is what the model is called with"
                     f"{zeros if numbers else ''}; if it does run on a real device, build the model there"

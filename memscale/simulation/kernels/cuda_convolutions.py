@@ -39,7 +39,7 @@ def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: i
     if without_cudnn(args, capability):
         # A transposed one adds the bias as a product with ones.
         ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
-        return RESULTS, *taken(_columns(args), ones)
+        return *taken(copied(args[0]), copied(args[1])), RESULTS, *taken(_columns(args), ones)
     image, kernel = _in_one_format(*args[:2])
     result = args[0].new_empty(_result_shape(args), device="meta")
     return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(capability))
@@ -116,11 +116,12 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         bias = torch.empty(grad.size(1), dtype=grad.dtype, device="meta")
         of_bias = Result(2), *briefly(*reduced("aten.sum.dim_IntList", (grad, dims), bias, capability, multiprocessors))
+    # Contiguous ones, of a gradient after a cat, say, which lies beside others.
+    copies: tuple[int, ...] = taken(*map(copied, args[:3]))
     if without_cudnn(given, capability) and by_products(given):
         # The gradient of the image has the patches also where they are the image.
         columns = _columns(given, always=wanted[0])
-        return _products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
-    copies: tuple[int, ...] = ()
+        return *copies, *_products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
     of_image = of_weight = 0
     if not without_cudnn(given, capability):
         copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)

@@ -348,6 +348,13 @@ def test_convolutions_that_cudnn_refuses_lay_out_the_patches_of_one_image(
         of_double = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
         program = cuda_program(f"aten.{op}.default", of_double, forward.double(), (8, 0), 108)
         assert most_held(program) == 0  # by cuDNN, without copies
+    # One half of what two of them gave, side by side: it is copied, and so is an image that does not lie in order.
+    beside = torch.cat([forward, forward], 1)[:, : forward.size(1)]
+    program = cuda_program("aten.convolution_backward.default", (beside, *backward[1:]), None, (7, 5), 40)
+    assert program[: len(in_backward) + 1] == (forward.nbytes, *in_backward)
+    if image.size(1) > 1:
+        image = image.transpose(1, -1).contiguous().transpose(1, -1)
+        assert cuda_program("aten.convolution.default", (image, *args[1:]), forward, (7, 5), 40)[0] == image.nbytes
 
 
 def test_their_products_take_the_workspace_of_cublas():
