@@ -98,3 +98,18 @@ def _seeds():
     _seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture
+def no_collection():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,7 +1,6 @@
 """A transformed or wrapped model holds no reference to itself: `del` frees its weights, without a collection."""
 
 import copy
-import gc
 import pickle
 import weakref
 
@@ -31,12 +30,7 @@ HOWS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def layers():

@@ -274,20 +274,13 @@ COMPILED = {
 }
 
 
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def trained(model, run, x):
     for _ in range(2):
         run(x).square().sum().backward()
     return {**gradients(model), **side_effects(model)}
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("plan", COMPILED.values(), ids=COMPILED)
 def test_compiles_without_a_graph_break_to_equal_numbers(plan):
@@ -299,7 +292,7 @@ def test_compiles_without_a_graph_break_to_equal_numbers(plan):
     assert trained(fit, compiled, x) == trained(plain, plain, x)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_compiled_side_effects_happen_once():
     model = make(CONVNET)
@@ -309,7 +302,7 @@ def test_compiled_side_effects_happen_once():
     assert fit[0].calls == 2
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_compiled_step_notices_a_parameter_that_was_replaced(fullgraph):

@@ -15,6 +15,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli import app
+from tests.support.models import Block
 
 # Of a training loop under a limit of 200 MiB, with the CUDA build of PyTorch 2.13 on stand-in libraries (tests/ghost):
 # three blocks of width 256, AdamW, 8,192 rows, stacks="python". The error said 146.29 MiB allocated, 31.71 MiB free.
@@ -23,15 +24,6 @@ SNAPSHOT = Path(__file__).parent / "out-of-memory.pickle"
 
 def snapshot() -> Any:
     return pickle.loads(SNAPSHOT.read_bytes())
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
 def test_the_moment_of_the_failure_is_put_together_again() -> None:

@@ -11,19 +11,19 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
 from memscale.runtime import Runtime
 from tests.support.checks import bits, seed
+from tests.support.surroundings import Doubling, Symmetric, doubles_by_default
 
 CHECKPOINT = ms.checkpoint()
 DOTS = ms.checkpoint(policy=ms.policies.dots_saveable)
@@ -372,21 +372,6 @@ def _() -> None:
         ms.tile(size=2)(fn)(torch.ones(3, 2))
 
 
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func is torch.sin else result
-
-
-@contextmanager
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def around(context: Callable[[], Any]) -> Callable[[Any], Any]:
     def run(how: Any) -> Any:
         model = nn.Linear(2, 2)
@@ -398,11 +383,6 @@ def around(context: Callable[[], Any]) -> Callable[[Any], Any]:
         return gradients(y.float(), model, x)
 
     return run
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return (weight.triu() + weight.triu(1).T).tanh()
 
 
 @finding(10, "parametrize.cached() around the forward only")
@@ -417,7 +397,7 @@ def _() -> None:
 
 @finding(10, "another default dtype around the forward only")
 def _() -> None:
-    same(around(double))
+    same(around(doubles_by_default))
 
 
 @finding(11, "p.data = new between forward and backward")

@@ -14,23 +14,15 @@ from memscale.algebra import chain
 from memscale.hardware.device import Hardware
 from memscale.planning import engine
 from tests.legacy.test_legacy import equal, gpt2, gpt2_batch, traces, train
+from tests.support.models import Block
 
 MIB = 2**20
 WIDTH = 64
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 def stack(blocks=4):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(blocks)])
+    return nn.Sequential(*[Block(WIDTH) for _ in range(blocks)])
 
 
 def rows(count):

@@ -17,23 +17,15 @@ from memscale.core import PolicyFallbackNeeded
 from memscale.history import Run
 from memscale.planning import ProvenPlan, taken_bytes
 from memscale.policy import FEATURES, TECHNIQUES, Artifact, StrategyContext, StrategyDecision, rule, select
+from tests.support.models import Block
 
 AUTO = ms.Config(auto_policy=True)
 SOME = StrategyContext(**dict.fromkeys(FEATURES, 2048), eligible=TECHNIQUES)
 
 
-class Block(nn.Module):
-    def __init__(self, width=512):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 def stack(kind=Block, layers=4):
     with torch.device("meta"):
-        return nn.Sequential(*[kind() for _ in range(layers)])
+        return nn.Sequential(*[kind(512, norm=True) for _ in range(layers)])
 
 
 def engine(config, model=None):
@@ -246,7 +238,7 @@ def test_wrap_says_who_decided(monkeypatch, caplog):
     card = dataclasses.replace(ms.Hardware.named("t4"), memory_bytes=(512 + 30) << 20)
     monkeypatch.setattr(ms.Hardware, "detect", lambda device=None: card)
     caplog.set_level("INFO", "memscale")
-    model = nn.Sequential(*[Block(64) for _ in range(4)])
+    model = nn.Sequential(*[Block(64, norm=True) for _ in range(4)])
     ms.detach(ms.wrap(model, ms.Config(auto_policy=True, target_gpu_utilization=1.0), torch.ones(4096, 64)))
     assert [each for each in caplog.messages if each.startswith("policy: ") and ", by rule: " in each]
 

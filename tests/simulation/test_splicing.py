@@ -8,24 +8,16 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation import Given, MemoryProfiler, Strand, reserved_bytes, spliced
+from tests.support.models import Block
 
 COUNT, WIDTH = 6, 1024
 LARGEST = 4 * 4096 * 4 * WIDTH  # a block that finds room in what is cached, or does not
 PATHS = [str(at) for at in range(COUNT)]
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 def simulated(rules, *, updates=True, steps=True):
     with torch.device("meta"):
-        model, batch = nn.Sequential(*[Block() for _ in range(COUNT)]), torch.zeros(4096, WIDTH)
+        model, batch = nn.Sequential(*[Block(WIDTH, norm=True) for _ in range(COUNT)]), torch.zeros(4096, WIDTH)
     step = {"loss": lambda y, _: y.square().mean(), "hardware": "h100"}
     optimizer = torch.optim.AdamW(model.parameters()) if steps else None
     return MemoryProfiler(model, optimizer, plan=rules, **step).simulated(batch, updates=updates)

@@ -46,6 +46,18 @@ def mlp(width: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
+class Block(nn.Module):
+    """A residual MLP, which `norm` normalises first."""
+
+    def __init__(self, width: int, *, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if norm else None
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x if self.norm is None else self.norm(x))))
+
+
 class Polynomial(nn.Module):
     """Integer weights and x² + x in float64: every sum is exact, in whatever order it is taken."""
 

@@ -3,7 +3,6 @@
 import gc
 import threading
 
-import pytest
 import torch
 
 import memscale as ms
@@ -22,14 +21,6 @@ class Cycle:
     def __init__(self, content):
         self.content = content
         self.me = self
-
-
-@pytest.fixture
-def no_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def two_sines(runtime):

@@ -13,6 +13,7 @@ import memscale as ms
 from memscale.core import fsdp_groups, internals
 from memscale.simulation.analysis import analyse
 from tests.support.checks import bits
+from tests.support.models import Block
 from tests.support.whole_run import true_peaks, with_own_buckets
 
 pytestmark = [
@@ -24,21 +25,12 @@ pytestmark = [
 WIDTH = 96
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(301, WIDTH)  # rows that no number of processes divides
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block(WIDTH, norm=True) for _ in range(3)])
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, tokens):

@@ -8,6 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.simulation import Ranks
+from tests.support.models import Block
 from tests.support.whole_run import true_peaks
 
 pytestmark = [
@@ -19,20 +20,11 @@ WIDTH, VOCABULARY = 64, 301  # rows that no two processes divide
 TOKENS = torch.arange(4 * 40).view(4, 40) % VOCABULARY
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
-
-
 class Model(nn.Module):
     def __init__(self, *, tied=False):
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block() for _ in range(3)])
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([Block(WIDTH) for _ in range(3)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight

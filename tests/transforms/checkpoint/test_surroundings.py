@@ -10,38 +10,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import memscale as ms
 from tests.support.checks import bits, seed
-
-
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func is torch.sin else result
+from tests.support.surroundings import Doubling, Symmetric, doubles_by_default
 
 
 class Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         return result.round(decimals=1) if func is torch.ops.aten.sin.default else result
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight):
-        return (weight.triu() + weight.triu(1).T).tanh()
-
-
-@contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @contextmanager
@@ -66,7 +46,7 @@ CONTEXTS = {
     "cached parametrizations": parametrize.cached,
     "function mode": Doubling,
     "dispatch mode": Rounding,
-    "default dtype": default_dtype,
+    "default dtype": doubles_by_default,
     "hook of all modules": hook_of_all_modules,
     "default device": lambda: torch.device("cpu"),
 }

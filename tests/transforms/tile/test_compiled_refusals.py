@@ -12,7 +12,10 @@ from memscale import tile
 from memscale.core import internals
 from tests.support.coverings import pairwise
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
 
 
 class Normalized(nn.Module):
@@ -49,13 +52,6 @@ CASES = {
     "F.batch_norm": (lambda: ByFunction(4, 4), r"BatchNorm"),
     "a buffer": (lambda: Averaged(4, 4), r"would update 'average' once for every piece"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def state(model):
