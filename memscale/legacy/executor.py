@@ -16,10 +16,10 @@ from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
 from memscale.legacy.decision import Verdict, decide, hardware_of
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
-from memscale.legacy.known_plans import MOST, KnownPlans
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
+from memscale.legacy.plans_by_shapes import MOST, PlansByShapes
 from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, as_batch, shapes_of, with_shapes
@@ -93,7 +93,7 @@ class Executor:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._before: list[Former] = []
         self._watch = None if verdict.for_all else Watch(self.before_call)
-        self._plans = KnownPlans()
+        self._plans = PlansByShapes()
         self._between_steps = True
         self._reality: Reality | None = None
         self.peak_error: float | None = None  # by how much of the real peak the predicted one was off
@@ -372,7 +372,7 @@ class Executor:
         return {
             **self.__dict__,
             **gone,
-            "_plans": KnownPlans(present=self._plans.present),
+            "_plans": PlansByShapes(present=self._plans.present),
             "_seen": {},
             "_model": self.model,
         }

@@ -1,4 +1,4 @@
-"""`KnownPlans`: what was decided for one model so far, each for batches of some shapes, and which of them holds."""
+"""`PlansByShapes`: what was decided for one model so far, each for batches of some shapes, and which of them holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Known(NamedTuple):
 
 
 @dataclass
-class KnownPlans:
+class PlansByShapes:
     """Which plan is for which shapes.
 
     A plan may follow another one between two steps only: the graph of a step is made under one plan, and recomputed
