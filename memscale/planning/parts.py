@@ -24,7 +24,7 @@ _LEAST, _MOST = 1 / 10, 9 / 10
 # Of what the whole model seems to keep the loss has its share.
 _COVERED, _COVERED_OF_ALL = 1 / 2, 1 / 10
 # What runs so often in a step is a block in a row, as if there were as many.
-_TURNS = 3
+_RUNS = 3
 # The first and the last block of a row keep a little more or less than the others.
 _ALIKE = 0.1
 
@@ -75,7 +75,10 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
     opened = _above([head]) if head is not None and late else frozenset[str]()
 
     def is_small(path: str) -> bool:
-        return kept[path] <= _LARGE * kept[""] or step.turns(path) >= _TURNS
+        if kept[path] <= _LARGE * kept[""]:
+            return True
+        # What is around a loop does not itself recur, though its operators do.
+        return all(kept[child] <= _MOST * kept[path] for child in _children(path, modules)) and step.runs(path) >= _RUNS
 
     def within(path: str) -> list[str]:
         """The parts at and below `path`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -92,6 +93,15 @@ class SimulatedStep:
             for op in self.ledger.ops[first_op:]
             if op.phase is Phase.FORWARD and (f"{op.path}.".startswith(inside) if path else op.path)
         )
+
+    def runs(self, path: str) -> int:
+        """How often the forward of the module at `path` runs: as often as the rarest operator in it."""
+        inside = f"{path}."
+        ops = self.ledger.ops[self.ledger.steps[-1][1] :]
+        found = Counter(
+            (op.path, op.name) for op in ops if op.phase is Phase.FORWARD and f"{op.path}.".startswith(inside)
+        )
+        return min(found.values(), default=0)
 
     def turns(self, path: str) -> int:
         """How often the forward of the module at `path` begins behind another's, as a cell in a loop does each time."""

@@ -70,11 +70,12 @@ class _Recurring(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = TransformerBlock(16, dropout=0.0)
+        self.group = nn.ModuleList([TransformerBlock(16, dropout=0.0)])
+        self.group[0].qkv = nn.Sequential(nn.Linear(16, 48), nn.Tanh())  # so that its children keep more than half
 
     def forward(self, x):
         for _ in range(3):
-            x = self.block(x)
+            x = self.group[0](x)
         return x
 
 
@@ -83,7 +84,7 @@ def _flat():
 
 
 @pytest.mark.parametrize(
-    ("make", "paths"), [(_flat, [""]), (_Own, [""]), (_Recurring, ["block"])], ids=["flat", "own code", "recurring"]
+    ("make", "paths"), [(_flat, [""]), (_Own, [""]), (_Recurring, ["group.0"])], ids=["flat", "own code", "recurring"]
 )
 def test_what_its_own_code_makes_is_a_part_and_so_is_what_recurs(make, paths):
     """A flat MLP had no part at all, and no plan; of a block that recurs only its attention could be recomputed."""
