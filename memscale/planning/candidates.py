@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,7 +101,8 @@ class Menu:
     @classmethod
     def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
         """The menu for `batch`."""
-        leaves = batches.tensors(batch)
+        # Of a mapping those of the keyword that is passed first, which `tile` cuts.
+        leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
         return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
 
     def with_own(self, among: frozenset[str]) -> frozenset[str]:

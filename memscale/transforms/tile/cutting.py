@@ -47,7 +47,7 @@ class Cut:
         _refuse_packed(how, (*args, *kwargs.values()))
         leaves, self.spec = pytrees.flatten((args, kwargs))
         self.leaves = [_real(leaf) for leaf in leaves]
-        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how)
+        self.dims = self._explicit(how, args, kwargs) if how.in_dims is not ... else self._matching(how, args, kwargs)
         for index in self.dims:
             _refuse_layout(how, self.leaves[index])
         if not self.dims:
@@ -62,12 +62,12 @@ class Cut:
             )
         self.ranges = how.ranges(self.total)
 
-    def _matching(self, how: Cutting) -> dict[int, int]:
+    def _matching(self, how: Cutting, args: Any, kwargs: Any) -> dict[int, int]:
         dim = how.dim
         tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             return {}
-        first = tensors[0][1]
+        first = pytrees.tensors([*args, *kwargs.values()])[0]  # as passed: leaves are in the order of names
         for _, leaf in tensors:
             if leaf.is_nested:
                 _refuse_layout(how, leaf)

@@ -39,6 +39,13 @@ def test_an_argument_passed_whole_may_be_read_and_copied():
     assert torch.equal(ms.tile(chunks=2)(region)(rows, table), region(rows, table))
 
 
+def test_the_first_of_keyword_arguments_is_the_one_that_is_passed_first():
+    """It was the first by the alphabet."""
+    rows, bias = torch.randn(4, 6), torch.randn(6)
+    found = ms.tile(chunks=2)(lambda rows, bias: torch.sin(rows + bias))(rows=rows, bias=bias)
+    assert torch.equal(found, torch.sin(rows + bias))
+
+
 def test_a_module_that_the_first_piece_makes_is_refused_once():
     """Every piece would make its own, and train that."""
 
