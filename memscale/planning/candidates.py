@@ -13,6 +13,7 @@ from torch import nn
 from memscale import policies
 from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
+from memscale.planning.blocks import could_be_block
 from memscale.planning.heads import is_tied, loss_head
 from memscale.planning.parts import Part
 from memscale.runtime import AsyncOffloadConfig
@@ -26,6 +27,8 @@ _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
 # time than pieces of two, and the step held 3 % less.
 _FEWEST_ROWS = 2
+# A row of single operations is cut at each of so many with a weight.
+_EVERY = (1, 2, 4)
 # What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
 # next to nothing, and are many to simulate (of 24 rounds of two cells, the smallest plan took 5 s instead of 28).
 _MANY_TURNS = 8
@@ -143,6 +146,8 @@ class Menu:
                 yield Candidate(((child, again),))
             if len(part.children) > 1:
                 yield Candidate(tuple((child, again) for child in part.children))
+            for cuts in _cuts(part.module):
+                yield Candidate(((whole, checkpoint(cuts=cuts)),))
         for child in cut:
             yield Candidate(((child, pieces),))
             if may("checkpoint"):
@@ -212,6 +217,22 @@ class Menu:
             for inside, each in candidate.rules
         ]
         return Candidate(tuple(rules))
+
+
+def _cuts(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Where a row of single operations is cut: behind those with a weight, whose results are kept then, or before them,
+    which keeps less and runs them again; at each, every second, every fourth, or early ones only, behind which the row
+    is as it is."""
+    row = list(module.children())
+    if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
+        return
+    weighty = [at for at, each in enumerate(row) if any(one.ndim >= 2 for one in each.parameters())]
+    for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
+        for every in _EVERY if len(weighty) > 1 else ():
+            cuts = places[every - 1 :: every]
+            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
+                if count:
+                    yield tuple(cuts[:count])
 
 
 def _dims(module: nn.Module) -> dict[str, Any]:

@@ -105,3 +105,15 @@ def test_a_flat_model_is_planned_for_half_of_what_it_takes():
     assert "(the model)" in plan.explain()
     assert plan.explain("").startswith("(the model): tile(")
     torch.testing.assert_close(ms.transform(model, plan)(batch), model(batch))
+
+
+def test_a_row_of_single_operations_is_cut_behind_convolutions():
+    """None of its modules has anything to recompute, and as a whole it frees nothing: there was no plan for it."""
+    layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(4)]
+    model = nn.Sequential(nn.Sequential(*[each for layer in layers for each in layer]))
+    batch = torch.ones(4, 3, 32, 32)
+    engine = DecisionEngine(model, batch, loss=lambda y, _: y.square().mean(), hardware=CPU)
+    plan = engine.plan(int(0.8 * engine.plain.peak_bytes))
+    (rule,) = plan
+    assert rule.transform.cuts
+    assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
