@@ -52,7 +52,7 @@ def select(
         raise ConfigError(f"select(using={using!r}) must be one of {', '.join(map(repr, _USING))}")
     if not config.auto_policy or (context is not None and not context.is_accelerator):
         given = tuple(name for name in TECHNIQUES if getattr(config, SWITCHES[name]))
-        return _decision(config, given, "user_config", "a CPU" if config.auto_policy else "as it was given")
+        return _decided(config, given, "user_config", "a CPU" if config.auto_policy else "as it was given")
     if context is None:
         return _decided(config, eligible(config), "rule_fallback", "no_profile")
     if context.pressure <= _ONE:
@@ -112,13 +112,8 @@ def widenings(decision: StrategyDecision, context: StrategyContext, config: Conf
 def _decided(
     config: Config, techniques: tuple[str, ...], source: str, reason: str, confidence: float = 1.0, artifact: str = ""
 ) -> StrategyDecision:
-    return _decision(planned_with(config, techniques), techniques, source, reason, confidence, artifact)
-
-
-def _decision(
-    config: Config, techniques: tuple[str, ...], source: str, reason: str, confidence: float = 1.0, artifact: str = ""
-) -> StrategyDecision:
-    return StrategyDecision(mode_of(config), techniques, source, confidence, reason, "no", artifact, config)
+    with_them = config if source == "user_config" else planned_with(config, techniques)
+    return StrategyDecision(mode_of(with_them), techniques, source, confidence, reason, "no", artifact, with_them)
 
 
 def _stamp(path: str) -> tuple[int, int]:
