@@ -136,6 +136,7 @@ BAD = {
     "compose: a factory": (lambda: ms.compose(ms.identity, ms.checkpoint), r"at position 1; call the factory"),
     "name: empty": (lambda: ms.name(torch.ones(1), ""), r"the label is a non-empty string, got ''"),
     "name: no string": (lambda: ms.name(torch.ones(1), 3), r"the label is a non-empty string, got 3"),
+    "name: the other way round": (lambda: ms.name("x", torch.ones(1)), r"got a tensor; write name\(x, 'hidden'\)"),
     "name: no tensor": (lambda: ms.name([1], "a"), r"labels a tensor, got list for label 'a'"),
     "names: none": (lambda: policies.save_only_these_names(), r"save_only_these_names: give at least 1 name"),
     "names: empty": (lambda: policies.save_only_these_names(""), r"a name is a non-empty string .*got ''"),

@@ -46,7 +46,8 @@ def name(tensor: T, label: str) -> T:
     Source: ``jax.ad_checkpoint.checkpoint_name``.
     """
     if not isinstance(label, str) or not label:
-        raise ConfigError(f"name(tensor, label): the label is a non-empty string, got {label!r}")
+        got = "a tensor; write name(x, 'hidden')" if isinstance(label, torch.Tensor) else repr(label)
+        raise ConfigError(f"name(tensor, label): the label is a non-empty string, got {got}")
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"name(tensor, label) labels a tensor, got {type(tensor).__name__} for label {label!r}")
     for hear in listeners.stack:
