@@ -71,6 +71,10 @@ def test_a_region_around_one_with_forces_keeps_what_its_policy_says():
 
 @pytest.mark.parametrize("policy", [None, ms.policies.dots_saveable])
 def test_a_region_in_one_with_forces_is_recomputed_within_its_run(policy):
+    if policy is not None and torch.__version__ < "2.11":
+        pytest.skip(
+            "with PyTorch 2.10 the inner region is seen by a mode, which what the outer one kept goes past: refused"
+        )
     model = ForceField()
     expected = step(model, model)
     rules = {"": ms.checkpoint(policy=ms.policies.dots_saveable), "net": ms.checkpoint(policy=policy)}
