@@ -40,6 +40,7 @@ MAY_ASK = {
     "simulation/answers.py": "whether PyTorch itself has CUDA here, or has to be told of a device",
     "simulation/call_effects.py": "of the kernels, which are those of the device that is simulated",
     "simulation/kernels/kernels.py": "a probe runs kernels on the device at hand",
+    "simulation/kernels/shapes.py": "a key of what is remembered, from where a stand-in is",
     "simulation/operators.py": "of the kernels, which are those of the device that is simulated",
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",
