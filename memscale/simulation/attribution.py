@@ -381,9 +381,12 @@ def _is_backward(ledger: Ledger, op: int) -> bool:
 
 
 def _op_seconds(ledger: Ledger, clock: Clock) -> list[float]:
-    """What each operator of the last step takes, with what the host takes to issue it; copies are not waited for."""
+    """What each operator of the last step takes, with what the host takes to issue it; copies are not waited for.
+
+    What the host itself computes beside a card takes as long as the card stands still for it.
+    """
     first_op = ledger.steps[-1][1]
-    found = [op.seconds or 0.0 for op in ledger.ops[first_op:]]
+    found = [0.0 if at in clock.on_host else op.seconds or 0.0 for at, op in enumerate(ledger.ops[first_op:], first_op)]
     for stall in clock.stalls:
         if stall.cause == "host" and stall.begin >= clock.steps[-1] and stall.op < len(ledger.ops):
             found[stall.op - first_op] += stall.end - stall.begin
