@@ -113,7 +113,7 @@ class Books:
         seconds: float | None
         if way is not None and knows_copies(self._clock.hardware):
             seconds = self._clock.across(way, work.nbytes // 2)
-        elif storages.away:  # the CPU beside an accelerator computes, from tensors of its own
+        elif storages.away and not storages.counts:  # the CPU beside an accelerator computes, from tensors of its own
             seconds = host_seconds(work.nbytes, self._clock.hardware)
             self._clock.host_operator(seconds)
         else:

@@ -228,7 +228,7 @@ class HollowMode(TorchDispatchMode):
         """Run an operator that touches no data."""
         op = operator.op
         # New ones here came from Python (`torch.tensor`), so their values are real.
-        self.storages.away = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
+        self.storages.away = self.storages.counts = op is _FROM_PYTHON and self._counts_beside(list(args[0].shape))
         if self.host is not None:
             self.books.used = []
             self.host.views()

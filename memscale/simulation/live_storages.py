@@ -53,6 +53,7 @@ class LiveStorages:
         self._caches = None if caches is None else CacheContents(caches)
         self._memory = None if beside_cpu else NewMemory()
         self.away = False  # whether what is made now is made on another memory tier
+        self.counts = False  # whether an operator is of single numbers: what a CPU takes for these is its call
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record
         self._sizes: dict[int, int] = {}  # of those that were resized
@@ -73,6 +74,7 @@ class LiveStorages:
         ]
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
         self.away = self.beside_cpu and any(map(_AWAY, records)) and all(map(_may_be_away, records))
+        self.counts = not any(record.shape for record in records)
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memscale.simulation.kernels.attention_programs import ATTENTION
+from memscale.simulation.kernels.cuda_batch_norms import BATCH_NORMS
 from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS
 from memscale.simulation.kernels.cuda_fused import FUSED_ORDER, FUSED_PROGRAMS, partial_gradients
 from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduced
@@ -218,21 +219,6 @@ def _layer_norm_backward(args: Sequence[Any], capability: Capability, multiproce
     return *taken(copied(x)), RESULTS, *taken(copied(grad)), *partials
 
 
-def _batch_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
-    """The statistics of a batch that lies otherwise than by images or with its channels last: a reduction, in float32.
-
-    Source: ``batch_norm_choose_impl`` and ``batch_norm_mean_var`` in aten/src/ATen/native/cuda/Normalization.cu.
-    """
-    x, training = args[0], args[5]
-    if not training or x.is_contiguous() or has_channels_last(x):
-        return PLAIN
-    wide = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32), device="meta")
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    moments = [wide.new_empty(x.size(1))] * 2
-    scratch = reduced("aten.var_mean.correction", (wide, dims), moments, capability, multiprocessors)
-    return RESULTS, *taken(0 if wide.dtype == x.dtype else wide.nbytes), *scratch
-
-
 def _group_norm(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """Scale and shift of every channel, in float32; of halves the statistics, too.
 
@@ -378,7 +364,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     "aten._unsafe_index_put.default": _index_put,
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
-    "aten.native_batch_norm.default": _batch_norm,
+    **BATCH_NORMS,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten._softmax.default": _copy_after,

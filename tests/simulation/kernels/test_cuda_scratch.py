@@ -380,3 +380,17 @@ def test_attention_of_cudnn_asks_for_no_more_where_heads_share_keys(shape, nbyte
     key = torch.empty(batch, shared, keys, head, dtype=torch.bfloat16, device="meta")
     op = "aten._scaled_dot_product_cudnn_attention_backward.default"
     assert cuda_program(op, (query, query, key, key), None, (9, 0)) == (RESULTS, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((2000, 192), (24576, 24)), ((100, 64), ()), ((60_000, 48), (98304, 8))],  # as the CUDA build takes them
+)
+def test_a_batch_norm_of_rows_puts_down_the_parts_of_its_sums(shape, parts):
+    x, weight = torch.empty(shape, device="meta"), torch.empty(shape[1], device="meta")
+    args = (x, weight, weight, weight, weight, True, 0.1, 1e-5)
+    assert cuda_program("aten.native_batch_norm.default", args, None, (9, 0), 132) == (RESULTS, *briefly(*parts))
+    given = (x, x, weight, weight, weight, weight, weight, True, 1e-5, [True, True, True])
+    program = cuda_program("aten.native_batch_norm_backward.default", given, None, (9, 0), 132)
+    halves = briefly(parts[0] // 2, parts[1]) if parts else ()
+    assert program == (weight.nbytes, weight.nbytes, Result(1), Result(2), *halves, Result(0))
