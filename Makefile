@@ -123,6 +123,6 @@ SECONDS ?= 1800
 
 policy: $(READY)
 	$(PIP) --constraint constraints.txt --editable '.[train]'
-	$(PYTHON) benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seconds $(SECONDS) $(ARGS)
-	$(PYTHON) benchmarks/policy/prove.py benchmarks/policy/labels.jsonl --out benchmarks/policy/proven.jsonl --seconds $(SECONDS)
-	$(PYTHON) benchmarks/policy/fit.py benchmarks/policy/labels.jsonl benchmarks/policy/proven.jsonl
+	$(PYTHON) benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl.xz --seconds $(SECONDS) $(ARGS)
+	$(PYTHON) benchmarks/policy/prove.py benchmarks/policy/labels.jsonl.xz --out benchmarks/policy/proven.jsonl --seconds $(SECONDS)
+	$(PYTHON) benchmarks/policy/fit.py benchmarks/policy/labels.jsonl.xz benchmarks/policy/proven.jsonl

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from label import SETS
+from label import SETS, known
 
 from memscale.policy import FEATURES, TECHNIQUES, StrategyContext, rule
 
@@ -39,13 +39,13 @@ class Case:
         """What cases are resampled by."""
         return f"{self.key[0]} {self.key[1]}"
 
-    @property
+    @cached_property
     def rules(self) -> str:
         """What the rules answer."""
         named = dict(zip(FEATURES, self.features, strict=True))
         return "+".join(rule(StrategyContext(**named, eligible=TECHNIQUES)))
 
-    @property
+    @cached_property
     def best(self) -> str:
         """The answer with which planning is cheapest and loses nothing, the simplest of such."""
         return self.best_for(1.0)
@@ -100,8 +100,7 @@ def outcome(case: Case, answer: str | None, bound: float = 1.0) -> Outcome:
 
 def read(labels: Path, proven: Path) -> tuple[list[Case], list[Case]]:
     """All labelled cases that can fit, and those that were proven and can."""
-    rows = [json.loads(line) for line in labels.read_text().splitlines()]
-    proofs = [json.loads(line) for line in proven.read_text().splitlines()]
+    rows, proofs = known(labels), known(proven)
     steps = {(row["family"], row["seed"], row["card"]): dict(zip(SETS, row["steps"], strict=True)) for row in rows}
     # Trials are counted; how many choices are then simulated was only seen in proofs, and is their mean.
     seen: dict[tuple[str, bool], list[int]] = defaultdict(list)

@@ -1,6 +1,6 @@
 """Fits policies to labelled cases, and judges each where neither its family nor its card was seen.
 
-    python benchmarks/policy/fit.py benchmarks/policy/labels.jsonl benchmarks/policy/proven.jsonl --artifact policy.json
+    cd benchmarks/policy; python fit.py labels.jsonl.xz proven.jsonl --artifact policy.json
 
 Prints the tables of docs/policy.md. The artifact is the depth-3 tree of all cases, for ``$MEMSCALE_POLICY``; the same
 labels give the same bytes.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from cases import ALL, Case, Outcome, outcome, read
 from label import CARDS, SETS
-from sklearn.ensemble import GradientBoostingClassifier
+from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 from sklearn.pipeline import make_pipeline
@@ -40,7 +40,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "logistic regression": lambda: make_pipeline(
         FunctionTransformer(np.log1p), StandardScaler(), LogisticRegression(max_iter=2000, C=0.1)
     ),
-    "boosted trees": lambda: GradientBoostingClassifier(n_estimators=30, max_depth=3, subsample=0.5, random_state=0),
+    "boosted trees": lambda: HistGradientBoostingClassifier(
+        max_iter=30, max_depth=3, early_stopping=False, random_state=0
+    ),
 }
 Answers = dict[str, list[str | None]]
 

@@ -1,10 +1,11 @@
 """What each set of techniques comes to, for configurations, cards and budgets, as far as a solver sees.
 
-    python benchmarks/policy/label.py --out benchmarks/policy/labels.jsonl --seeds 30 --cards 3 --seconds 1800
+    cd benchmarks/policy; python label.py --out labels.jsonl.xz --seconds 1800
 
-A line of JSON for each configuration on each card. Its candidates are simulated once; then for each budget and each set
-of techniques a solver chooses among them, and the step that it chose is not simulated: `prove.py` does that for a
-sample. Infeasible is null, and never a number. A run that is stopped goes on where it was.
+A line of JSON for each configuration on each card, in a file that may be compressed (.xz). Its candidates are simulated
+once; then for each budget and each set of techniques a solver chooses among them, and the step that it chose is not
+simulated: `prove.py` does that for a sample. Infeasible is null, and never a number. A run that is stopped goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import argparse
 import dataclasses
 import itertools
 import json
+import lzma
 import os
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 os.environ["MEMSCALE_CACHE"] = ""  # a plan that is known already says nothing of how long it takes
 
+import torch
 from families import FAMILIES, Subject, subject
+from torch import nn
 
 import memscale as ms
 from memscale.planning import taken_bytes
@@ -29,7 +33,7 @@ from memscale.planning.parts import parts_of
 from memscale.planning.search import Search
 from memscale.planning.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
-from memscale.simulation import Attribution
+from memscale.simulation import Attribution, Ledger
 
 CARDS = (
     "v100-16",
@@ -79,8 +83,8 @@ def cards_of(family: str, seed: int, count: int) -> list[str]:
 class Counted:
     """Stands for simulated trials, and counts them."""
 
-    def __init__(self, base: Attribution) -> None:
-        self.base, self.count = base, 0
+    def __init__(self, base: Attribution, ledger: Ledger) -> None:
+        self.base, self.ledger, self.count = base, ledger, 0
 
     def __call__(self, rules: Any, away: frozenset[str]) -> Counted:
         self.count += 1
@@ -95,15 +99,15 @@ def trial_steps(search: Search, among: frozenset[str]) -> int:
     menu = dataclasses.replace(search.menu, techniques=search.menu.techniques & among)
     parts = parts_of(search._model, search.plain, tiles=menu.tiles)
     menus = [*(menu.for_part(part, search.plain) for part in parts), menu.for_outside(search._model, parts)]
-    stub = Counted(search.plain.attribution([part.path for part in parts]))
+    stub = Counted(search.plain.attribution([part.path for part in parts]), search.plain.ledger)
     TrialSteps(stub.base, parts, menus, stub).run({}, search.patience)
     return stub.count
 
 
-def labels(family: str, seed: int, card: str) -> dict[str, Any]:
+def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
     """The line of one configuration on one card."""
     begun = time.process_time()
-    engine = engine_of(subject(family, seed), card)
+    engine = engine_of(given, card)
     identity_seconds = time.process_time() - begun
     (search,) = engine.searches
     searches = [search] if search.uncut is None else [search, search.uncut]
@@ -129,7 +133,7 @@ def labels(family: str, seed: int, card: str) -> dict[str, Any]:
             found[names] = min(chosen, default=None)
         cases.append([share, list(context.features().values()), [found[names] for names in SETS]])
     return {
-        "family": family,
+        "family": given.family,
         "seed": seed,
         "card": card,
         "parameters": sum(each.numel() for each in engine.model.parameters()),
@@ -141,29 +145,47 @@ def labels(family: str, seed: int, card: str) -> dict[str, Any]:
     }
 
 
+def runs_cells(given: Subject, card: str) -> bool:
+    """Whether it is a recurrence for which cuDNN has nothing on this card: each cell is a dozen operators."""
+    rows = [each for each in given.model.modules() if isinstance(each, nn.RNNBase)]
+    capability = ms.Hardware.named(card).capability
+    assert capability is not None
+    return capability < (8, 0) and any(p.dtype == torch.bfloat16 for each in rows for p in each.parameters())
+
+
 def cut_and_uncut(search: Search, engine: ms.DecisionEngine, names: str) -> list[frozenset[str]]:
     """The techniques that each search tries which a set asks: around a loss head that may be cut is no part."""
     among = engine._techniques(config_of(names))
     return [among, among - {"tile"}] if "tile" in among and search.uncut is not None else [among]
 
 
+def opened(path: Path, mode: str) -> IO[str]:
+    """A file of lines, compressed or not."""
+    return (lzma.open if path.suffix == ".xz" else open)(path, mode, encoding="utf-8")  # type: ignore[operator, no-any-return]
+
+
 def append(out: Path, row: dict[str, Any]) -> None:
     """A line more."""
-    with open(out, "a", encoding="utf-8") as file:
+    with opened(out, "at") as file:
         file.write(f"{json.dumps(row, separators=(',', ':'))}\n")
 
 
 def known(out: Path) -> list[dict[str, Any]]:
     """The lines that are there."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    if not out.exists():
+        return []
+    with opened(out, "rt") as file:
+        return [json.loads(line) for line in file]
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, required=True)
-    options.add_argument("--seeds", type=int, default=30)
+    options.add_argument("--seeds", type=int, default=27)
     options.add_argument("--first-seed", type=int, default=0)
-    options.add_argument("--cards", type=int, default=3, help="on how many cards each configuration is planned")
+    options.add_argument(
+        "--cards", type=int, default=len(CARDS), help="on how many cards each configuration is planned"
+    )
     options.add_argument("--seconds", type=float, default=float("inf"))
     given = options.parse_args()
     done = {(row["family"], row["seed"], row["card"]) for row in known(given.out)}
@@ -176,8 +198,12 @@ def main() -> None:
                 continue
             if time.perf_counter() - begun > given.seconds:
                 return
+            configuration = subject(family, seed)
+            if runs_cells(configuration, card):
+                print(f"{family} {seed} on {card}: not labelled, cells run one by one", flush=True)
+                continue
             try:
-                append(given.out, labels(family, seed, card))
+                append(given.out, labels(configuration, seed, card))
             except ms.MemscaleError as error:
                 print(f"{family} {seed} on {card}: {error}", flush=True)
             print(f"{family} {seed} on {card}: {time.perf_counter() - begun:.0f} s", flush=True)

@@ -1,6 +1,6 @@
 """What each set of techniques comes to by whole proofs, for a sample of the labelled cases.
 
-    python benchmarks/policy/prove.py benchmarks/policy/labels.jsonl --out benchmarks/policy/proven.jsonl --seconds 1800
+    cd benchmarks/policy; python prove.py labels.jsonl.xz --out proven.jsonl --seconds 1800
 
 One budget of each configuration on its first card, planned once with each set alone, as a policy would have it: peak
 and time of the plan, simulations and processor seconds that finding it took, without the simulation of the step as it

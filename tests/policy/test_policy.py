@@ -280,6 +280,24 @@ def test_what_cannot_fit_is_refused_after_everything_was_tried(artifact):
     assert caught.value.peak_bytes == engine(ms.Config(mode="aggressive")).smallest().evidence.planned.taken_bytes
 
 
+def test_a_configuration_is_labelled(tmp_path, monkeypatch):
+    folder = Path(ms.__file__).parents[1] / "benchmarks" / "policy"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    import label
+    from families import subject
+
+    row, out = label.labels(subject("mlp", 2), 2, "t4"), tmp_path / "labels.jsonl.xz"
+    for _ in range(2):
+        label.append(out, row)
+    assert label.known(out) == [json.loads(json.dumps(row))] * 2
+    assert [case[0] for case in row["cases"]] == list(label.BUDGETS)
+    everything = [case[2][-1] for case in row["cases"] if case[2][-1] is not None]
+    assert everything
+    assert all(least is None or everything[0][0] <= least[0] for least in row["cases"][0][2])
+    assert not label.runs_cells(subject("mlp", 2), "t4")
+
+
 @pytest.mark.deep
 def test_the_same_labels_give_the_same_artifact(tmp_path, monkeypatch):
     pytest.importorskip("sklearn", reason="fitting a policy takes scikit-learn: the extra train")
@@ -287,7 +305,7 @@ def test_the_same_labels_give_the_same_artifact(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     import fit
 
-    labels = folder / "labels.jsonl"
+    labels = folder / "labels.jsonl.xz"
     cases, proven = fit.read(labels, folder / "proven.jsonl")
     assert proven
     made = fit.artifact(cases, labels.read_bytes(), {})
