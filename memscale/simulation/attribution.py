@@ -388,8 +388,8 @@ def _op_seconds(ledger: Ledger, clock: Clock) -> list[float]:
     first_op = ledger.steps[-1][1]
     found = [0.0 if at in clock.on_host else op.seconds or 0.0 for at, op in enumerate(ledger.ops[first_op:], first_op)]
     for stall in clock.stalls:
-        if stall.cause == "host" and stall.begin >= clock.steps[-1] and stall.op < len(ledger.ops):
-            found[stall.op - first_op] += stall.end - stall.begin
+        if found and stall.cause == "host" and stall.begin >= clock.steps[-1]:
+            found[min(stall.op - first_op, len(found) - 1)] += stall.end - stall.begin  # behind the last one, too
     return found
 
 

@@ -43,6 +43,20 @@ def test_the_parts_add_up_to_the_step(how):
     assert found.seconds.sum() == pytest.approx(profile.step_seconds - waits)
 
 
+def test_what_the_host_does_for_an_optimizer_is_in_the_parts_once():
+    """It computes beside the card, which waits for it, behind the last operator too."""
+    model = _model()
+    optimizer = ms.offload_states()(torch.optim.AdamW(model.parameters()))
+    profiler = ms.MemoryProfiler(
+        model, optimizer, loss=lambda y, _: y.square().mean(), hardware=ms.Hardware.named("h100")
+    )
+    step = profiler.simulated(torch.zeros(4, 16, dtype=torch.long))
+    assert step.clock.on_host
+    profile = step.profile()
+    assert set(profile.exposed_seconds) == {"host"}
+    assert step.attribution(_blocks(model)).seconds.sum() == pytest.approx(profile.step_seconds, rel=1e-6)
+
+
 def test_what_backward_waits_for_is_the_doing_of_the_part_that_keeps_it():
     model, _ = _step()
     paths = _blocks(model)

@@ -126,8 +126,8 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[int, ...] = ()) -> T
             differs from the run; in forward, when the region changes something that cannot be brought back.
         RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
         TransformError: when what has `cuts` is no `nn.Sequential`, or too short; when the policy moves a value under
-            `torch.compile`, when a region under `torch.func` changes a
-            tensor that it is given in place, or when an argument leads to more than 4,096 objects.
+            `torch.compile`, when a region under `torch.func` changes a tensor that it is given in place, or when an
+            argument leads to more than 4,096 objects.
 
     Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
 
