@@ -20,7 +20,7 @@ import transformers
 from torch import nn
 
 import memscale as ms
-from memscale.planning.blocks import repeated_blocks
+from memscale.planning.parts.blocks import repeated_blocks
 
 Built = tuple[nn.Module, Any]
 Loss = Callable[[Any, Any], torch.Tensor]

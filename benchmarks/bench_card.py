@@ -35,7 +35,7 @@ from torch import nn
 from torch.autograd import DeviceType
 
 import memscale as ms
-from memscale.planning import repeated_blocks, taken_bytes
+from memscale.planning import repeated_blocks
 
 BUDGETS = (0.8, 0.6, 0.45)  # of what the step takes as it is
 ALMOST_ALL = 0.95  # of the card, for what does not fit on it as it is
@@ -219,7 +219,7 @@ def predictions(name: str, hardware: ms.Hardware) -> dict[str, Prediction]:
     def simulated(plan: ms.Plan | None, budget_bytes: int | None = None) -> Prediction:
         profile = ms.profile(model, batch, optimizer=optimizer, plan=plan, hardware=hardware)
         peak_bytes = max(profile.first_step_peak_bytes, profile.peak_bytes)
-        return Prediction(plan, peak_bytes, taken_bytes(profile), profile.step_seconds or 0.0, budget_bytes)
+        return Prediction(plan, peak_bytes, profile.taken_bytes, profile.step_seconds or 0.0, budget_bytes)
 
     found = {name: simulated(None if rules is None else ms.Plan(rules)) for name, rules in by_hand.items()}
     engine = ms.DecisionEngine(model, batch, optimizer=optimizer, hardware=hardware)

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import memscale as ms
 from memscale.core import call, matches, scalar_loss
-from memscale.planning import Point, repeated_blocks, taken_bytes
+from memscale.planning import Point, repeated_blocks
 from memscale.simulation.measured import training_roles
 
 MODELS = ("gpt2", "mixtral", "bert", "t5", "vit", "resnet", "unet", "lstm")
@@ -77,7 +77,7 @@ def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
     began = time.perf_counter()
     engine = ms.DecisionEngine(model, batch, optimizer=case.make_optimizer(model.parameters()), loss=case.loss)
     curve = engine.frontier(2)
-    least, most = curve[0].peak_bytes, taken_bytes(engine.plain)
+    least, most = curve[0].peak_bytes, engine.plain.taken_bytes
     print(f"{name}: {most / 1e6:.1f} MB as it is, {least / 1e6:.1f} MB at least ({time.perf_counter() - began:.1f} s)")
     least = int(least / (1 - _MARGIN)) + 1  # where doing nothing is the smallest, that is all the budgets
     limits = [int(least + max(0, most - least) * (at + 0.5) / budgets) for at in range(budgets)]

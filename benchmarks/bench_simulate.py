@@ -26,7 +26,6 @@ from _environment import environment
 from _llama import llama
 
 import memscale as ms
-from memscale.planning import taken_bytes
 
 # Layers, width, width of the MLP, heads; the seconds that a profile and a plan may take.
 SHAPES = {
@@ -94,7 +93,7 @@ def planning(name: str) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters())
     target = GPT2_PLAN_SECONDS if name == "gpt2" else SHAPES[name][2]
     found = {}
-    most = taken_bytes(ms.profile(model, batch, optimizer=optimizer, hardware="h100"))
+    most = ms.profile(model, batch, optimizer=optimizer, hardware="h100").taken_bytes
     for share in BUDGETS:
         engine: list[ms.DecisionEngine] = []
 

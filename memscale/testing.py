@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from memscale.config import Config
 from memscale.core import budget_bytes, format_bytes
 from memscale.hardware import Hardware
-from memscale.planning import taken_bytes
 from memscale.simulation import MemoryProfiler, Profile, as_hardware
 
 Test = TypeVar("Test", bound=Callable[..., object])
@@ -51,7 +50,7 @@ def limit_peak(limit: int | float | str, *, hardware: Hardware | str | None = No
             body = functools.partial(test, *args, **kwargs)
             config = Config(use_empirical_fallback=False)
             profile = MemoryProfiler(body, hardware=device, config=config).profile()
-            taken = taken_bytes(profile)
+            taken = profile.taken_bytes
             assert taken <= limit_bytes, _too_much(test.__name__, taken, limit_bytes, profile)
 
         return simulated  # type: ignore[return-value]

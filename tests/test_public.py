@@ -32,8 +32,9 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes
     format_flops format_seconds found_once from_data fsdp_groups fsdp_groups_of history_path in_process_group integer
-    internals is_in_memory is_of_modules matches misfit modules_in optional pytrees read_or_empty scalar_loss shown
-    simulated_choices simulated_device_type simulating simulation spellings tensors unflatten validate version versions
+    internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees read_or_empty scalar_loss
+    shown simulated_choices simulated_device_type simulating simulation spellings template tensors
+    unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate host_calls
@@ -49,7 +50,14 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
     without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
     OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
-    repeated_blocks shorthands simulator taken_bytes
+    repeated_blocks shorthands simulator
+memscale.planning.evidence:
+memscale.planning.parts:
+memscale.planning.prediction:
+memscale.planning.search:
+memscale.planning.solving:
+memscale.planning.trials:
+memscale.planning.tuning:
 memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
     widenings
 memscale.regions: Attributes ChosenWatch Content Environment Habits Keeper NOWHERE Note OperatorWatch Origin Place

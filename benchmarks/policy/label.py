@@ -28,10 +28,9 @@ from families import FAMILIES, Subject, subject
 from torch import nn
 
 import memscale as ms
-from memscale.planning import taken_bytes
-from memscale.planning.parts import parts_of
-from memscale.planning.search import Search
-from memscale.planning.trials import TrialSteps
+from memscale.planning.parts.parts import parts_of
+from memscale.planning.search.search import Search
+from memscale.planning.trials.trials import TrialSteps
 from memscale.policy import TECHNIQUES, StrategyContext
 from memscale.simulation import Attribution, Ledger
 
@@ -115,7 +114,7 @@ def labels(given: Subject, seed: int, card: str) -> dict[str, Any]:
     choosers = [(each, each._chooser()) for each in searches if each.costs]
     trial_seconds = time.process_time() - begun
     trials = engine.simulations - simulated
-    taken, plain = taken_bytes(engine.plain), engine.plain.step_seconds
+    taken, plain = engine.plain.taken_bytes, engine.plain.step_seconds
     assert plain
     cases = []
     for share in BUDGETS:

@@ -20,7 +20,6 @@ from families import subject
 from label import BUDGETS, SETS, append, config_of, engine_of, known
 
 import memscale as ms
-from memscale.planning import taken_bytes
 
 MOST_SECONDS = 3.0
 
@@ -32,7 +31,7 @@ def proven(family: str, seed: int, card: str) -> dict[str, Any]:
     identity_seconds = time.process_time() - begun
     assert engine.ways == []  # found here, and not within what is timed
     share = random.Random(f"budget {family} {seed}").choice(BUDGETS)
-    taken, plain = taken_bytes(engine.plain), engine.plain.step_seconds
+    taken, plain = engine.plain.taken_bytes, engine.plain.step_seconds
     assert plain
     sets = []
     for names in SETS:

@@ -13,7 +13,6 @@ from memscale.benchmarks.columns import COLUMNS, Column, plans
 from memscale.benchmarks.subjects import Subject
 from memscale.core import format_bytes, format_seconds
 from memscale.hardware import Hardware
-from memscale.planning import taken_bytes
 from memscale.simulation import Profile, profile
 
 #: What is the same in every run on every machine; all else is about this one.
@@ -62,7 +61,7 @@ def _in_column(
         made = _simulated(subject, column.dtype, known[name], say, name)
         if best is None or made.peak_bytes < best[1].peak_bytes:
             best = name, made
-        if made.peak_bytes <= limit and taken_bytes(made) <= hardware.usable_bytes:
+        if made.peak_bytes <= limit and made.taken_bytes <= hardware.usable_bytes:
             best = name, made
             break
     assert best is not None, "a column has plans"
@@ -92,9 +91,9 @@ def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: 
 def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:
     return {
         "peak_bytes": made.peak_bytes,
-        "reserved_bytes": taken_bytes(made),
+        "reserved_bytes": made.taken_bytes,
         "step_seconds": made.step_seconds,
-        "fits": taken_bytes(made) <= hardware.usable_bytes,
+        "fits": made.taken_bytes <= hardware.usable_bytes,
     }
 
 

@@ -26,7 +26,7 @@ from memscale.cli.step import typed_budget
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
 from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds
-from memscale.planning import DecisionEngine, Evidence, ProvenPlan, taken_bytes
+from memscale.planning import DecisionEngine, Evidence, ProvenPlan
 from memscale.reports import plot_timelines
 
 _MIB = 1 << 20
@@ -107,7 +107,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     )
     if budget is not None:
         return engine.plan(typed_budget(budget))
-    share = math.ceil(_SHARE * taken_bytes(engine.plain) / _MIB) * _MIB
+    share = math.ceil(_SHARE * engine.plain.taken_bytes / _MIB) * _MIB
     nearest = engine.nearest(share)
     least = nearest.evidence.planned.taken_bytes
     if least <= share:

@@ -19,7 +19,6 @@ from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
 from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds
 from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, commit_of, record
-from memscale.planning import taken_bytes
 from memscale.simulation import MemoryProfiler
 
 HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
@@ -132,7 +131,7 @@ def _tell(run: Run, comparison: Comparison | None, options: CheckOptions) -> Non
         print(json.dumps(told))
         return
     show(
-        f"new: {run.name} on {run.hardware}: {format_bytes(taken_bytes(run.profile))}"
+        f"new: {run.name} on {run.hardware}: {format_bytes(run.profile.taken_bytes)}"
         if comparison is None
         else str(comparison)
     )
@@ -162,7 +161,7 @@ def _row(run: Run) -> tuple[str, ...]:
     seconds = run.profile.step_seconds
     return (
         *(run.id, run.made, run.commit[:12] + "+" * run.commit.endswith("+"), run.hardware),
-        *(format_bytes(taken_bytes(run.profile)), "" if seconds is None else format_seconds(seconds), run.name),
+        *(format_bytes(run.profile.taken_bytes), "" if seconds is None else format_seconds(seconds), run.name),
     )
 
 

@@ -18,7 +18,7 @@ from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
 from memscale.config import Config, OptimizationMode
 from memscale.core import BudgetError, ConfigError, MemscaleError, budget_bytes
-from memscale.planning import DecisionEngine, Frontier, Point, ProvenPlan, taken_bytes
+from memscale.planning import DecisionEngine, Frontier, Point, ProvenPlan
 
 # What --allow and --forbid call the switches of a Config.
 _SWITCHES = {
@@ -119,7 +119,7 @@ def plan(options: PlanOptions) -> int:
             found = engine.plan(typed_budget(options.budget))
         except BudgetError as error:
             return nothing_fits(error)
-        as_it_is = engine.plan(2 * taken_bytes(engine.plain))  # more than enough, with the margin that a plan keeps
+        as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
 
         def plot(path: Path) -> None:
             step = ms.profile(

@@ -26,7 +26,7 @@ from memscale.core.host import (
 )
 from memscale.core.misuse import by_name, shown
 from memscale.core.modes import found_once
-from memscale.core.paths import matches, misfit
+from memscale.core.paths import matches, misfit, numbers, template
 from memscale.core.pytrees import tensors, unflatten
 from memscale.core.recording import HISTORY, Record, history_path
 from memscale.core.simulating import (
@@ -96,6 +96,7 @@ __all__ = [
     "matches",
     "misfit",
     "modules_in",
+    "numbers",
     "optional",
     "pytrees",
     "read_or_empty",
@@ -106,6 +107,7 @@ __all__ = [
     "simulating",
     "simulation",
     "spellings",
+    "template",
     "tensors",
     "unflatten",
     "validate",

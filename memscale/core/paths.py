@@ -8,6 +8,8 @@ from typing import Any
 
 from memscale.core.misuse import shown
 
+_NUMBER = re.compile(r"\d+")
+
 
 def matches(pattern: str, path: str) -> bool:
     """Whether the module path `path` matches `pattern`.
@@ -16,6 +18,20 @@ def matches(pattern: str, path: str) -> bool:
     (True, False, True)
     """
     return _regex(pattern).fullmatch(f".{path}" if path else "") is not None
+
+
+def template(path: str) -> str:
+    """`path` with a star for each number: the pattern of all that differ from it in numbers alone.
+
+    >>> template("layers.0.mlp"), numbers("layers.12.mlp.3")
+    ('layers.*.mlp', [12, 3])
+    """
+    return _NUMBER.sub("*", path)
+
+
+def numbers(path: str) -> list[int]:
+    """The numbers in `path`."""
+    return [int(number) for number in _NUMBER.findall(path)]
 
 
 def misfit(pattern: Any) -> str | None:

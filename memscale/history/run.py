@@ -20,7 +20,7 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import ConfigError, Document, tensors
-from memscale.planning import ProvenPlan, simulator, taken_bytes
+from memscale.planning import ProvenPlan, simulator
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("run", version=1, writer="Run.to_json()", error=ConfigError)
@@ -136,7 +136,7 @@ class Run:
     @property
     def verdict(self) -> str:
         """``"fits"`` if the device has what the step takes, as predicted and as measured, else ``"does not fit"``."""
-        taken = max(taken_bytes(self.profile), self.measured.get("peak_bytes", 0))
+        taken = max(self.profile.taken_bytes, self.measured.get("peak_bytes", 0))
         return "fits" if taken <= self.profile.hardware.usable_bytes else "does not fit"
 
     def to_json(self) -> str:

@@ -17,7 +17,7 @@ from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import can_move
 from memscale.optimizers import quantize_states
-from memscale.planning import DecisionEngine, planned, shorthands, taken_bytes
+from memscale.planning import DecisionEngine, planned, shorthands
 from memscale.simulation import MemoryProfiler, Profile
 
 
@@ -86,7 +86,7 @@ def _decide(
         stepping = _stepping(optimizer, config)
         trains = optimizer or torch.optim.AdamW(trained)
         engine, profile = _simulated(model, batch, trains, config, hardware, moving, stepping)
-    step_bytes = taken_bytes(profile) if profile is not None else resident_bytes(model, optimizer)
+    step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
     if hopeless is not None:
         return Verdict(Plan(), profile, step_bytes, hopeless, for_all=True)
     if batch is None and config.force_optimize:

@@ -4,38 +4,35 @@ The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 
 1. `entry`, `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
    end what was decided and why.
-2. `parts` (over `blocks` and `heads`): takes the model apart by its structure and by what each module keeps for
-   backward.
-3. `candidates`: what may be done to each part.
-4. `trials`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
-5. `solver`: the fastest choice of a candidate for each part within the budget, as an integer program (`program`), or
-   made of that one's divided choice by `exchanges`.
-6. `search`: simulates the steps that choices make, found on a `ladder` of limits; `halving` of it, or `shrinking`.
-7. `globs`: says the choice in few rules; `proven`: the plan with its `evidence`, which `explanation` tells as text;
-   `curve`: several of them, as a frontier.
+2. `parts/`: takes the model apart by its structure and by what each module keeps for backward; `candidates`: what may
+   be done to each part; `globs`: a choice said in few rules.
+3. `trials/`: simulates steps in which many candidates are tried; `costs`: reads off what each holds and takes.
+4. `solving/`: the fastest choice of a candidate for each part within the budget, as an integer program.
+5. `search/`: simulates the steps that choices make, found on a ladder of limits.
+6. `evidence/`: what is returned: the plan with what was shown, as data and as text; several of them as a frontier.
 
-Plans of before are kept by `known`, under what `fingerprint` says they depend on.
+`known` keeps the plans of before, under what `fingerprint` says they depend on. Where nothing fits, `refusal` says what
+would lower the step `beside` a plan (`remedies`, other ways of `stepping`).
 
-`tuner` (with `sizes`, `rates`, `confirmation`) looks for the best size of a batch, and returns a `tuning`.
-
-`predictor` (with `prediction`, `recommending`, `remedies`, `largest`, `grid`) answers whether a step fits as it is.
+Two more use the engine: `prediction/` answers whether a step fits as it is, `tuning/` looks for the best size of a
+batch.
 """
 
-from memscale.planning.blocks import repeated_blocks
-from memscale.planning.curve import Frontier, Point
 from memscale.planning.engine import Budget, DecisionEngine
 from memscale.planning.entry import frontier, plan
-from memscale.planning.evidence import Decision, Evidence, Figures
+from memscale.planning.evidence.curve import Frontier, Point
+from memscale.planning.evidence.evidence import Decision, Evidence, Figures
+from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.fingerprint import simulator
-from memscale.planning.grid import SizeGrid
-from memscale.planning.largest import LargestBatch
-from memscale.planning.prediction import OOMPrediction, OOMRisk, taken_bytes
-from memscale.planning.predictor import OOMPredictor
-from memscale.planning.proven import ProvenPlan
+from memscale.planning.parts.blocks import repeated_blocks
+from memscale.planning.prediction.grid import SizeGrid
+from memscale.planning.prediction.largest import LargestBatch
+from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
+from memscale.planning.prediction.predictor import OOMPredictor
+from memscale.planning.prediction.sizes import parts_of
 from memscale.planning.remedies import planned, shorthands
-from memscale.planning.sizes import parts_of
-from memscale.planning.tuner import AutoTuner
-from memscale.planning.tuning import Confirmation, SizeTrial, Tuning
+from memscale.planning.tuning.tuner import AutoTuner
+from memscale.planning.tuning.tuning import Confirmation, SizeTrial, Tuning
 
 __all__ = [
     "AutoTuner",
@@ -62,5 +59,4 @@ __all__ = [
     "repeated_blocks",
     "shorthands",
     "simulator",
-    "taken_bytes",
 ]

@@ -10,8 +10,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.core import MemscaleError, format_bytes, matches
-from memscale.planning.blocks import repeated_blocks
-from memscale.planning.prediction import taken_bytes
+from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.remedies import optimizer_options, other_loops
 from memscale.planning.stepping import held_by_phase, hows
 from memscale.simulation import Profile, Ranks
@@ -64,7 +63,7 @@ def beside(
         simulate: another one.
         model, optimizer: of it.
     """
-    least, tried = taken_bytes(profile), set[str]()
+    least, tried = profile.taken_bytes, set[str]()
     while least > limit:
         held = held_by_phase(profile)
         others = [*_shards(step, model), *_in_backward(step, optimizer)]
@@ -79,8 +78,8 @@ def beside(
                 found = simulate(other.plan, other.ranks)
         except MemscaleError:  # the optimizer or the processes do not go with it
             continue
-        if taken_bytes(found) < (1 - _LEAST_GAIN) * least:
-            step, profile, least = other, found, taken_bytes(found)
+        if found.taken_bytes < (1 - _LEAST_GAIN) * least:
+            step, profile, least = other, found, found.taken_bytes
     return step.said, least
 
 

@@ -15,22 +15,21 @@ from memscale.config import Config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.beside import lighter_update
-from memscale.planning.candidates import Menu, Rules
-from memscale.planning.curve import Frontier, Point
-from memscale.planning.decisions import decisions_of, rejected_of, trace_of
-from memscale.planning.evidence import Decision, Evidence, Figures
+from memscale.planning.evidence.curve import Frontier, Point
+from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
+from memscale.planning.evidence.evidence import Decision, Evidence, Figures
+from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.fingerprint import fingerprint, planner
-from memscale.planning.found import Found, Proven
-from memscale.planning.globs import with_globs
 from memscale.planning.known import Answer, KnownPlans, Proofs
-from memscale.planning.prediction import taken_bytes
-from memscale.planning.proven import ProvenPlan
+from memscale.planning.parts.candidates import Menu, Rules
+from memscale.planning.parts.globs import with_globs
 from memscale.planning.refusal import Refusal
-from memscale.planning.search import Search, leaves_margin
+from memscale.planning.search.found import Found, Proven
+from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
-from memscale.planning.trials import Trials
+from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
 from memscale.simulation import MemoryProfiler, Parallel, Profile, Ranks, SimulatedStep
 from memscale.transforms import cast
@@ -111,7 +110,7 @@ class DecisionEngine:
         """
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
-        if leaves_margin(taken_bytes(self.plain), limit):
+        if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit, asked)
 
         def find(engine: DecisionEngine) -> Answer:
@@ -135,7 +134,7 @@ class DecisionEngine:
     def nearest(self, budget: Budget) -> ProvenPlan:
         """The fastest plan whose step takes at most `budget`; the smallest one where none does."""
         limit = self._budget_bytes(budget)
-        if leaves_margin(taken_bytes(self.plain), limit):
+        if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit)
 
         def find(engine: DecisionEngine) -> Answer:
@@ -156,7 +155,7 @@ class DecisionEngine:
     def frontier(self, points: int = POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
         check_count(f"frontier(points={points!r})", points, 2)
-        most = taken_bytes(self.plain)
+        most = self.plain.taken_bytes
 
         def find(engine: DecisionEngine) -> Answer:
             least = min(most, engine._smallest().taken_bytes)
@@ -354,7 +353,7 @@ class DecisionEngine:
         return budget_bytes(budget, self.hardware.usable_bytes)
 
     def _unchanged(self, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
-        taken = taken_bytes(self.plain)
+        taken = self.plain.taken_bytes
         trace = (f"smart skip: the step as it is takes {format_bytes(taken)} of {format_bytes(limit)}",)
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
         return ProvenPlan(Plan(), evidence, decision)
@@ -384,7 +383,7 @@ class DecisionEngine:
         )
         tight = (
             []
-            if leaves_margin(taken_bytes(profile), limit)
+            if leaves_margin(profile.taken_bytes, limit)
             else ["it leaves less than 0.1 % of the budget, and a simulation may be off by as much"]
         )
         sought = dict.fromkeys(note for search in self._searches or () for note in search.notes)

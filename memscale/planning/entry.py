@@ -12,9 +12,9 @@ from memscale.algebra import Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
-from memscale.planning.curve import Frontier
 from memscale.planning.engine import POINTS, Budget, DecisionEngine
-from memscale.planning.proven import ProvenPlan
+from memscale.planning.evidence.curve import Frontier
+from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.step_simulator import Progress
 from memscale.simulation import Parallel
 from memscale.telemetry import counted

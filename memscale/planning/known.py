@@ -12,10 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from memscale.algebra import Plan
 from memscale.core import BudgetError, DiskCache, MemscaleError
 from memscale.hardware import Hardware
-from memscale.planning.candidates import Candidate
-from memscale.planning.evidence import Figures
-from memscale.planning.prediction import taken_bytes
-from memscale.planning.proven import ProvenPlan
+from memscale.planning.evidence.evidence import Figures
+from memscale.planning.evidence.proven import ProvenPlan
+from memscale.planning.parts.candidates import Candidate
 from memscale.simulation import Profile, few_collections
 
 
@@ -65,7 +64,7 @@ class Proofs:
         try:
             if answer.fault is not None:
                 found = self._profile(answer.fault.plan)
-                return answer if taken_bytes(found) == answer.fault.peak_bytes else None
+                return answer if found.taken_bytes == answer.fault.peak_bytes else None
             return Answer(tuple(map(self._same, answer.plans)))
         except Exception:  # of the step, which is another one, or of a plan that is not for this model
             return None

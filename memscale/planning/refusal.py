@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from memscale.config import Config
 from memscale.core import BudgetError, format_bytes
 from memscale.planning.beside import Setting, beside
-from memscale.planning.found import Proven
-from memscale.planning.globs import with_globs
-from memscale.planning.prediction import taken_bytes
-from memscale.planning.search import Search
+from memscale.planning.parts.globs import with_globs
+from memscale.planning.search.found import Proven
+from memscale.planning.search.search import Search
 from memscale.planning.step_simulator import StepSimulator
 from memscale.transforms import cast
 
@@ -78,4 +77,4 @@ class Refusal:
                 step = self.steps.simulate((*rules, ("", cast(compute=menu.dtype))), True)
             except Exception:  # the model's own code refuses the dtype
                 return
-            yield "use_mixed_precision", taken_bytes(step.profile())
+            yield "use_mixed_precision", step.profile().taken_bytes

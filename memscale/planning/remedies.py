@@ -12,8 +12,8 @@ from torch import nn
 from memscale.algebra import Plan, Transform, compose
 from memscale.core import batches, matches, pytrees
 from memscale.hardware import Hardware
-from memscale.planning.blocks import repeated_blocks
-from memscale.planning.heads import loss_head
+from memscale.planning.parts.blocks import repeated_blocks
+from memscale.planning.parts.heads import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
 
 _CHUNKS = 8

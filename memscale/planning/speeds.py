@@ -8,7 +8,7 @@ from torch import nn
 
 from memscale.config import Config
 from memscale.hardware import DIRECTIONS, Hardware, copy_seconds, has_rate, knows_copies, nominal
-from memscale.planning.solver import LinkRates
+from memscale.planning.solving.solver import LinkRates
 
 _PROBE_BYTES = 1 << 30  # of a copy that shows the rate of a link
 

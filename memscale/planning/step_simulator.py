@@ -13,8 +13,8 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.core import ConfigError, Loss, MemscaleError, TransformError, matches
 from memscale.hardware import Hardware
-from memscale.planning.candidates import Rules
-from memscale.planning.short_stack import shortened
+from memscale.planning.parts.candidates import Rules
+from memscale.planning.parts.short_stack import shortened
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, Ranks, SimulatedStep, arguments_of
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.

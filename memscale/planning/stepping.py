@@ -19,8 +19,7 @@ from memscale.optimizers import (
     step_in_groups,
     without_states,
 )
-from memscale.planning.candidates import Rules
-from memscale.planning.prediction import taken_bytes
+from memscale.planning.parts.candidates import Rules
 from memscale.simulation import Profile, SimulatedStep
 
 NAMES = ("offload_states", "quantize_states", "step_in_backward", "step_in_groups")
@@ -141,7 +140,7 @@ def ways(
 def least_held(way: Way) -> tuple[int, ...]:
     """What a step holds from its end to the next one, and at its peaks: the least is that of the smallest plan."""
     profile = way.plain.profile()
-    return int(profile.timeline.total_bytes[-1]), profile.by_category.get("gradient", 0), taken_bytes(profile)
+    return int(profile.timeline.total_bytes[-1]), profile.by_category.get("gradient", 0), profile.taken_bytes
 
 
 def held_by_phase(profile: Profile) -> dict[str, int]:

@@ -324,7 +324,7 @@ class MemoryProfiler:
         for draws in (Draws.LEAST, Draws.MOST) if found[0].goes_by_draws else ():
             with contextlib.suppress(Exception):  # it may wait for a number that is never drawn there
                 found.append(self._with_draws(steps, batch, draws))
-        return found[0] if len(found) == 1 else max(found, key=_taken_bytes)
+        return found[0] if len(found) == 1 else max(found, key=lambda step: step.profile().taken_bytes)
 
     def _with_draws(self, steps: Sequence[Callable[[], object]], batch: Any, draws: Draws) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
@@ -427,8 +427,3 @@ def _device_type(model: Any) -> str:
         for parameter in model.parameters():
             return parameter.device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _taken_bytes(step: SimulatedStep) -> int:
-    found = step.profile()
-    return found.peak_bytes if found.reserved_peak_bytes is None else found.reserved_peak_bytes

@@ -150,6 +150,17 @@ class Profile:
     schedule: Schedule | None = dataclasses.field(repr=False)
 
     @property
+    def taken_bytes(self) -> int:
+        """What the device has to give for this profile's steps: what its caching allocator reserves where it has one.
+
+        The first step counts as well as the later ones: it begins without optimizer states, but making them can take
+        more than using them.
+        """
+        if self.reserved_peak_bytes is not None:
+            return self.reserved_peak_bytes  # over all steps
+        return max(self.first_step_peak_bytes, self.peak_bytes)
+
+    @property
     def fragmentation_bytes(self) -> int | None:
         """What the caching allocator holds at its most above the most it has handed out; None without one."""
         return None if self.reserved_peak_bytes is None else self.reserved_peak_bytes - self.peak_bytes

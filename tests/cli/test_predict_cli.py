@@ -13,7 +13,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli import main
-from memscale.planning.prediction import OOMPrediction
+from memscale.planning.prediction.prediction import OOMPrediction
 
 transformers = pytest.importorskip("transformers")
 

@@ -97,7 +97,7 @@ def test_a_model_whose_batches_have_no_sequence(capsys):
 
 
 def test_an_interrupt_prints_the_best_so_far(capsys, monkeypatch):
-    from memscale.planning import size_search
+    from memscale.planning.tuning import size_search
 
     def stop(*_):
         raise KeyboardInterrupt

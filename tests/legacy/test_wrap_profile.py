@@ -10,7 +10,6 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware.device import Hardware
-from memscale.planning.prediction import taken_bytes
 from tests.legacy.test_legacy import MODELS, conv_batch, convnet, gpt2, gpt2_batch, loss_of, traces
 
 QUIET = {"enable_logging": False}
@@ -33,12 +32,13 @@ def test_the_skip_is_decided_by_the_profile_of_the_step_with_adamw(make, make_ba
     model, batch = make(), make_batch()
     loss = None if loss is None else lambda output, _: output.sum()
     adamw = torch.optim.AdamW(model.parameters())
-    step_bytes = taken_bytes(ms.profile(model, batch, optimizer=adamw, loss=loss, hardware=Hardware("box", "cpu", 1)))
+    profile = ms.profile(model, batch, optimizer=adamw, loss=loss, hardware=Hardware("box", "cpu", 1))
+    step_bytes = profile.taken_bytes
     for nbytes, skips in [(2 * step_bytes, True), (2 * step_bytes - 2, False)]:
         memory(nbytes)
         executor = ms.wrap(make(), ms.Config(target_gpu_utilization=0.5, **QUIET), batch)._memscale_executor
         assert (executor.skipped is not None and executor.skipped.startswith("the step fits")) is skips
-        assert executor.step_bytes == taken_bytes(executor.profile) == pytest.approx(step_bytes, rel=1e-3)
+        assert executor.step_bytes == executor.profile.taken_bytes == pytest.approx(step_bytes, rel=1e-3)
 
 
 def test_without_a_batch_what_stays_from_step_to_step_counts(memory):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memscale.planning.blocks import repeated_blocks
+from memscale.planning.parts.blocks import repeated_blocks
 
 transformers = pytest.importorskip("transformers", reason="the architectures to look at come from transformers")
 

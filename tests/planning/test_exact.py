@@ -4,11 +4,11 @@ import highspy
 import numpy as np
 import pytest
 
-from memscale.planning.candidates import AS_IT_IS, Candidate
-from memscale.planning.costs import Costs, Effect
-from memscale.planning.parts import Part
-from memscale.planning.program import Program
-from memscale.planning.solver import Chooser, LinkRates
+from memscale.planning.parts.candidates import AS_IT_IS, Candidate
+from memscale.planning.parts.parts import Part
+from memscale.planning.solving.program import Program
+from memscale.planning.solving.solver import Chooser, LinkRates
+from memscale.planning.trials.costs import Costs, Effect
 from memscale.simulation import Phase, Station
 from memscale.transforms import checkpoint
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.algebra import find_regions
-from memscale.planning.globs import with_globs
+from memscale.planning.parts.globs import with_globs
 
 A, B = ms.checkpoint(), ms.checkpoint(policy=ms.policies.dots_saveable)
 

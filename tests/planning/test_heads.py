@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memscale as ms
-from memscale.planning.candidates import Menu
+from memscale.planning.parts.candidates import Menu
 
 WIDTH, WORDS = 32, 1024
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from memscale.planning.candidates import AS_IT_IS, Candidate
-from memscale.planning.costs import Costs, Effect
-from memscale.planning.foreseen import foresee
-from memscale.planning.halving import between, halve
-from memscale.planning.ladder import Ladder, Seen
-from memscale.planning.parts import Part
-from memscale.planning.solver import Chooser
+from memscale.planning.parts.candidates import AS_IT_IS, Candidate
+from memscale.planning.parts.parts import Part
+from memscale.planning.search.foreseen import foresee
+from memscale.planning.search.halving import between, halve
+from memscale.planning.search.ladder import Ladder, Seen
+from memscale.planning.solving.solver import Chooser
+from memscale.planning.trials.costs import Costs, Effect
 from memscale.simulation import Phase, Station
 from memscale.transforms import checkpoint, offload
 

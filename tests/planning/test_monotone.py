@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.core import internals
-from memscale.planning import taken_bytes
 
 CONFIGS = {
     names: ms.Config(
@@ -108,7 +107,7 @@ def test_more_techniques_are_never_slower(name, sets):
         model = make()
     step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": loss, "hardware": card}
     engines = {names: ms.DecisionEngine(model, batch(), config=CONFIGS[names], **step) for names in sets}
-    budget = int(share * taken_bytes(next(iter(engines.values())).plain))
+    budget = int(share * next(iter(engines.values())).plain.taken_bytes)
     found = {names: seconds(engine, budget) for names, engine in engines.items()}
     assert any(each < float("inf") for each in found.values())
     for more, fewer in itertools.permutations(sets, 2):
@@ -158,7 +157,7 @@ QUICK = (52,)
 def test_more_budget_is_never_slower_whatever_an_allocator_makes_of_a_plan(seed):
     """Whole segments are reserved, copies are late, small steps wait for the host: no cost tells of that."""
     engine = step_of(seed)
-    least, most = engine.smallest().evidence.planned.taken_bytes, taken_bytes(engine.plain)
+    least, most = engine.smallest().evidence.planned.taken_bytes, engine.plain.taken_bytes
     times = [seconds(engine, least + (most - least) * at // 8) for at in range(9)]
     assert all(later <= CLOSE * earlier for earlier, later in itertools.combinations(times, 2))
     # Before torch 2.12 an allocator takes other blocks.

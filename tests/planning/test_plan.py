@@ -133,7 +133,7 @@ def test_what_fits_to_the_last_byte_leaves_no_margin():
 
 
 def test_a_step_of_very_many_operators_is_tried_few_times(monkeypatch):
-    monkeypatch.setattr("memscale.planning.search._MOST_OPERATORS", 100)
+    monkeypatch.setattr("memscale.planning.search.search._MOST_OPERATORS", 100)
     model, batch = _mlps(3), torch.ones(512, 64)
     engine = ms.DecisionEngine(model, **_step(model, batch))
     evidence = engine.plan(0.8 * engine.frontier(2)[-1].peak_bytes / CPU.usable_bytes).evidence

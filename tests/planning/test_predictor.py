@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 import memscale as ms
 from memscale.core.units import budget_bytes
-from memscale.planning.heads import loss_head
-from memscale.planning.largest import LargestBatch, largest_fitting
-from memscale.planning.prediction import OOMPrediction, OOMRisk, Recommendation
+from memscale.planning.parts.heads import loss_head
+from memscale.planning.prediction.largest import LargestBatch, largest_fitting
+from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk, Recommendation
 from memscale.planning.remedies import optimizer_options, planned, shorthands, split, summary
 from memscale.simulation.measured.allocator_trace import measure, training_roles
 

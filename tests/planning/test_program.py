@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale.planning.program import Program
+from memscale.planning.solving.program import Program
 
 _COLUMNS, _ROWS = 6, 30
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.planning import step_simulator, trials
-from memscale.planning.short_stack import shortened
+from memscale.planning import step_simulator
+from memscale.planning.parts.short_stack import shortened
+from memscale.planning.trials import trials
 
 _BLOCKS = 20
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memscale.planning.candidates import AS_IT_IS, Candidate
-from memscale.planning.costs import Costs, Effect
-from memscale.planning.solver import Chooser, LinkRates
+from memscale.planning.parts.candidates import AS_IT_IS, Candidate
+from memscale.planning.solving.solver import Chooser, LinkRates
+from memscale.planning.trials.costs import Costs, Effect
 from memscale.simulation import Phase, Station
 from memscale.transforms import checkpoint, offload
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memscale as ms
-from memscale.planning import Confirmation, tuner
-from memscale.planning.rates import TOLERANCE, Pace, fastest_size
-from memscale.planning.sizes import Sizes
+from memscale.planning import Confirmation
+from memscale.planning.prediction.sizes import Sizes
+from memscale.planning.tuning import tuner
+from memscale.planning.tuning.rates import TOLERANCE, Pace, fastest_size
 from tests.support.checks import bits
 from tests.support.coverings import DEEP
 
@@ -264,7 +265,7 @@ def test_without_the_device_a_note_says_why_nothing_is_confirmed(monkeypatch):
     elsewhere = tuning("1GiB", made=step(hardware="h100"), at_most=2)
     assert "the model is on cpu, not on NVIDIA H100" in elsewhere.notes[-1]
     assert tuning("1GiB", at_most=2, confirm=False).confirmation is None
-    monkeypatch.setattr("memscale.planning.confirmation.available_host_bytes", lambda: 100)
+    monkeypatch.setattr("memscale.planning.tuning.confirmation.available_host_bytes", lambda: 100)
     full = tuning(900_000, at_most=2)
     assert "100 B are free" in full.notes[-1]
     assert on_meta.confirmation is elsewhere.confirmation is full.confirmation is None
@@ -287,7 +288,7 @@ def test_no_batch_is_made_that_cannot_fit(monkeypatch):
 
     tuning(450_000, counted, objective="batch")
     assert max(asked) * ROWS * 32 * 4 <= 450_000
-    monkeypatch.setattr("memscale.planning.sizes.available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr("memscale.planning.prediction.sizes.available_host_bytes", lambda: 10_000)
     sizes = Sizes(rows, 1, "tune")
     sizes.batch(1)
     sizes.batch(2)

@@ -15,7 +15,7 @@ from torch import nn
 import memscale as ms
 from memscale.core import PolicyFallbackNeeded
 from memscale.history import Run
-from memscale.planning import ProvenPlan, taken_bytes
+from memscale.planning import ProvenPlan
 from memscale.policy import FEATURES, TECHNIQUES, Artifact, StrategyContext, StrategyDecision, rule, select
 from tests.support.models import Block
 
@@ -202,7 +202,7 @@ def test_names_of_classes_and_of_the_card_are_not_seen():
 def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     plain = engine(ms.Config(mode="conservative"))
-    plan = plain.plan(int(0.6 * taken_bytes(plain.plain)))
+    plan = plain.plan(int(0.6 * plain.plain.taken_bytes))
     assert plan.decision is None
     assert '"decision":' not in plan.to_json()
     for name in ("StrategyContext", "select", "widenings", "everything"):
@@ -221,7 +221,7 @@ def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
 def test_a_plan_carries_its_decision(artifact):
     artifact(forest(0b001))
     asked = engine(AUTO)
-    plan = asked.plan(int(0.6 * taken_bytes(asked.plain)))
+    plan = asked.plan(int(0.6 * asked.plain.taken_bytes))
     assert plan.decision.decision_source == "ml"
     assert plan.decision.artifact
     assert plan.decision.widened in ("no", "rules", "all")
@@ -246,7 +246,7 @@ def test_wrap_says_who_decided(monkeypatch, caplog):
 def test_what_it_did_not_choose_is_not_tried(artifact):
     artifact(forest(0b001))
     asked = engine(AUTO)
-    budget = int(0.95 * taken_bytes(asked.plain))
+    budget = int(0.95 * asked.plain.taken_bytes)
     few, everything = asked.plan(budget), engine(ms.Config(mode="aggressive")).plan(budget)
     assert few.decision.widened == "no"
     assert few.evidence.planned == everything.evidence.planned
@@ -261,7 +261,7 @@ LIES = [(0.6, 0b100), *((share, arm) for share in (0.9, 0.6, 0.4) for arm in (0b
 def test_an_artifact_that_lies_costs_two_percent_at_most(artifact, monkeypatch, share, arm):
     monkeypatch.delenv("MEMSCALE_POLICY", raising=False)
     asked = engine(AUTO)
-    budget = int(share * taken_bytes(asked.plain))
+    budget = int(share * asked.plain.taken_bytes)
     ruled = asked.plan(budget)
     assert ruled.decision.decision_source == "rule"
     artifact(forest(arm))  # and sure of itself

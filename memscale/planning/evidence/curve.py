@@ -1,0 +1,181 @@
+"""`Frontier`: what memory costs in time, as plans of which none is both larger and slower than another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, overload
+
+from memscale.core import BudgetError, ConfigError, Document, budget_bytes, format_bytes, format_seconds
+from memscale.planning.evidence.explanation import label, reasons, rows_of
+from memscale.planning.evidence.proven import ProvenPlan
+
+if TYPE_CHECKING:
+    from memscale.reports import DrawnPoint
+
+_DOCUMENT = Document("frontier", version=1, writer="Frontier.to_json()", error=ConfigError)
+_FEW = 2  # modules that a line names; of more it says how many
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan of a frontier.
+
+    Attributes:
+        peak_bytes: what its step takes of the device.
+        step_seconds: how long that takes.
+        plan: the plan, with its evidence.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    plan: ProvenPlan
+
+    @classmethod
+    def of(cls, plan: ProvenPlan) -> Point:
+        """The point of a plan."""
+        return cls(plan.evidence.planned.taken_bytes, plan.evidence.planned.step_seconds, plan)
+
+    @property
+    def summary(self) -> str:
+        """What the plan does, in a line."""
+        places: dict[str, list[str]] = {}
+        for rule in self.plan:
+            places.setdefault(repr(rule.transform), []).append(rule.pattern or "the model")
+        found = [f"{how} on {', '.join(on) if len(on) <= _FEW else f'{len(on)} modules'}" for how, on in places.items()]
+        return "; ".join(found) or "as it is"
+
+
+class Frontier(Sequence[Point]):
+    """Points by growing memory and falling time. Prints as a table; `plot` and `html` draw it.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)]
+    >>> step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu"}
+    >>> curve = ms.frontier(nn.Sequential(*blocks), torch.ones(1024, 64), points=3, **step)
+    >>> curve.at("4MiB").peak_bytes <= 4 * 2**20
+    True
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self._points = tuple(points)
+
+    @classmethod
+    def of(cls, points: Iterable[Point]) -> Frontier:
+        """The frontier of any points: without those that another is as small as and as fast as."""
+        kept: list[Point] = []
+        for point in sorted(points, key=lambda point: (point.peak_bytes, point.step_seconds)):
+            if not kept or point.step_seconds < kept[-1].step_seconds:
+                kept.append(point)
+        return cls(kept)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Frontier: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return Frontier(self._points[index]) if isinstance(index, slice) else self._points[index]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._points)
+
+    def at(self, budget: int | float | str) -> Point:
+        """The fastest point within a budget of bytes.
+
+        Raises:
+            BudgetError: even the smallest point is larger.
+        """
+        limit = budget_bytes(budget, self._points[-1].plan.evidence.hardware.usable_bytes)
+        fitting = [point for point in self._points if point.peak_bytes <= limit]
+        if not fitting:
+            least = self._points[0]
+            error = BudgetError(
+                f"no point fits {format_bytes(limit)}: the smallest takes {format_bytes(least.peak_bytes)}"
+            )
+            error.peak_bytes, error.plan = least.peak_bytes, least.plan
+            raise error
+        return fitting[-1]
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the time of a step over its memory, as PNG or SVG by the suffix.
+
+        Raises:
+            ConfigError: the suffix is neither, or the folder does not exist.
+            RuntimeUnavailable: matplotlib is not installed.
+        """
+        _reports().plot_frontier(self._choices(), self._device, path)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write the curve as one HTML file that needs nothing else; each point shows its plan, and why.
+
+        Raises:
+            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+        """
+        _reports().write_frontier(self._choices(), self._device, path)
+
+    def to_json(self) -> str:
+        """The points with their plans and evidence as JSON text, with a schema version."""
+        return _DOCUMENT.write({"plans": [json.loads(point.plan.to_json()) for point in self._points]}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Frontier:
+        """The frontier that `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is not JSON, or of another schema version. PlanError: a plan in it is.
+        """
+        data = _DOCUMENT.read(text)
+        with _DOCUMENT.parts():
+            return cls([Point.of(ProvenPlan.from_json(json.dumps(plan))) for plan in data["plans"]])
+
+    @property
+    def _device(self) -> str:
+        return self._points[-1].plan.evidence.hardware.name
+
+    def _choices(self) -> list[DrawnPoint]:
+        choice, part = _reports().DrawnPoint, _reports().PartOfPlan
+        found = []
+        for point in self._points:
+            evidence = point.plan.evidence
+            parts = [
+                part(
+                    label([each.path for each in row]),
+                    row[0].chosen,
+                    sum(each.kept_bytes for each in row),
+                    sum(each.kept_bytes_before for each in row),
+                    sum(each.seconds for each in row),
+                    sum(each.seconds_before for each in row),
+                    reasons(row, evidence),
+                )
+                for row in rows_of(evidence.decisions)
+            ]
+            text, script = point.plan.explain(), point.plan.to_python()
+            found.append(choice(point.peak_bytes, point.step_seconds, point.summary, parts, text, script))
+        return found
+
+    def __repr__(self) -> str:
+        return f"Frontier({list(self._points)!r})"
+
+    def __str__(self) -> str:
+        fastest = self._points[-1].step_seconds
+        lines = [f"{'memory':>10}  {'step':>8}  {'time':>6}  plan"]
+        lines += [
+            f"{format_bytes(point.peak_bytes):>10}  {format_seconds(point.step_seconds):>8}  "
+            f"{point.step_seconds / fastest:>5.2f}x  {point.summary}"
+            for point in self._points
+        ]
+        return "\n".join(lines)
+
+
+def _reports() -> ModuleType:
+    """The reports, which are loaded when the first frontier is to be drawn."""
+    from memscale import reports
+
+    return reports

@@ -1,0 +1,103 @@
+"""What was decided about each part of a model and what would have been the next best, and by which rules."""
+
+from __future__ import annotations
+
+from memscale.algebra import Plan
+from memscale.core import format_bytes, format_seconds
+from memscale.planning.evidence.evidence import Decision
+from memscale.planning.search.found import Found
+from memscale.planning.solving.solver import LinkRates
+from memscale.simulation import Phase, Profile
+
+
+def decisions_of(best: Found) -> tuple[Decision, ...]:
+    """A decision for each part, in the order of the step, and one for what is outside of them, if anything is."""
+    found = best.proven
+    costs = found.costs
+    turn = next(
+        (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
+    )
+    held = costs.held_bytes(found.assignment)
+    decisions = []
+    is_whole = bool(costs.parts) and not costs.parts[0].path
+    for row, (menu, effects) in enumerate(zip(costs.candidates, costs.effects, strict=True)):
+        if is_whole and row == len(costs.parts):
+            break
+        number = found.assignment[row]
+        now, before = effects[number], effects[0]
+        # The fastest of the others, as if it alone were changed.
+        others = [at for at, each in enumerate(menu) if at != number and each.techniques <= best.among]
+        others.sort(key=lambda each: effects[each].seconds)
+        faster = [each for each in others if effects[each].seconds < now.seconds]
+        runner_up = faster[-1] if faster else others[0] if others else None
+        other = effects[0 if runner_up is None else runner_up]
+        peak = int((held - now.held_bytes + now.slack_bytes + other.held_bytes - other.slack_bytes).max())
+        decisions.append(
+            Decision(
+                path=costs.parts[row].path if row < len(costs.parts) else "",
+                chosen=str(menu[number]),
+                rule=_rule(menu[number].techniques),
+                kept_bytes=int(now.held_bytes[turn]),
+                kept_bytes_before=int(before.held_bytes[turn]),
+                seconds=now.seconds,
+                seconds_before=before.seconds,
+                runner_up="" if runner_up is None else str(menu[runner_up]),
+                runner_up_seconds=other.seconds,
+                # The sum of the costs, put right by what the proof found.
+                runner_up_peak_bytes=found.taken_bytes + peak - int(held.max()),
+            )
+        )
+    return tuple(decisions)
+
+
+def rejected_of(best: Found) -> dict[str, str]:
+    """The candidates that could not be, of those that were allowed, with the reasons."""
+    rejected = best.proven.costs.rejected.items()
+    return {str(each): reason for each, reason in rejected if each.techniques <= best.among}
+
+
+def _rule(techniques: frozenset[str]) -> str:
+    if not techniques:
+        return "what fits is left as it is"
+    if "stream" in techniques:
+        return "parameters go to the next tier when activations alone do not free enough"
+    if "offload" in techniques:
+        return "bytes move where the link has time for them"
+    if "tile" in techniques:
+        return "rows are cut where what is alive at once is too much"
+    return "cheapest bytes first: what is recomputed frees most for its time"
+
+
+def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) -> tuple[str, ...]:
+    """The rules that decided, in order, each with its numbers.
+
+    Args:
+        best: what was found for `limit` bytes.
+        plain: the step as it is.
+        link: what the copies share, None where there is nowhere to copy to.
+    """
+    found = best.proven
+    costs = found.costs
+    taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
+    candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
+    techniques = {name for each in candidates for name in each.techniques}
+    trace = [
+        f"memory pressure: the step as it is takes {format_bytes(as_it_is_bytes)}, {as_it_is_bytes / limit:.3g} of the "
+        f"budget of {format_bytes(limit)}",
+        f"eligible: {', '.join(sorted(techniques))}",
+        f"candidates: {len(candidates)} for {len(costs.parts)} parts and what is outside of them",
+    ]
+    if link is not None:
+        as_it_is = [menu[0] for menu in costs.effects]
+        out = format_bytes(link.out_bytes_per_second * sum(each.forward_seconds for each in as_it_is))
+        back = format_bytes(link.in_bytes_per_second * sum(each.backward_seconds for each in as_it_is))
+        trace.append(f"link window: {out} go out behind forward, {back} come back behind backward")
+    if stepping := Plan(found.always).of_optimizers():
+        trace.append(f"the optimizer: {', '.join(repr(rule.transform) for rule in stepping)}")
+    trace.append(f"choice: {format_seconds(best.bound_seconds)} a step is the least that their costs add up to")
+    trace.append(
+        f"proof: the simulated step takes {format_bytes(taken)}, {taken / limit:.1%} of the budget, in "
+        f"{format_seconds(found.seconds)}, {found.seconds / (plain.step_seconds or found.seconds):.3f} times "
+        "that of the step as it is"
+    )
+    return tuple(trace)

@@ -1,0 +1,130 @@
+"""Evidence as text: what was decided, why, and what it was decided against. Parts alike in a row are told once."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from memscale.core import aligned, format_bytes, format_seconds, template
+from memscale.planning.evidence.evidence import Decision, Evidence
+
+_COLUMNS = 120
+_OUTSIDE, _WHOLE = "(outside)", "(the model)"
+_HEADER = ("part", "keeps", "as it is", "time", "as it is", "what is done")
+
+_Item = TypeVar("_Item")
+
+
+def explanation(evidence: Evidence) -> str:
+    """All of it: the rules with their numbers, each row of parts with its runner-up, what cannot be, the notes."""
+    lines = [line for rule in evidence.trace for line in _wrapped(rule)]
+    rows = rows_of(evidence.decisions)
+    if rows:
+        table = [(_name(row, evidence), *_figures(row), row[0].chosen) for row in rows]
+        first, *others = aligned([_HEADER, *table], f"<{'>' * (len(_HEADER) - 2)}<", "   ")
+        lines += ["", first]
+        for line, row in zip(others, rows, strict=True):
+            lines += [line, *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    "))]
+        lines.append("(keeps: bytes that wait for backward; time: of its operators, forward and backward)")
+    lines += [""] * bool(evidence.rejected or evidence.notes)
+    for reason in dict.fromkeys(evidence.rejected.values()):
+        which = "; ".join(candidate for candidate, its in evidence.rejected.items() if its == reason)
+        lines += _wrapped(f"cannot be: {which}: {reason}")
+    lines += [line for note in evidence.notes for line in _wrapped(f"note: {note}")]
+    return "\n".join(lines)
+
+
+def about_parts(decisions: Sequence[Decision], evidence: Evidence) -> str:
+    """What was decided about some parts, a paragraph for each row of them."""
+    paragraphs = []
+    for row in rows_of(decisions):
+        kept, kept_before, seconds, seconds_before = _figures(row)
+        paragraphs.append(
+            "\n".join(
+                [
+                    f"{_name(row, evidence)}: {row[0].chosen}",
+                    f"    keeps {kept} until backward, {kept_before} as it is",
+                    f"    takes {seconds}, {seconds_before} as it is",
+                    *(cut for text in reasons(row, evidence) for cut in _wrapped(text, "    ")),
+                ]
+            )
+        )
+    return "\n\n".join(paragraphs)
+
+
+def reasons(row: Sequence[Decision], evidence: Evidence) -> list[str]:
+    """The rule, and the runner-up with why it is not that."""
+    first = row[0]
+    found = [f"rule: {first.rule}"]
+    if first.runner_up:
+        change = first.runner_up_seconds - first.seconds
+        pace = f"{format_seconds(abs(change))} {'faster' if change < 0 else 'slower'}" if change else "as fast"
+        takes = f"the step would take {format_bytes(first.runner_up_peak_bytes)}"
+        over = first.runner_up_peak_bytes > evidence.budget_bytes
+        verdict = f"{pace}, {'but' if over and change < 0 else 'and'} {takes}{', more than the budget' if over else ''}"
+        found.append(f"runner-up{' for one of them' if len(row) > 1 else ''}: {first.runner_up}: {verdict}")
+    return found
+
+
+def rows_of(decisions: Iterable[Decision]) -> list[list[Decision]]:
+    """The decisions, those about parts alike that follow each other together."""
+    return list(in_rows(decisions, lambda each: each.path, _same))
+
+
+def in_rows(
+    items: Iterable[_Item], path: Callable[[_Item], str], same: Callable[[_Item], object]
+) -> Iterator[list[_Item]]:
+    """Items that follow each other, whose paths differ in numbers only and of which the same is to be said."""
+    row: list[_Item] = []
+    key: object = None
+    for item in items:
+        its = (template(path(item)), same(item))
+        if row and its != key:
+            yield row
+            row = []
+        row.append(item)
+        key = its
+    if row:
+        yield row
+
+
+def label(paths: Sequence[str]) -> str:
+    """What a row of parts is called.
+
+    >>> label(["layers.2"]), label(["layers.0", "layers.1", "layers.2"]), label(["a.0.mlp", "a.1.mlp"])
+    ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
+    """
+    first, last = paths[0] or _OUTSIDE, paths[-1]
+    if len(paths) == 1:
+        return first
+    head, _, tail = last.rpartition(".")
+    return f"{first} to {tail if tail.isdecimal() and first.rpartition('.')[0] == head else last}"
+
+
+def _name(row: Sequence[Decision], evidence: Evidence) -> str:
+    return _WHOLE if len(evidence.decisions) == 1 and not row[0].path else label([each.path for each in row])
+
+
+def _same(decision: Decision) -> object:
+    return decision.chosen, decision.rule, decision.runner_up
+
+
+def _figures(row: Sequence[Decision]) -> tuple[str, str, str, str]:
+    return (
+        format_bytes(sum(each.kept_bytes for each in row)),
+        format_bytes(sum(each.kept_bytes_before for each in row)),
+        format_seconds(sum(each.seconds for each in row)),
+        format_seconds(sum(each.seconds_before for each in row)),
+    )
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,166 @@
+"""`ProvenPlan`: a plan with the evidence that it was returned on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memscale.algebra import Plan, compose
+from memscale.core import Document, PlanError, format_bytes, format_seconds, matches, numbers, template
+from memscale.planning.evidence.evidence import Decision, Evidence
+from memscale.planning.evidence.explanation import about_parts, explanation, in_rows, label
+from memscale.policy import StrategyDecision
+from memscale.simulation import Ranks
+
+_DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
+
+
+class ProvenPlan(Plan):
+    """A plan with the evidence that it was returned on; equal to any plan with the same rules.
+
+    Attributes:
+        evidence: see `Evidence`.
+        decision: of the policy; None where the config decided, as it does without ``auto_policy``.
+    """
+
+    __slots__ = ("decision", "evidence")
+
+    decision: StrategyDecision | None
+    evidence: Evidence
+
+    def __init__(self, plan: Plan, evidence: Evidence, decision: StrategyDecision | None = None) -> None:
+        super().__init__([(rule.pattern, rule.transform) for rule in plan])
+        object.__setattr__(self, "evidence", evidence)
+        object.__setattr__(self, "decision", decision)
+
+    __hash__ = Plan.__hash__
+
+    @property
+    def parallel(self) -> Ranks | None:
+        """How the step that it was made for is one process's of several."""
+        return self.evidence.parallel
+
+    def __reduce__(self) -> Any:
+        return (ProvenPlan, (Plan([(rule.pattern, rule.transform) for rule in self]), self.evidence, self.decision))
+
+    def to_json(self) -> str:
+        """The plan and its evidence as JSON text; `Plan.from_json` reads the plan of it."""
+        data = json.loads(super().to_json())
+        said = {} if self.decision is None else {"decision": self.decision.to_data()}
+        return _DOCUMENT.write({"rules": data["rules"], "evidence": self.evidence.to_data(), **said}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ProvenPlan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: as `Plan.from_json`; or the text has no evidence.
+        """
+        plan = Plan.from_json(text)
+        data = _DOCUMENT.read(text)
+        if "evidence" not in data:
+            raise PlanError("this plan has no evidence: it was written by hand; read it with Plan.from_json")
+        with _DOCUMENT.parts():
+            decision = StrategyDecision.from_data(data["decision"]) if "decision" in data else None
+            return cls(plan, Evidence.from_data(data["evidence"]), decision)
+
+    def to_python(self) -> str:
+        """As `Plan.to_python`, after a line about what the plan was made for."""
+        evidence = self.evidence
+        before, after = evidence.plain, evidence.planned
+        ranks = "" if evidence.parallel is None else f", {evidence.parallel}"
+        return (
+            f"# For {format_bytes(evidence.budget_bytes)} on {evidence.hardware.name}{ranks}: the simulated step takes "
+            f"{format_bytes(after.taken_bytes)} and {format_seconds(after.step_seconds)}\n"
+            f"# (as it is, {format_bytes(before.taken_bytes)} and {format_seconds(before.step_seconds)}).\n"
+            f"{super().to_python()}"
+        )
+
+    def explain(self, path: str | None = None) -> str:
+        """How the plan was decided, as text: the rules with their numbers, and each part with its runner-up.
+
+        Args:
+            path: of a part, or a pattern, for what was decided about it alone; of a module inside a part, for that
+                part; of one around parts, for all of them. ``""`` is what is outside of the parts, None everything.
+
+        Raises:
+            PlanError: nothing was decided about `path`.
+        """
+        evidence = self.evidence
+        if path is None:
+            decided = {each.chosen for each in evidence.decisions if not each.path}
+            whole = [
+                f"{'the optimizer' if rule in stepping else 'the whole model'}: {rule.transform!r}\n"
+                for stepping in [self.of_optimizers().rules]
+                for rule in self
+                if not rule.pattern and repr(rule.transform) not in decided
+            ]
+            policy = [] if self.decision is None else [f"{self.decision.explain()}\n"]
+            return "".join([*policy, *whole, explanation(evidence)])
+        return about_parts(self._about(path), evidence)
+
+    def _about(self, path: str) -> list[Decision]:
+        decisions = self.evidence.decisions
+        for found in (
+            [each for each in decisions if each.path == path or matches(path, each.path)],
+            [each for each in decisions if each.path and path.startswith(f"{each.path}.")],
+            [each for each in decisions if path and each.path.startswith(f"{path}.")],
+        ):
+            if found:
+                return found
+        if not decisions:
+            raise PlanError(f"nothing was decided about {path!r}, nor about any part: the step fits as it is")
+        rows = in_rows([each.path for each in decisions], lambda part: part, lambda _: None)
+        parts = ", ".join(label(row) for row in rows)
+        raise PlanError(f"nothing was decided about {path!r}; the parts of this plan are {parts}")
+
+    def diff(self, other: Plan) -> str:
+        """What `other` does differently, a line for each row of modules."""
+        parts = [
+            each.path for plan in (self, other) if isinstance(plan, ProvenPlan) for each in plan.evidence.decisions
+        ]
+        paths = sorted({path for plan in (self, other) for path in _paths(plan, parts)}, key=_place)
+        changes = [(path, _done(self, path), _done(other, path)) for path in paths]
+        lines = [
+            f"{label([path or '(root)' for path, _, __ in row])}: {row[0][1]} -> {row[0][2]}"
+            for row in _in_runs([change for change in changes if change[1] != change[2]])
+        ]
+        if isinstance(other, ProvenPlan):
+            before, after = self.evidence.planned, other.evidence.planned
+            lines.append(
+                f"takes {format_bytes(before.taken_bytes)} -> {format_bytes(after.taken_bytes)}, "
+                f"step {format_seconds(before.step_seconds)} -> {format_seconds(after.step_seconds)}"
+            )
+        return "\n".join(lines) or "no difference"
+
+
+_Change = tuple[str, str, str]
+
+
+def _paths(plan: Plan, parts: Sequence[str]) -> Iterator[str]:
+    """The modules that a plan names, those that its patterns match as far as the parts tell."""
+    for rule in plan:
+        segments = rule.pattern.split(".")
+        found = []
+        for part in parts if "*" in rule.pattern else ():
+            depth = part.count(".") + 1
+            head, inside = ".".join(segments[:depth]), segments[depth:]
+            if part and matches(head, part) and "*" not in "".join(inside):
+                found.append(".".join([part, *inside]))
+        yield from found or [rule.pattern]
+
+
+def _done(plan: Plan, path: str) -> str:
+    rules = [rule.transform for rule in plan if rule.pattern == path or rule.matches(path)]
+    return repr(compose(*reversed(rules))) if rules else "as it is"
+
+
+def _place(path: str) -> tuple[str, list[int]]:
+    return template(path), numbers(path)
+
+
+def _in_runs(changes: Sequence[_Change]) -> Iterator[list[_Change]]:
+    """Those of which the same is to be said, and whose last numbers follow each other."""
+    runs = {path: (*numbers(path)[:-1], sum(numbers(path)[-1:]) - at) for at, (path, _, __) in enumerate(changes)}
+    return in_rows(changes, lambda change: change[0] or "(root)", lambda change: (*change[1:], runs[change[0]]))

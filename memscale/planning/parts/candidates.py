@@ -1,0 +1,254 @@
+"""What may be done to a part of a model: candidates only, of which the simulation says what each costs and frees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale import policies
+from memscale.algebra import Transform, chain, compose
+from memscale.core import batches
+from memscale.planning.parts.blocks import could_be_block
+from memscale.planning.parts.heads import is_tied, loss_head
+from memscale.planning.parts.parts import Part
+from memscale.runtime import AsyncOffloadConfig
+from memscale.simulation import SimulatedStep
+from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
+
+# Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
+# where nothing fits otherwise: as many pieces take as many times as long to simulate.
+_CHUNKS, _FINE_CHUNKS = 4, 16
+_HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
+# Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
+# time than pieces of two, and the step held 3 % less.
+_FEWEST_ROWS = 2
+# A row of single operations is cut at each of so many with a weight.
+_EVERY = (1, 2, 4)
+# What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
+# next to nothing, and are many to simulate (of 24 rounds of two cells, the smallest plan took 5 s instead of 28).
+_MANY_TURNS = 8
+# Of a parameter: smaller ones stay where they are, and `transform` warns of a plan that moves none.
+_FEWEST_BYTES = AsyncOffloadConfig().min_bytes
+
+# Operators that compute each row by itself, whichever rows there are; only such are cut without being asked to.
+_ROW_BY_ROW = frozenset(
+    f"aten::{name}"
+    for line in (
+        "mm addmm _addmm_activation add.Tensor add.Scalar sub.Tensor mul.Tensor mul.Scalar div.Tensor div.Scalar exp",
+        "gelu silu relu sigmoid tanh pow.Tensor_Scalar rsqrt hardswish elu leaky_relu softplus mish _to_copy clone",
+        "native_layer_norm _fused_rms_norm _unsafe_view",
+    )
+    for name in line.split()
+)
+
+Rules = tuple[tuple[str, Transform], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be done to a part.
+
+    Attributes:
+        rules: transforms by path relative to the part, outer paths first; none leaves it as it is.
+    """
+
+    rules: Rules = ()
+
+    def at(self, path: str) -> Rules:
+        """The rules for the part at `path`."""
+        return tuple((".".join(filter(None, (path, inside))), how) for inside, how in self.rules)
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """What it is made of, as in `Config.eligible`, with ``"stream"`` for parameters that are moved."""
+        return frozenset(_technique(each) for _, how in self.rules for each in chain(how))
+
+    @property
+    def unmoved(self) -> Candidate:
+        """The candidate without what moves activations."""
+        kept = ((inside, [each for each in chain(how) if _technique(each) != "offload"]) for inside, how in self.rules)
+        return Candidate(tuple((inside, compose(*parts)) for inside, parts in kept if parts))
+
+    def __str__(self) -> str:
+        if not self.rules:
+            return "as it is"
+        return ", ".join(f"{how!r} on {inside}" if inside else repr(how) for inside, how in self.rules)
+
+
+AS_IT_IS = Candidate()
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What may be chosen.
+
+    Attributes:
+        techniques: the names of those that may be used, as in `Config.eligible`, with ``"stream"``.
+        dtype: what `cast` computes in.
+        rows: how many rows the batch has, along its first dimension.
+        casts: whether the whole model is cast.
+        fine: whether rows are cut into small pieces, too.
+    """
+
+    techniques: frozenset[str]
+    dtype: torch.dtype
+    rows: int
+    casts: bool = False
+    fine: bool = False
+
+    @classmethod
+    def of(cls, techniques: Iterable[str], dtype: torch.dtype, batch: Any) -> Menu:
+        """The menu for `batch`."""
+        # Of a mapping those of the keyword that is passed first, which `tile` cuts.
+        leaves = batches.tensors([*batch.values()] if isinstance(batch, Mapping) else batch)
+        return cls(frozenset(techniques), dtype, next((leaf.shape[0] for leaf in leaves if leaf.dim()), 1))
+
+    def with_own(self, among: frozenset[str]) -> frozenset[str]:
+        """These techniques, with what the candidates have anyway."""
+        return among | {"cast"} if self.casts else among
+
+    def for_part(self, part: Part, step: SimulatedStep) -> tuple[Candidate, ...]:
+        """The candidates for `part`, simplest first, `AS_IT_IS` before all."""
+        found = self._for_part(part, step)
+        return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
+
+    def _for_part(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
+        whole, again = "", checkpoint()
+        may = self.techniques.__contains__
+        may_cut = may("tile") and step.turns(part.path) < _MANY_TURNS
+        cut = [
+            child
+            for child in (part.children if may_cut else ())
+            if _is_row_by_row(part.module.get_submodule(child), step.operators(f"{part.path}.{child}".lstrip(".")))
+        ]
+        pieces = self._tile(_CHUNKS)
+        # Pieces within a recompute are many small kernels, which the host of a card is too slow for; and blocks of such
+        # and of other kinds leave its allocator holes: with them a Llama 8B at three quarters of its memory took 2.41
+        # times as long as it is, and 2.07 without.
+        deep = self.fine or step.clock.hardware.device_type == "cpu"
+        operators = step.operators(part.path)
+        # What attention gives is worth keeping before all else where that is fused, and has no product that is not.
+        fused = any(name.removesuffix(".default") in policies.FUSED_ATTENTION for name in operators)
+        kept = (
+            policies.dots_saveable,
+            policies.attention_saveable if fused else policies.dots_with_no_batch_dims_saveable,
+        )
+        if may("checkpoint"):
+            yield Candidate(((whole, again),))
+            for policy in kept:
+                yield Candidate(((whole, checkpoint(policy=policy)),))
+            for child in part.children:
+                yield Candidate(((child, again),))
+            if len(part.children) > 1:
+                yield Candidate(tuple((child, again) for child in part.children))
+            for cuts in _cuts(part.module):
+                yield Candidate(((whole, checkpoint(cuts=cuts)),))
+        for child in cut:
+            yield Candidate(((child, pieces),))
+            if may("checkpoint"):
+                yield Candidate(((whole, again), (child, pieces)))
+                if self.fine:
+                    yield Candidate(((whole, again), (child, self._tile(_FINE_CHUNKS))))
+                others = tuple((other, again) for other in part.children if other != child)
+                if others:
+                    yield Candidate((*others, (child, pieces)))
+        if may_cut and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
+            # In a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
+            cut_in = partial(tile, chunks=min(_CHUNKS, self.rows // _FEWEST_ROWS), **_dims(part.module))
+            yield Candidate(((whole, cut_in()),))
+            if self.fine:
+                yield Candidate(((whole, cut_in(chunks=min(_FINE_CHUNKS, self.rows))),))
+            for policy in kept if may("checkpoint") else ():
+                yield Candidate(((whole, compose(cut_in(recompute=False), checkpoint(policy=policy))),))
+            if may("checkpoint") and deep:
+                halves = cut_in(chunks=2, recompute=False)
+                yield Candidate(((whole, compose(halves, checkpoint(policy=kept[1]))),))
+        for child in cut if may("checkpoint") and deep else ():
+            yield Candidate(((whole, checkpoint(policy=kept[1])), (child, pieces)))
+        if not part.path:
+            yield from self._of_head(part.module, ())
+        if may("offload"):
+            yield Candidate(((whole, offload()),))
+            if may("checkpoint"):
+                yield Candidate(((whole, compose(offload(), again)),))
+                yield Candidate(((whole, compose(offload(), checkpoint(policy=policies.dots_saveable))),))
+                for child in cut:
+                    yield Candidate(((whole, compose(offload(), again)), (child, pieces)))
+        if may("stream") and any(each.nbytes >= _FEWEST_BYTES for each in part.module.parameters()):
+            streamed = offload(what="params")
+            yield Candidate(((whole, streamed),))
+            if may("checkpoint"):
+                yield Candidate(((whole, compose(streamed, again)),))
+                yield Candidate(((whole, compose(streamed, offload(), again)),))
+
+    def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
+        """The candidates for what is outside of the parts: the loss head."""
+        paths = [part.path for part in parts]
+        return (AS_IT_IS, *(() if "" in paths else self._of_head(model, paths)))
+
+    def _of_head(self, model: nn.Module, paths: Iterable[str]) -> tuple[Candidate, ...]:
+        head = loss_head(model, paths) if self.tiles else None
+        if head is None:
+            return ()
+        cuts = [tile(chunks=chunks) for chunks in _HEAD_CHUNKS]
+        if is_tied(model, head):  # of 16 bits its gradient is late anyway
+            cuts.append(tile(chunks=_LATE_HEAD_CHUNKS, late_gradient=True))
+        return tuple(Candidate(((head, how),)) for how in cuts)
+
+    @property
+    def tiles(self) -> bool:
+        """Whether rows may be cut."""
+        return "tile" in self.techniques
+
+    def _tile(self, chunks: int) -> Transform:
+        # One row has nothing to cut, and its positions are rows to what works on each alone.
+        return tile(chunks=chunks) if self.rows >= chunks else tile(chunks=chunks, dim=1)
+
+    def cast_within(self, candidate: Candidate) -> Candidate:
+        """The candidate in a model that is cast: in its own cast a region makes its copies again when it recomputes."""
+        how = cast(compute=self.dtype)
+        rules = [
+            (inside, compose(each, how)) if "checkpoint" in {_technique(one) for one in chain(each)} else (inside, each)
+            for inside, each in candidate.rules
+        ]
+        return Candidate(tuple(rules))
+
+
+def _cuts(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Where a row of single operations is cut: behind those with a weight, whose results are kept then, or before them,
+    which keeps less and runs them again; at each, every second, every fourth, or early ones only, behind which the row
+    is as it is."""
+    row = list(module.children())
+    if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
+        return
+    weighty = [at for at, each in enumerate(row) if any(one.ndim >= 2 for one in each.parameters())]
+    for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
+        for every in _EVERY if len(weighty) > 1 else ():
+            cuts = places[every - 1 :: every]
+            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
+                if count:
+                    yield tuple(cuts[:count])
+
+
+def _dims(module: nn.Module) -> dict[str, Any]:
+    """Where the rows of a module's arguments and results are, where that is not in front."""
+    if not isinstance(module, nn.RNNBase):
+        return {}
+    rows = 0 if module.batch_first else 1
+    # States have the layers in front.
+    return {"in_dims": rows, "out_dims": (rows, (1, 1) if isinstance(module, nn.LSTM) else 1)}
+
+
+def _technique(transform: Transform) -> str:
+    return "stream" if getattr(transform, "what", None) == "params" else transform.spelling
+
+
+def _is_row_by_row(module: nn.Module, operators: frozenset[str]) -> bool:
+    # An operator's overloads have their names behind a dot.
+    names = {name.removesuffix(".default") for name in operators}
+    return bool(names) and names <= _ROW_BY_ROW and any(parameter.ndim == 2 for parameter in module.parameters())

@@ -1,0 +1,1 @@
+"""Whether a step fits as it is, what would make it fit, and the largest that does: `OOMPredictor`."""

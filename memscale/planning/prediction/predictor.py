@@ -1,0 +1,303 @@
+"""`OOMPredictor`: will this step fit on that device, what would make it fit, and how large can its batch be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan, PlanLike, as_plan
+from memscale.config import Config
+from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes, tensors
+from memscale.hardware import Hardware
+from memscale.planning.engine import Budget
+from memscale.planning.prediction.grid import SizeGrid, fitting_grid
+from memscale.planning.prediction.largest import MOST_SIMULATIONS, LargestBatch, largest_fitting
+from memscale.planning.prediction.predicted_step import PredictedStep
+from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
+from memscale.planning.prediction.recommending import recommending
+from memscale.planning.prediction.sizes import Sizes, check_range
+from memscale.planning.step_simulator import Progress
+from memscale.simulation import MemoryProfiler, Parallel, Ranks
+from memscale.telemetry import counted
+
+
+class OOMPredictor:
+    """Predicts whether training steps of one model fit on a device, by simulating them; see `memscale.profile`.
+
+    The peak that counts is what PyTorch's caching allocator reserves, over the first step and a later one; on a CPU,
+    which has no such allocator, what lives at once. It is held against ``hardware.usable_bytes``. Nothing is changed:
+    model, optimizer, gradients and random states are as before each call, also after an error.
+
+    >>> import torch, memscale as ms
+    >>> from torch import nn
+    >>> blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=8 * 2**20)
+    >>> predictor = ms.OOMPredictor(nn.Sequential(*blocks), loss=lambda y, _: y.square().mean(), hardware=box)
+    >>> prediction = predictor.predict(torch.ones(1024, 64))
+    >>> print(prediction.message)
+    the step does not fit: its peak of 10.8 MiB is 2.82 MiB above the 8.00 MiB of box
+    >>> any(each.plan and each.peak_bytes <= prediction.capacity_bytes for each in prediction.recommendations)
+    True
+    >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
+    742 fits: 7.99 MiB of 8.00 MiB; 743 would take 8.00 MiB (8 sizes simulated)
+
+    Args:
+        model: a module on any device; ``meta`` costs no memory.
+        optimizer, loss, hardware, probe, parallel, world, shard, tensor: as in `memscale.profile`.
+        plan: transforms that the step has already; the plan that is recommended takes its place.
+        accumulate: forward and backward passes for each optimizer step.
+        config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
+            None for every exact transform.
+        progress: called before each simulation with what it is about, how many are done, and how many there will be
+            (None if that is not known).
+
+    Raises:
+        ConfigError: an argument is wrong, or does not fit the others; the message says which.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        hardware: Hardware | str | None = None,
+        loss: Loss | None = None,
+        plan: PlanLike | None = None,
+        accumulate: int = 1,
+        config: Config | None = None,
+        probe: bool = False,
+        progress: Progress | None = None,
+        parallel: Parallel | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
+                "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
+            )
+        ranks = Ranks.of(model, parallel, world, shard, tensor, caller="OOMPredictor")
+        self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
+        self._step = PredictedStep(
+            model,
+            optimizer,
+            loss,
+            Plan() if plan is None else as_plan(plan),
+            accumulate,
+            config if config is not None else Config(),
+            config,
+            self.hardware,
+            probe,
+            ranks,
+            progress,
+        )
+        self._profiler = self._step.profiler()
+
+    @counted("predict")
+    def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
+        """Whether the step with this batch fits, and what would free how much.
+
+        What is recommended was simulated like the step itself, and frees something: the plan that `memscale.plan`
+        finds for what the device has (the smallest one where none fits), `cast` to bfloat16, the other loops of a
+        ``torch.optim`` optimizer, also with that plan, and the batch in as many parts as it takes, their gradients
+        accumulated, with the plan too if that alone does not fit.
+
+        Args:
+            batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
+                mapping keyword arguments.
+            budget: what the step may take, where that is less than the device has: bytes as an int, ``"6GiB"`` or
+                ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
+            recommend: whether to look for what frees memory, which takes as long as `memscale.plan` does. None does so
+                for a risk above ``OOMRisk.LOW``.
+
+        Raises:
+            ConfigError: the batch does not fit the model, or another argument is wrong.
+            RuntimeUnavailable: the step can be neither simulated nor run here.
+        """
+        capacity_bytes = self._capacity_bytes(budget)
+        self._step.told = 0
+        self._step.next("the step as it is", None if recommend is not False else 1)
+        profile = self._profiler.profile(batch, accumulate=self._step.accumulate, capacity_bytes=capacity_bytes)
+        prediction = OOMPrediction(profile, capacity_bytes)
+        wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
+        return recommending(self._step, prediction, batch) if wanted else prediction
+
+    def predict_steps(self, batches: Sequence[Any], *, budget: Budget | None = None) -> OOMPrediction:
+        """Whether steps with these batches fit, one after the other: text of any length, images of any size.
+
+        The prediction is that of the largest batch. What a CUDA device's allocator reserves is over all of the steps,
+        since the blocks that one batch leaves in the cache need not suit the next; the note says by how much that is
+        more.
+
+        >>> import torch, memscale as ms
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+        >>> predictor = ms.OOMPredictor(model, loss=lambda y, _: y.square().mean(), hardware="t4")
+        >>> batches = [torch.empty(rows, 512, device="meta") for rows in (900, 2000, 1400, 1900)]
+        >>> predictor.predict_steps(batches).peak_bytes > predictor.predict(batches[1]).peak_bytes
+        True
+
+        Args:
+            batches: in the order of training; each as in `predict`.
+            budget: as in `predict`.
+
+        Raises:
+            ConfigError: there are no batches, one does not fit the model, or another argument is wrong.
+            RuntimeUnavailable: a step can be neither simulated nor run here.
+        """
+        batches = list(batches)
+        if not batches:
+            raise ConfigError("predict_steps(batches=[]) needs at least one batch")
+        largest = max(reversed(batches), key=lambda batch: sum(leaf.numel() for leaf in tensors(batch)))
+        alone = self.predict(largest, budget=budget, recommend=False)
+        if alone.profile.reserved_peak_bytes is None:
+            return alone
+        self._step.next(f"{len(batches)} steps", None)
+        reserved = self._profiler.reserved_over(
+            batches, accumulate=self._step.accumulate, capacity_bytes=alone.capacity_bytes
+        )
+        assert reserved is not None, "the device has an allocator"
+        note = (
+            f"over {len(batches)} steps the allocator reserves {format_bytes(reserved)}, and with the largest batch "
+            f"alone {format_bytes(alone.profile.reserved_peak_bytes)}"
+        )
+        if reserved > alone.profile.reserved_peak_bytes:
+            note += " (PYTORCH_ALLOC_CONF=expandable_segments:True, here too, lets other sizes have the same memory)"
+        profile = dataclasses.replace(alone.profile, reserved_peak_bytes=reserved)
+        return dataclasses.replace(alone, profile=profile, notes=(*alone.notes, note))
+
+    def largest(
+        self,
+        batch_fn: Callable[[int], Any],
+        *,
+        budget: Budget | None = None,
+        at_least: int = 1,
+        at_most: int = 2**20,
+    ) -> LargestBatch:
+        """The largest n such that a step with ``batch_fn(n)`` fits: a batch size or a sequence length.
+
+        A few sizes are simulated, a dozen at most, and a curve through their peaks leads to the answer, at which the
+        simulation has the last word: it fits, and one more does not. Interrupted from the keyboard, it returns the
+        largest size that was found to fit until then.
+
+        Args:
+            batch_fn: returns the batch of size n, on any device. It is called with sizes up to 16 times the answer, so
+                tensors on ``meta`` are the ones to make.
+            budget: as in `predict`.
+            at_least, at_most: the sizes between which to look, such as 1 and the most positions of the model.
+
+        Raises:
+            BudgetError: not even ``at_least`` fits; the message has its peak.
+            ConfigError: ``batch_fn`` does not scale (it raises, its batch does not depend on n, the model does not take
+                its batch), or another argument is wrong.
+        """
+        check_range("largest", at_least, at_most)
+        capacity_bytes = self._capacity_bytes(budget)
+        found = _Peaks(self, batch_fn, at_least, capacity_bytes)
+        n: int | None
+        try:
+            n, peaks = largest_fitting(
+                found.peak_bytes, capacity_bytes, at_least=at_least, at_most=at_most, most=MOST_SIMULATIONS
+            )
+            interrupted = False
+        except KeyboardInterrupt:
+            peaks, interrupted = found.peaks, True
+            n = max((size for size, nbytes in peaks.items() if nbytes <= capacity_bytes), default=None)
+            if n is None:
+                raise
+        if n is None:
+            raise BudgetError(
+                f"not even batch_fn({at_least}) fits: its step takes {format_bytes(peaks[at_least])} "
+                f"({peaks[at_least]} bytes) of {format_bytes(capacity_bytes)}; predict() says what would free memory"
+            )
+        if n == at_most > at_least and peaks[n] == peaks[at_least] and found.sizes.only_values_differ(n):
+            raise ConfigError(
+                f"batch_fn does not scale: the peak is {peaks[n]} bytes at n={at_least} as at n={n}, with tensors of "
+                "the same shapes; return a batch that grows with n"
+            )
+        too_large = min((size for size, nbytes in peaks.items() if nbytes > capacity_bytes), default=None)
+        return LargestBatch(n, peaks[n], peaks.get(n + 1), capacity_bytes, len(peaks), too_large, interrupted)
+
+    def grid(
+        self,
+        batch_fn: Callable[[int, int], Any],
+        *,
+        batches: Sequence[int],
+        lengths: Sequence[int],
+        budget: Budget | None = None,
+    ) -> SizeGrid:
+        """Which batch sizes fit with which sequence lengths, by simulating the pairs along the edge of what fits.
+
+        >>> import torch, memscale as ms
+        >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**20)
+        >>> predictor = ms.OOMPredictor(torch.nn.Linear(64, 64), loss=lambda y, _: y.mean(), hardware=box)
+        >>> print(predictor.grid(lambda b, s: torch.ones(b, s, 64), batches=(1, 4, 16), lengths=(128, 512)))
+        fits in 1.00 MiB, batch by sequence length; peaks as simulated
+                    128       512
+        1           yes   289 KiB
+        4       289 KiB  1.03 MiB
+        16     1.03 MiB        no
+
+        Args:
+            batch_fn: returns the batch of a batch size and a length, best on ``meta``.
+            batches, lengths: the sizes, ascending.
+            budget: as in `predict`.
+
+        Raises:
+            ConfigError: a list of sizes is empty or not ascending, or a batch does not fit the model.
+        """
+        for name, sizes in (("batches", batches), ("lengths", lengths)):
+            if not sizes or sorted(set(sizes)) != list(sizes) or sizes[0] < 1:
+                raise ConfigError(f"grid({name}={sizes!r}) must be sizes of at least 1, ascending, such as (1, 2, 4)")
+        capacity_bytes = self._capacity_bytes(budget)
+        most, done = len(batches) + len(lengths) - 1, itertools.count()
+
+        def peak_bytes(batch: int, length: int) -> int:
+            self._step.say(f"{batch} x {length}", next(done), most)
+            profile = self._profiler.profile(
+                batch_fn(batch, length), accumulate=self._step.accumulate, capacity_bytes=capacity_bytes
+            )
+            return profile.taken_bytes
+
+        return fitting_grid(peak_bytes, capacity_bytes, batches=batches, lengths=lengths)
+
+    def _capacity_bytes(self, budget: Budget | None) -> int:
+        usable_bytes = self.hardware.usable_bytes
+        return usable_bytes if budget is None else min(usable_bytes, budget_bytes(budget, usable_bytes))
+
+
+class _Peaks:
+    """The peaks of a batch factory's batches."""
+
+    def __init__(
+        self, predictor: OOMPredictor, batch_fn: Callable[[int], Any], at_least: int, capacity_bytes: int
+    ) -> None:
+        self.predictor = predictor
+        self.sizes = Sizes(batch_fn, at_least, "largest")
+        self.capacity_bytes = capacity_bytes
+        self.peaks: dict[int, int] = {}
+
+    def peak_bytes(self, n: int) -> int:
+        """The peak of the step with the batch of size `n`.
+
+        Raises:
+            ConfigError: there is no such batch, the model does not take it, or it is that of another size.
+        """
+        self.predictor._step.say(f"size {n}", len(self.sizes.parts), None)
+        batch = self.sizes.batch(n)
+        try:
+            profile = self.predictor._profiler.profile(
+                batch, accumulate=self.predictor._step.accumulate, capacity_bytes=self.capacity_bytes
+            )
+        except MemscaleError as error:
+            if n == self.sizes.at_least:
+                raise
+            raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {self.sizes.remedy(n)}") from error
+        self.peaks[n] = profile.taken_bytes
+        return self.peaks[n]

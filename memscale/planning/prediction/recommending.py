@@ -1,0 +1,160 @@
+"""What would free memory of a step: each recommendation was simulated like the step itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memscale.algebra import Plan
+from memscale.core import MemscaleError
+from memscale.planning.engine import DecisionEngine
+from memscale.planning.prediction.predicted_step import PredictedStep
+from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
+from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
+from memscale.simulation import MemoryProfiler, arguments_of
+
+
+def recommending(step: PredictedStep, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
+    """The prediction with what frees memory, the most first.
+
+    Args:
+        step: with its hardware known.
+        prediction: of this step.
+        batch: that it was made for.
+    """
+    return _Remedies(step, prediction, batch).found()
+
+
+class _Remedies:
+    """The simulations, and what became of them."""
+
+    def __init__(self, step: PredictedStep, prediction: OOMPrediction, batch: Any) -> None:
+        self._step, self._prediction, self._batch = step, prediction, batch
+        self._found: list[Recommendation] = []
+        self._notes: list[str] = []
+
+    def found(self) -> OOMPrediction:
+        """The prediction with those that free something."""
+        step = self._step
+        planned = self._try("a plan", self._planned)
+        plan = None if planned is None else planned.plan
+        if casting := shorthands(step.model, step.hardware).get("cast", {}):
+            own = [(rule.pattern, rule.transform) for rule in step.plan]
+            if not any("cast" in repr(how) for _, how in own):
+                whole = Plan([*own, *casting.items()])
+                self._try("cast()", lambda: self._simulated("cast() on the whole model", whole))
+        short = planned is None or planned.peak_bytes > self._prediction.capacity_bytes
+        loops = other_loops(step.optimizer)
+        # No loop of the optimizer lowers a peak that is in forward or backward.
+        for options in loops if self._prediction.profile.moment.phase == "optimizer" else []:
+            self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
+        if planned is not None and short and loops:
+            both = f"{planned.action}, and {_loop(loops[0])}"
+            self._try(both, lambda: self._simulated(both, plan, loops[0]))
+        if split(self._batch, 2) is not None:
+            self._try("accumulate gradients", lambda: self._in_parts(None))
+            if planned is not None and short:
+                self._try("the plan and accumulated gradients", lambda: self._in_parts(plan))
+        best_first = sorted(self._found, key=lambda each: -each.freed_bytes)
+        return dataclasses.replace(self._prediction, recommendations=tuple(best_first), notes=tuple(self._notes))
+
+    def _try(self, what: str, make: Callable[[], Recommendation | None]) -> Recommendation | None:
+        try:
+            better = make()
+        except MemscaleError as error:
+            self._notes.append(f"not simulated: {what}: {error}")
+            return None
+        if better is None or better.freed_bytes <= 0:
+            return None
+        self._found.append(better)
+        return better
+
+    def _planned(self) -> Recommendation | None:
+        """The plan of the planner: the fastest that fits with the least risk, the smallest where none fits.
+
+        A step that has to be measured cannot be planned: its repeated blocks are checkpointed.
+        """
+        step, prediction = self._step, self._prediction
+        if self._is_measured:
+            rule = Plan(shorthands(step.model, step.hardware).get("checkpoint", {}))
+            return self._simulated(summary(rule), rule) if rule and not step.plan else None
+        engine = DecisionEngine(
+            step.model,
+            self._batch,
+            optimizer=step.optimizer,
+            loss=step.loss,
+            config=step.allowed,
+            hardware=step.hardware,
+            accumulate=step.accumulate,
+            progress=lambda what, *_: step.next(what),
+            **arguments_of(step.ranks),
+        )
+        capacity_bytes = prediction.capacity_bytes
+        limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
+        plan = engine.nearest(max(1, next((each for each in limits if each < prediction.peak_bytes), limits[-1])))
+        rejected = plan.evidence.rejected.items()
+        self._notes += [f"not simulated: {candidate}: {reason}" for candidate, reason in rejected]
+        if not plan:
+            return None
+        seconds = plan.evidence.planned.step_seconds if prediction.profile.step_seconds is not None else None
+        peak_bytes = plan.evidence.planned.taken_bytes
+        instead = " instead of yours" if step.plan else ""
+        action = f"apply the plan{instead}: {summary(plan)}"
+        return Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, step_seconds=seconds)
+
+    def _simulated(self, action: str, plan: Plan | None, options: Mapping[str, bool] | None = None) -> Recommendation:
+        self._step.next(action)
+        prediction, profiler = self._prediction, self._like(plan)
+        with optimizer_options(self._step.optimizer, options or {}):
+            profile = profiler.profile(
+                self._batch, accumulate=self._step.accumulate, capacity_bytes=prediction.capacity_bytes
+            )
+        peak_bytes = profile.taken_bytes
+        return Recommendation(
+            action,
+            prediction.peak_bytes - peak_bytes,
+            peak_bytes,
+            plan=plan,
+            optimizer_options=options or {},
+            step_seconds=profile.step_seconds,
+        )
+
+    def _in_parts(self, plan: Plan | None) -> Recommendation | None:
+        """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
+        prediction, profiler = self._prediction, self._like(plan)
+        best: Recommendation | None = None
+        parts = 2
+        while (part := split(self._batch, parts)) is not None:
+            action = f"accumulate the gradients of {parts} equal parts of the batch"
+            action += "" if plan is None else f", and apply the plan: {summary(plan)}"
+            self._step.next(action)
+            try:
+                # From the second pass on all are alike: two show the peak of any number, though not the time.
+                profile = profiler.profile(part, accumulate=2, capacity_bytes=prediction.capacity_bytes)
+                peak_bytes = profile.taken_bytes
+            except MemscaleError:
+                if best is None:
+                    raise
+                break  # BatchNorm, for one, takes no single row
+            if best is not None and peak_bytes >= best.peak_bytes:
+                break
+            best = Recommendation(action, prediction.peak_bytes - peak_bytes, peak_bytes, plan=plan, parts=parts)
+            if peak_bytes <= prediction.capacity_bytes:
+                break
+            parts *= 2
+        return best
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._prediction.profile.method == "empirical"
+
+    def _like(self, plan: Plan | None) -> MemoryProfiler:
+        """A profiler of another step that goes the same way: a simulation is not compared with real steps."""
+        config = dataclasses.replace(self._step.config, use_empirical_fallback=self._is_measured)
+        return self._step.profiler(plan, config)
+
+
+def _loop(options: Mapping[str, bool]) -> str:
+    name, value = next(iter(options.items()))
+    return f"build the optimizer with {name}={value}"

@@ -1,0 +1,75 @@
+"""What a search has shown: the step of a choice, simulated, and the fastest plan for a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memscale.algebra import Plan
+from memscale.planning.parts.candidates import Menu, Rules
+from memscale.planning.solving.program import Floats
+from memscale.planning.solving.solver import Chooser
+from memscale.planning.trials.costs import Assignment, Bytes, Costs
+from memscale.simulation import Phase, Profile
+
+
+@dataclass(frozen=True, eq=False)
+class Proven:
+    """A choice and the profile of the step that it makes.
+
+    Attributes:
+        costs, menu, always: of the search that found it.
+        assignment: the candidate of each part.
+        plan: its rules.
+        profile: of the simulated step.
+        held_bytes: [station of the costs] the most that is held there, what was thought where the step never came.
+        part_seconds: [part] of the operators of each part's forward and backward; last of what is outside.
+    """
+
+    costs: Costs
+    menu: Menu
+    always: Rules
+    assignment: Assignment
+    plan: Plan
+    profile: Profile
+    held_bytes: Bytes
+    part_seconds: Floats
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the device has to give."""
+        return self.profile.taken_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of the simulated step."""
+        assert self.profile.step_seconds is not None, "the engine simulates on hardware with speeds"
+        return self.profile.step_seconds
+
+    def correct(self, chooser: Chooser, most_kept_bytes: int | None = None) -> None:
+        """Let the chooser know what this step took, with what the allocator kept beside, `most_kept_bytes` of it.
+
+        Beside forward and backward: what it keeps while the optimizer steps is of blocks that these left. On top of an
+        update that no choice makes smaller it would rule out all that streams no parameters.
+        """
+        kept = self.taken_bytes - self.profile.peak_bytes
+        kept = kept if most_kept_bytes is None else min(kept, most_kept_bytes)
+        leaves = np.array([station.phase is not Phase.OPTIMIZER for station in chooser.costs.stations])
+        chooser.correct(self.assignment, self.held_bytes + kept * leaves, self.part_seconds, self.seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The fastest plan that was found for a budget.
+
+    Attributes:
+        proven: the plan.
+        bound_seconds: no choice that fits the budget is faster, as far as the costs add up, corrected by the steps that
+            were simulated.
+        among: the techniques that it could be made of.
+    """
+
+    proven: Proven
+    bound_seconds: float
+    among: frozenset[str]

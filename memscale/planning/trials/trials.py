@@ -1,0 +1,197 @@
+"""Simulated steps in which many candidates are tried at once, and what of each step is kept.
+
+In a row of eighty blocks that are alike, twelve of them try twelve candidates in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from memscale.algebra import Transform, chain
+from memscale.core import MemscaleError
+from memscale.planning.parts.candidates import Candidate, Rules
+from memscale.planning.parts.parts import Part
+from memscale.planning.parts.short_stack import left_out
+from memscale.planning.trials.trial_rows import next_rows
+from memscale.simulation import Attribution, Ledger, SimulatedStep
+from memscale.transforms import proven_rows, tile
+
+# Of a sum of the same times in another order.
+_SAME_TIME = 1e-9
+
+#: Simulates forward and backward with these rules, of the model without the parts at these paths.
+Simulate = Callable[[Rules, frozenset[str]], SimulatedStep]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Where a candidate was tried: by the part in this row of this attribution, while those in `tried` tried theirs."""
+
+    row: int
+    found: Attribution
+    tried: frozenset[int]
+    ledger: Ledger
+
+
+#: A transform that cuts rows, at a path relative to a part.
+Cutting = tuple[str, Transform]
+_T = TypeVar("_T")
+
+#: Trials by family and candidate.
+Trials = dict[tuple[object, Candidate], Trial]
+
+
+class TrialSteps:
+    """The simulations: as few as there are candidates for each part that none is alike to."""
+
+    def __init__(
+        self, base: Attribution, parts: tuple[Part, ...], menus: Sequence[tuple[Candidate, ...]], simulate: Simulate
+    ) -> None:
+        self.base = base
+        self.parts = parts
+        self.paths = [part.path for part in parts]
+        self.menus = menus
+        self.simulate = simulate
+        self.families: dict[object, list[int]] = {}
+        for row, part in enumerate(parts):
+            self.families.setdefault(part.alike, []).append(row)
+        self.families[None] = [len(parts)]
+        self._tells: dict[frozenset[str], bool] = {}  # whether the step without these parts tells of the whole
+
+    def run(self, done: Trials, most: int) -> dict[Candidate, str]:
+        """Add each candidate's trial to `done`; returns the reasons of those that cannot be tried."""
+        waiting = {
+            family: [each for each in self.menus[rows[0]][1:] if (family, each) not in done]
+            for family, rows in self.families.items()
+        }
+        rejected = self._keep_proven(waiting, done)
+        for _ in range(most):
+            if not any(waiting.values()):
+                break
+            self._try(next_rows(self.families, waiting), done, rejected)
+        left = {each: "not tried: a step of so many operators takes long" for row in waiting.values() for each in row}
+        return {**rejected, **left}
+
+    def _keep_proven(self, waiting: Mapping[object, list[Candidate]], done: Trials) -> dict[Candidate, str]:
+        """Leave out the candidates that cut rows which are not proven independent; returns them with the reasons."""
+        unproven: dict[tuple[object, Cutting], str] = {}
+        proven = {(family, cut) for family, candidate in done for cut in _cuts(candidate)}
+        cuts = {
+            family: [
+                cut
+                for cut in dict.fromkeys(cut for each in candidates for cut in _cuts(each))
+                if (family, cut) not in proven
+            ]
+            for family, candidates in waiting.items()
+            if family is not None  # a loss head is cut by a rule of its own, for the projection that it is
+        }
+        away = left_out(self.parts, self.families)
+        while any(cuts.values()):
+            chosen: dict[int, tuple[object, Cutting]] = {}
+            for family, wanted in cuts.items():
+                rows = [row for row in self.families[family] if self.paths[row] not in away]
+                for row, cut in zip(rows, wanted, strict=False):
+                    chosen[row] = (family, cut)
+                del wanted[: len(rows)]
+            self._prove(chosen, away, unproven)
+        rejected: dict[Candidate, str] = {}
+        for family, candidates in waiting.items():
+            for each in list(candidates):
+                reasons = [unproven[family, cut] for cut in _cuts(each) if (family, cut) in unproven]
+                if reasons:
+                    rejected[each] = reasons[0]
+                    candidates.remove(each)
+        return rejected
+
+    def _prove(
+        self,
+        chosen: Mapping[int, tuple[object, Cutting]],
+        away: frozenset[str],
+        unproven: dict[tuple[object, Cutting], str],
+    ) -> None:
+        cuts = sorted((row, Candidate((cut,))) for row, (_, cut) in chosen.items())
+        rules = tuple(rule for row, cut in cuts for rule in cut.at(self.paths[row]))
+        try:
+            with proven_rows():
+                self.simulate(rules, away)
+        except Exception as error:
+            if away:  # the forward may ask for each of its blocks
+                self._prove(chosen, frozenset(), unproven)
+            elif len(chosen) == 1:
+                (key,) = chosen.values()
+                unproven[key] = _reason(error)
+            else:
+                for half in _halves(chosen):
+                    self._prove(half, away, unproven)
+
+    def _try(
+        self,
+        chosen: Mapping[int, tuple[object, Candidate]],
+        done: Trials,
+        rejected: dict[Candidate, str],
+    ) -> None:
+        rules = [
+            rule
+            for row, (_, candidate) in sorted(chosen.items())
+            for rule in candidate.at(self.paths[row] if row < len(self.paths) else "")
+        ]
+        try:
+            found = self._found(tuple(rules), chosen)
+        except Exception as error:  # a transform refuses its region, or the model's own code does
+            if len(chosen) == 1:
+                ((_, candidate),) = chosen.values()
+                rejected[candidate] = _reason(error)
+                return
+            for half in _halves(chosen):
+                self._try(half, done, rejected)
+            return
+        for row, key in chosen.items():
+            done[key] = Trial(row, found.attribution(self.paths), frozenset(chosen), found.ledger)
+
+    def _found(self, rules: Rules, tried: Iterable[int]) -> SimulatedStep:
+        """The step with these rules; without most blocks where only what is outside of them tries something."""
+        outside = len(self.parts)
+        away = left_out(self.parts, self.families) if set(tried) == {outside} else frozenset[str]()
+        if away:
+            with contextlib.suppress(Exception):  # a forward that asks for each of its blocks
+                if away not in self._tells:
+                    self._tells[away] = False
+                    self._tells[away] = self._is_alike(self.simulate((), away).attribution(self.paths), outside)
+                if self._tells[away]:
+                    return self.simulate(rules, away)
+        return self.simulate(rules, frozenset())
+
+    def _is_alike(self, found: Attribution, part: int) -> bool:
+        """Whether a part holds at the stations of `found` what it holds there in the whole step, and takes as long."""
+        base, columns = self.base, {station: at for at, station in enumerate(self.base.stations)}
+        # Trials do not update, and have no states.
+        held = [base.held_bytes[part, columns[station]] - base.states_bytes[part] for station in found.stations]
+        forward_backward = slice(0, 2)
+        return (found.held_bytes[part] - found.states_bytes[part]).tolist() == held and np.allclose(
+            found.seconds[part, forward_backward], base.seconds[part, forward_backward], rtol=_SAME_TIME, atol=0
+        )
+
+
+def _cuts(candidate: Candidate) -> list[Cutting]:
+    """What it cuts, by path relative to the part, and how, whatever the sizes of the pieces."""
+    return [
+        (inside, tile(chunks=2, **{name: getattr(each, name) for name in ("dim", "in_dims", "out_dims")}))
+        for inside, how in candidate.rules
+        for each in chain(how)
+        if each.spelling == "tile"
+    ]
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, MemscaleError) else f"{type(error).__name__}: "
+    return f"{kind}{(str(error).splitlines() or [''])[0]}"
+
+
+def _halves(chosen: Mapping[int, _T]) -> list[dict[int, _T]]:
+    rows = sorted(chosen)
+    return [{row: chosen[row] for row in half} for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]

@@ -1,0 +1,1 @@
+"""The best size of a batch and the plan that it needs: `AutoTuner`."""

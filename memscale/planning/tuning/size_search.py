@@ -1,0 +1,401 @@
+"""The search for the best size of a batch: which sizes to simulate, as they are, under a plan, and planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra import Plan
+from memscale.config import Config
+from memscale.core import BudgetError, ConfigError, Loss, PlanError, TransformError, batches
+from memscale.hardware import Hardware
+from memscale.planning.engine import DecisionEngine
+from memscale.planning.evidence.curve import Point
+from memscale.planning.evidence.evidence import Figures
+from memscale.planning.evidence.proven import ProvenPlan
+from memscale.planning.prediction.largest import MOST_SIMULATIONS, largest_fitting
+from memscale.planning.prediction.sizes import BatchFn, Sizes
+from memscale.planning.tuning.rates import Pace, fastest_size
+from memscale.planning.tuning.tuning import SizeTrial, Tuning
+from memscale.simulation import MemoryProfiler, Profile, Ranks, arguments_of
+
+# Plans for different sizes, beside those at the ends.
+_MOST_PLANS = 12
+# Searches for the largest size: each but the last has shown that one more fits, with a plan of its own.
+_ROUNDS = 6
+# Where one size beyond the largest does not fit, larger ones might: kernels cut their rows by powers of two.
+_STRIDES = (2, 4, 8, 16, 32, 64)
+
+Count = Callable[[Any], int]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """The step that is tuned, less its batch; see `AutoTuner`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    loss: Loss | None
+    config: Config | None
+    hardware: Hardware
+    accumulate: int
+    ranks: Ranks | None = None
+
+
+class SizeSearch:
+    """One search: what steps of each size take as they are, under a plan of another size, and planned.
+
+    Args:
+        step: the step.
+        say: called before each simulation with what it is about, and how many are done.
+        batch_fn, objective, at_least, at_most, count: as in `AutoTuner.tune`.
+        limit: what a step may take.
+    """
+
+    def __init__(
+        self,
+        step: ModelStep,
+        say: Callable[[str, int], None],
+        batch_fn: BatchFn,
+        objective: str,
+        limit: int,
+        at_least: int,
+        at_most: int,
+        count: Count | None,
+    ) -> None:
+        self.step = step
+        self._tell = say
+        self.objective, self.limit, self.count = objective, limit, count
+        self.unit = "counted" if count is not None else "tokens" if objective == "sequence" else "samples"
+        self.at_least, self.at_most = at_least, at_most
+        self.sizes = Sizes(batch_fn, at_least, "tune")
+        self.plans: dict[int, ProvenPlan] = {}
+        self.plain: dict[int, Figures] = {}
+        self.counts: dict[int, int] = {}
+        self.trials: dict[int, SizeTrial] = {}
+        self.too_large: dict[int, int] = {}  # by size, the least that it takes
+        self.notes: dict[str, None] = {}
+        self.simulations = 0
+        self._fastest_known: set[int] = set()
+        self._under: dict[tuple[Plan, int], int] = {}
+        self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size, another one's plan under which it fits
+        self._hardware = step.hardware
+        self._batch: tuple[int, Any] | None = None
+
+    def within(self, limit: int) -> SizeSearch:
+        """The same search for another budget."""
+        sizes = (self.at_least, self.at_most)
+        return SizeSearch(self.step, self._tell, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
+
+    def best(self) -> Tuning:
+        """The result.
+
+        Raises:
+            BudgetError, ConfigError: as in `AutoTuner.tune`.
+        """
+        bound, interrupted = None, False
+        try:
+            if self.objective == "throughput":
+                size, bound = self._fastest()
+            else:
+                size = self._largest(self.at_least)
+                self._planned(size)
+            if size > self.at_least and self.sizes.only_values_differ(size):
+                taken = self.trials[size].taken_bytes, self.trials[self.at_least].taken_bytes
+                if taken[0] == taken[1]:
+                    raise ConfigError(
+                        f"batch_fn does not scale: the step takes {taken[0]} bytes with batch_fn({self.at_least}) as "
+                        f"with batch_fn({size}), of tensors of the same shapes; return a batch that grows with its size"
+                    )
+        except KeyboardInterrupt:
+            interrupted, size = True, self._best_so_far()
+        return Tuning(
+            objective=self.objective,
+            size=size,
+            plan=self.plans[size],
+            per_second=self._rate(size),
+            bound_per_second=bound,
+            unit=self.unit,
+            budget_bytes=self.limit,
+            trials=tuple(self.trials[each] for each in sorted(self.trials)),
+            too_large=min((each for each in self.too_large if each > size), default=None),
+            simulations=self.simulations,
+            notes=(*self.notes, *(note for note in self.plans[size].evidence.notes if "relative" in note)),
+            interrupted=interrupted,
+        )
+
+    def _best_so_far(self) -> int:
+        """The best size that is known to fit.
+
+        Raises:
+            KeyboardInterrupt: there is none, or it is interrupted once more.
+        """
+        if self.objective != "throughput" and self._others and max(self._others) > max(self.plans, default=0):
+            self._adopted(max(self._others))
+        if not self.plans:
+            raise KeyboardInterrupt
+        return max(self.plans, key=self._rate if self.objective == "throughput" else lambda size: size)
+
+    # -- the size that gets through most -------------------------------------------------------------------------------
+
+    def _fastest(self) -> tuple[int, float | None]:
+        """The size with the highest rate, and the rate that no size exceeds."""
+        self._planned(self.at_least)  # or no size fits
+        ends = {self.at_least, *self._as_it_is_ends()}
+        known = {size: self._pace(size) for size in sorted(ends)}
+        if max(ends) < self.at_most and self._beyond(known) > max(each.rate for each in known.values()):
+            largest = self._largest(max(ends))
+            known[largest] = self._pace(largest)
+        found, bound = fastest_size(self._pace, known, most=_MOST_PLANS)
+        if bound is None:
+            uneven = "the time of a step does not grow evenly with its size: sizes between those shown may do better"
+            self.notes[uneven] = None
+        elif max(found) < self.at_most and not self.too_large:
+            bound = max(bound, self._beyond(found))
+        return max(found, key=lambda size: (found[size].rate, -size)), bound
+
+    def _as_it_is_ends(self) -> list[int]:
+        """The largest size whose step fits as it is, and one that was seen on the way."""
+        n, taken = largest_fitting(
+            self._plain_bytes, self.limit, at_least=self.at_least, at_most=self.at_most, most=MOST_SIMULATIONS
+        )
+        return [] if n is None else sorted(size for size, nbytes in taken.items() if nbytes <= self.limit)
+
+    def _beyond(self, known: dict[int, Pace]) -> float:
+        """The rate of the largest size if it needed no plan, and each more took what the last ones took."""
+        last = max(known)
+        if not any(size != last for size in self.plain):
+            self._engine(min(2 * last, self.at_most))
+        other = min((size for size in self.plain if size != last), key=lambda size: abs(size - last))
+        counted = (self.counts[other] - self.counts[last]) / (other - last)
+        seconds = (self.plain[other].step_seconds - self.plain[last].step_seconds) / (other - last)
+        most = self.at_most - last
+        beyond = self.plain[last].step_seconds + most * seconds
+        return (self.counts[last] + most * counted) * self.step.accumulate / beyond if beyond > 0 else math.inf
+
+    def _pace(self, size: int) -> Pace:
+        try:
+            seconds = self._planned(size).evidence.planned.step_seconds
+        except BudgetError:
+            if size == self.at_least:
+                raise
+            seconds = math.inf
+        return Pace(self.counts[size] * self.step.accumulate, self.plain[size].step_seconds, seconds)
+
+    def _rate(self, size: int) -> float:
+        seconds = self.plans[size].evidence.planned.step_seconds
+        return self.counts[size] * self.step.accumulate / seconds if seconds else 0.0
+
+    # -- the largest that fits -----------------------------------------------------------------------------------------
+
+    def _largest(self, low: int) -> int:
+        """The largest size that a plan fits, from `low` on.
+
+        The smallest plan of one size is tried on others, in one simulation each; at the size beyond the largest that it
+        fits the planner has its say, and if it finds a plan there, that one is tried on.
+        """
+        plan = self._smallest(low) or self._planned(low)  # which says what would help
+        for _ in range(_ROUNDS):
+            taken = functools.partial(self._under_bytes, plan)
+            found, _ = largest_fitting(taken, self.limit, at_least=low, at_most=self.at_most, most=MOST_SIMULATIONS)
+            low = low if found is None else found
+            if low == self.at_most:
+                return low
+            if (better := self._smallest(low + 1)) is not None:
+                low, plan = low + 1, better
+                continue
+            further = next((size for size in self._further(low) if taken(size) <= self.limit), None)
+            if further is None:
+                return low
+            self.notes[f"size {low + 1} does not fit, and {further} does: what a step takes does not only grow"] = None
+            low = further
+        self.notes[f"size {low} fits; whether {low + 1} does was not looked at any more"] = None
+        return low
+
+    def _further(self, low: int) -> list[int]:
+        sizes = {(low // stride + 1) * stride for stride in _STRIDES}
+        return sorted(size for size in sizes if low + 1 < size <= min(self.at_most, 2 * low))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _smallest(self, size: int) -> ProvenPlan | None:
+        """The plan that takes least, None if even that does not fit."""
+        if (nbytes := self.sizes.least_bytes(size)) > self.limit:
+            self._too_large(size, nbytes)
+            return None
+        engine = self._engine(size)
+        self._as_it_is(size, engine)  # first: whoever interrupts has that
+        before = engine.simulations
+        plan = engine.smallest()
+        self.simulations += engine.simulations - before
+        taken = plan.evidence.planned.taken_bytes
+        if taken > self.limit:
+            self._too_large(size, taken)
+            return None
+        self._fits(size, plan)
+        return plan
+
+    def _planned(self, size: int) -> ProvenPlan:
+        """The fastest plan that fits.
+
+        Raises:
+            BudgetError: none does.
+        """
+        if size in self._fastest_known:
+            return self.plans[size]
+        if size in self.too_large and size != self.at_least:  # of which the whole story is told
+            raise BudgetError(f"size {size} does not fit")
+        engine = self._engine(size)
+        before = engine.simulations
+        try:
+            plan = engine.plan(self.limit, tells=size == self.at_least)
+        except BudgetError as error:
+            if size in self._others:
+                return self._adopted(size)
+            self._too_large(size, error.peak_bytes or 0)
+            if size != self.at_least:
+                raise
+            fault = BudgetError(f"not even batch_fn({size}) fits: {error}")
+            fault.peak_bytes, fault.plan = error.peak_bytes, error.plan
+            raise fault from error
+        finally:
+            self.simulations += engine.simulations - before
+        self._fits(size, plan)
+        self._fastest_known.add(size)
+        return plan
+
+    def _adopted(self, size: int) -> ProvenPlan:
+        """The plan of another size under which this one fits, with its evidence: the planner does not find all."""
+        other, profile = self._others[size]
+        if size not in self.plain:
+            self._engine(size, quiet=True)
+        evidence = dataclasses.replace(
+            other.evidence,
+            budget_bytes=self.limit,
+            planned=Figures.of(profile),
+            plain=self.plain[size],
+            bound_seconds=self.plain[size].step_seconds,
+            by_tier=profile.by_tier,
+            trace=(f"adopted: a plan that was made for another size, under which size {size} fits",),
+            decisions=(),
+        )
+        plan = ProvenPlan(other, evidence)
+        self._fits(size, plan)
+        self._fastest_known.add(size)
+        return plan
+
+    def _as_it_is(self, size: int, engine: DecisionEngine) -> None:
+        """Note the step as it is, if it fits: no plan is faster."""
+        if engine.plain.taken_bytes <= self.limit:
+            self._fits(size, engine.plan(self.limit))
+            self._fastest_known.add(size)
+
+    def _fits(self, size: int, plan: ProvenPlan) -> None:
+        if size in self._fastest_known:
+            return
+        figures = plan.evidence.planned
+        self.plans[size] = plan
+        self.too_large.pop(size, None)
+        self.trials[size] = SizeTrial(
+            size, figures.taken_bytes, True, figures.step_seconds, self._rate(size), Point.of(plan).summary
+        )
+
+    def _too_large(self, size: int, nbytes: int) -> None:
+        self.too_large[size] = nbytes
+        self.trials[size] = SizeTrial(size, nbytes, False, 0.0, 0.0, "")
+
+    def _plain_bytes(self, size: int) -> int:
+        if (nbytes := self.sizes.least_bytes(size)) > self.limit:
+            return nbytes
+        if size not in self.plain:
+            engine = self._engine(size)
+            self._as_it_is(size, engine)
+        return self.plain[size].taken_bytes
+
+    def _under_bytes(self, plan: ProvenPlan, size: int) -> int:
+        """What the step takes under another size's plan; more than fits where that cannot be applied."""
+        if (nbytes := self.sizes.least_bytes(size)) > self.limit:
+            return nbytes
+        if (plan, size) not in self._under:
+            self._say(size, "the plan of another size")
+            own, rules = self.step, plan if plan else None
+            profiler = MemoryProfiler(
+                own.model,
+                own.optimizer,
+                loss=own.loss,
+                plan=rules,
+                hardware=self._hardware,
+                **arguments_of(own.ranks),
+            )
+            try:
+                profile = profiler.simulated(self._made(size), accumulate=own.accumulate).profile()
+                nbytes = profile.taken_bytes
+                if nbytes <= self.limit:
+                    self._others[size] = (plan, profile)
+            except (PlanError, TransformError):
+                nbytes = 2 * self.limit + 1
+            except Exception as error:
+                raise self._fault(size, str(error)) from error
+            self.simulations += 1
+            self._under[plan, size] = nbytes
+        return self._under[plan, size]
+
+    def _engine(self, size: int, *, quiet: bool = False) -> DecisionEngine:
+        """A new engine for a size, which has simulated its step as it is."""
+        own = self.step
+        batch = self._made(size)
+        try:
+            engine = DecisionEngine(
+                own.model,
+                batch,
+                optimizer=own.optimizer,
+                loss=own.loss,
+                config=own.config,
+                hardware=own.hardware,
+                accumulate=own.accumulate,
+                progress=None if quiet else lambda what, *_: self._say(size, what),
+                **arguments_of(own.ranks),
+            )
+        except ConfigError as error:
+            if size == self.at_least:
+                raise
+            raise self._fault(size, str(error)) from error
+        self._hardware = engine.hardware  # with the speeds that stand in where it has none
+        self.simulations += engine.simulations
+        self.plain[size] = Figures.of(engine.plain)
+        return engine
+
+    def _made(self, size: int) -> Any:
+        if self._batch is None or self._batch[0] != size:
+            self._batch = (size, self.sizes.batch(size))
+            self.counts[size] = self._counted(self._batch[1], size)
+        return self._batch[1]
+
+    def _counted(self, batch: Any, size: int) -> int:
+        if self.count is None:
+            return size if self.unit == "samples" else _tokens(batch, size)
+        number = self.count(batch)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ConfigError(f"count(batch_fn({size})) must be an int of at least 1, got {number!r}")
+        return number
+
+    def _fault(self, size: int, what: str) -> ConfigError:
+        return ConfigError(f"the step does not run with batch_fn({size}): {what}; {self.sizes.remedy(size)}")
+
+    def _say(self, size: int, what: str) -> None:
+        self._tell(f"size {size}: {what}", self.simulations)
+
+
+def _tokens(batch: Any, size: int) -> int:
+    """The elements of the first tensor of integers; its size for a batch without one."""
+    for leaf in batches.tensors(batch):
+        if leaf.dim() and leaf.dtype != torch.bool and not leaf.is_floating_point() and not leaf.is_complex():
+            return leaf.numel()
+    return size
