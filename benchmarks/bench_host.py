@@ -31,7 +31,7 @@ import memscale as ms
 from memscale.core.batches import call
 from memscale.hardware import Hardware, HostSeconds, host_calls
 from memscale.planning import repeated_blocks
-from memscale.simulation import sandbox
+from memscale.simulation.sandbox import sandbox
 from memscale.simulation.schedule import clock
 
 WARM_STEPS, STEPS = 3, 7

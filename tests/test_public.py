@@ -79,8 +79,10 @@ memscale.simulation: Attribution Given Holding Ledger MemoryProfiler NeedsValues
   ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections profile
   queues_of reserved_bytes spliced
 memscale.simulation.allocator:
+memscale.simulation.dispatch:
 memscale.simulation.kernels:
 memscale.simulation.parallel:
+memscale.simulation.sandbox:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted faults folder

@@ -192,12 +192,8 @@ def _settings() -> list[Any]:
 @functools.cache
 def simulator() -> list[Any]:
     """What else a prediction depends on than on what is predicted: memscale's own code, PyTorch and its like."""
-    own = hashlib.sha256()
-    folder = Path(__file__).parents[1]
-    for path in sorted(folder.rglob("*.py")):
-        own.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return [
-        own.hexdigest(),
+        _code_in(Path(__file__).parents[1]),
         (torch.__version__, torch.version.git_version, torch.version.cuda),
         [importlib.metadata.version(name) for name in _PACKAGES],
         (platform.python_version(), platform.machine()),
@@ -207,9 +203,14 @@ def simulator() -> list[Any]:
 @functools.cache
 def planner() -> str:
     """A hash of the planner's own code, which decides what a policy for it is worth."""
+    return _code_in(Path(__file__).parent)
+
+
+def _code_in(folder: Path) -> str:
+    """A hash of all code in a folder and those inside it."""
     own = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        own.update(path.name.encode() + path.read_bytes())
+    for path in sorted(folder.rglob("*.py")):
+        own.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return own.hexdigest()
 
 

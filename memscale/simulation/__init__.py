@@ -4,15 +4,15 @@ The journey of `profile(model, batch)`, in the order in which to read:
 
 1. `profiler`: `checks` what it is given, makes the training step a function, and has it simulated twice (the first step
    makes the optimizer's states); a step that cannot be is run for real (`measured/`).
-2. `sandbox`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there (`hollow`),
-   and puts everything back afterwards (`process_state`).
-3. `hollow_mode`: answers each operator with hollow tensors. `operators` and `call_effects` know what it does whatever
-   its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them (`kernels/`).
-   `values` knows which values are known all the same; `in_place_sums` what happens in place where no mode is active.
-   `parallel/`: collectives, and what FSDP2 and DDP keep, where the step is one process's of several.
+2. `sandbox/`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there, and puts
+   everything back afterwards (`process_state`).
+3. `dispatch/`: `hollow_mode` answers each operator with `hollow` tensors. `operators` and `call_effects` know what it
+   does whatever its values are: the layout of its results (`kernels/shapes`), what the kernel takes beside them
+   (`kernels/`). `values` knows which values are known all the same; `in_place_sums` what happens in place where no mode
+   is active. `parallel/`: collectives, and what FSDP2 and DDP keep, where the step is one process's of several.
 4. `schedule/`: when each operator and each copy runs, by a clock that the offload engine's waits go by.
-5. `books`: enters what each operator did, and `live_storages` notices when a storage is made and when the last tensor
-   over it dies, in the `ledger`: births and deaths as data.
+5. `dispatch/books` enters what each operator did, and `live_storages` notices when a storage is made and when the last
+   tensor over it dies, in the `ledger`: births and deaths as data.
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
    `attribution` takes the same books apart by modules and stations, for whoever plans, and `splicing` puts a step
@@ -22,15 +22,15 @@ The journey of `profile(model, batch)`, in the order in which to read:
 
 from memscale.simulation.analysis import reserved_bytes
 from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
-from memscale.simulation.garbage import few_collections
+from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
 from memscale.simulation.profiler import MemoryProfiler, profile
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
+from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.splicing import Given, spliced
 from memscale.simulation.strands import Strand
-from memscale.simulation.values import NeedsValues
 
 __all__ = [
     "OUTSIDE",

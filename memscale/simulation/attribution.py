@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from memscale.hardware import Hardware
 from memscale.simulation.analysis import analyse
-from memscale.simulation.garbage import few_collections
 from memscale.simulation.ledger import Ledger, OpCall, Phase
 from memscale.simulation.results import Profile
+from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.clock import Clock
 
 #: The number that stands for what no part holds.

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memscale.simulation.postponed import Postponed
+from memscale.simulation.dispatch.postponed import Postponed
 
 #: What a storage is for, in the order in which tables and pictures stack it; last what blocks of the caching allocator
 #: have above the storages in them.

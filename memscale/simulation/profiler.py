@@ -20,18 +20,18 @@ from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.checks import about_compiled, check_call, check_followed, check_optimizer
-from memscale.simulation.draws import PYTHON_DRAWN, Draws, drawing
-from memscale.simulation.garbage import few_collections
-from memscale.simulation.host_time import HostTime
+from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.measured.empirical import measured_profile
 from memscale.simulation.parallel.asked import Parallel, Ranks, check_places, one_rank
 from memscale.simulation.parallel.sharded import mesh_of
 from memscale.simulation.results import Profile, as_hardware
-from memscale.simulation.sandbox import Simulation
+from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
+from memscale.simulation.sandbox.garbage import few_collections
+from memscale.simulation.sandbox.sandbox import Simulation
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import training_step
-from memscale.simulation.values import NeedsValues
 from memscale.telemetry import uncounted
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 
 from memscale.hardware import Hardware
-from memscale.simulation.host_time import HostTime, Own
+from memscale.simulation.dispatch.host_time import HostTime, Own
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.sandbox import Simulation
+from memscale.simulation.sandbox.sandbox import Simulation
 
 _LENGTH = 60
 _REPEATS = 5

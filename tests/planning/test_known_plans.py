@@ -11,6 +11,7 @@ from torch import nn
 import memscale as ms
 from memscale.core import DiskCache
 from memscale.planning import engine as engines
+from memscale.planning import fingerprint as fingerprints
 from memscale.planning.fingerprint import fingerprint
 
 MIB = 2**20
@@ -342,13 +343,11 @@ def test_settings_of_the_process_are_in_the_key(inside):
 
 
 def test_versions_are_in_the_key(monkeypatch):
-    from memscale.planning import fingerprint as module
-
     one = key()
-    module.simulator.cache_clear()
+    fingerprints.simulator.cache_clear()
     monkeypatch.setattr(torch, "__version__", "3.0")
     other = key()
-    module.simulator.cache_clear()
+    fingerprints.simulator.cache_clear()
     assert {name for name in one if one[name] != other[name]} == {"versions"}
 
 
@@ -389,3 +388,15 @@ def test_four_processes_that_plan_at_once_find_the_same():
     assert [each.exitcode for each in processes] == [0] * 4
     assert len(set(found)) == 1
     assert len(list(DiskCache("plans").folder.iterdir())) == 1
+
+
+def test_the_planners_code_is_all_that_is_in_its_folders(monkeypatch, tmp_path):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(fingerprints, "__file__", str(tmp_path / "fingerprint.py"))
+    seen = set()
+    for text in ("a = 1", "a = 2"):
+        (tmp_path / "inner" / "one.py").write_text(text)
+        fingerprints.planner.cache_clear()
+        seen.add(fingerprints.planner())
+    fingerprints.planner.cache_clear()
+    assert len(seen) == 2

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import call_effects
+from memscale.simulation.dispatch import call_effects
 
 
 def changes(monkeypatch):

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from memscale.simulation.garbage import few_collections
+from memscale.simulation.sandbox.garbage import few_collections
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
-from memscale.simulation import garbage, process_state
 from memscale.simulation.profiler import MemoryProfiler
+from memscale.simulation.sandbox import garbage, process_state
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_arguments, written_by
 

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale.simulation.kernels.cuda_fused import FUSED
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 LOWER = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input

@@ -20,7 +20,7 @@ from torch._prims_common import suggest_memory_format
 
 from memscale.simulation.kernels.cuda_reductions import reduced
 from memscale.simulation.kernels.programs import RESULTS, Capability, Program, Result, briefly, copied, taken
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 aten = torch.ops.aten
 

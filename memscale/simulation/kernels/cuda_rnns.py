@@ -29,7 +29,7 @@ from memscale.simulation.kernels.rnn_weights import (
     stand_in,
 )
 from memscale.simulation.kernels.rnns_by_cells import by_cells
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 RNN = torch.ops.aten._cudnn_rnn.default
 RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default

@@ -42,7 +42,7 @@ from memscale.simulation.kernels.cuda_scratch import (
 from memscale.simulation.kernels.products import products_unwatched
 from memscale.simulation.kernels.programs import RESULTS, Program, most_held, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 _LINEAR = F.linear
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

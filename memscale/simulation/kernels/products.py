@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 
 class _Product(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.cuda_fused import RESULTS_OF_FUSED, normalises_by_cudnn
 from memscale.simulation.kernels.cuda_rnns import RESULTS_OF_RNNS
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memscale.core import ConfigError, RuntimeUnavailable, shown
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.results import MemoryTimeline
-from memscale.simulation.stand_ins import with_storages
+from memscale.simulation.sandbox.stand_ins import with_storages
 
 Roles = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 

@@ -20,7 +20,7 @@ from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
 from memscale.simulation.parallel.asked import Ranks, is_distributed
 from memscale.simulation.results import Moment, Profile
-from memscale.simulation.step_scope import StepScope
+from memscale.simulation.sandbox.step_scope import StepScope
 
 
 def measured_profile(

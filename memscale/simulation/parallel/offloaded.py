@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from memscale.hardware import Direction, knows_copies
+from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.ledger import Ledger, StorageRecord
-from memscale.simulation.live_storages import LiveStorages
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 from memscale.simulation.schedule.clock import Clock
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"

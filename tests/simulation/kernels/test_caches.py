@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from memscale.simulation.cache_contents import CacheContents
+from memscale.simulation.dispatch.cache_contents import CacheContents
 from memscale.simulation.kernels import caches
 from memscale.simulation.ledger import StorageRecord
 

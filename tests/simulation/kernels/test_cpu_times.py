@@ -8,7 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.hardware import Seconds, Work
-from memscale.simulation.host_time import HostTime, Own
+from memscale.simulation.dispatch.host_time import HostTime, Own
 from memscale.simulation.kernels import cpu_times
 from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.kernels.cpu_times import CallTimer, CpuTimes

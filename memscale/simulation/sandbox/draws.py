@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from memscale.core import internals
-from memscale.simulation.process_state import patched
+from memscale.simulation.sandbox.process_state import patched
 
 _MOST_NUMBERS = 256  # one for each layer, and not a mask
 

@@ -13,8 +13,8 @@ from torch import nn
 from memscale.algebra import Method, Transformed
 from memscale.core import internals
 from memscale.regions import ChosenWatch, OperatorWatch
-from memscale.simulation.books import Books
-from memscale.simulation.process_state import patched
+from memscale.simulation.dispatch.books import Books
+from memscale.simulation.sandbox.process_state import patched
 
 
 @contextmanager

@@ -19,27 +19,27 @@ from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import untouched
 from memscale.runtime import home_of, runtimes_replaced
-from memscale.simulation.answers import Answers
-from memscale.simulation.calls_followed import calls_followed
-from memscale.simulation.carried import CarriedValues
-from memscale.simulation.draws import Draws, states_seen
-from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.hollow_mode import HollowMode
-from memscale.simulation.host_time import HostTime
+from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow_mode import HollowMode
+from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.ledger import Course, StorageRecord
-from memscale.simulation.live_storages import LiveStorages
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
-from memscale.simulation.process_state import begin_alike, process_kept
-from memscale.simulation.reads import reads_checked
-from memscale.simulation.runtimes import CountingRuntimes
+from memscale.simulation.sandbox.answers import Answers
+from memscale.simulation.sandbox.calls_followed import calls_followed
+from memscale.simulation.sandbox.carried import CarriedValues
+from memscale.simulation.sandbox.draws import Draws, states_seen
+from memscale.simulation.sandbox.process_state import begin_alike, process_kept
+from memscale.simulation.sandbox.reads import reads_checked
+from memscale.simulation.sandbox.runtimes import CountingRuntimes
+from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
+from memscale.simulation.sandbox.step_scope import StepScope
 from memscale.simulation.schedule.clock import Clock
-from memscale.simulation.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
-from memscale.simulation.step_scope import StepScope
 
 # Of what DDP sends when it is made. Source: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
 _PIECES_AT_ONCE = 2

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from memscale.core import MemscaleError
-from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
+from memscale.simulation.dispatch.operators import Call, Operator
+from memscale.simulation.dispatch.postponed import TooLarge, overwritten, postponed, value_of
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, StorageRecord
-from memscale.simulation.live_storages import LiveStorages, is_small
-from memscale.simulation.operators import Call, Operator
-from memscale.simulation.postponed import TooLarge, overwritten, postponed, value_of
 
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))  # all of the simulation
 # Whatever this file reads is whether arguments are valid, and it raises where they are not.
 _VALIDATES = os.path.join(_TORCH, "distributions", "distribution.py")
 # What stands for values that are not computed, the one that says least about them first.

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.runtime.backends import Buffer
-from memscale.simulation.live_storages import LiveStorages, is_small
-from memscale.simulation.postponed import Postponed
+from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
+from memscale.simulation.dispatch.postponed import Postponed
 
 
 @dataclass(frozen=True)

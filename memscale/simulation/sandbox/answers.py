@@ -21,12 +21,12 @@ import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
-from memscale.simulation.process_state import answers_forgotten, patched
+from memscale.simulation.sandbox.process_state import answers_forgotten, patched
 
 # The folders of PyTorch and of memscale, whose code is told where tensors are. PyTorch's optimizers are told as a user
 # is: they decide by it where they count their steps, and whether that may be captured in a graph.
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
-_INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[1]), ""))
+_INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[2]), ""))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.core import ConfigError, in_process_group
-from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.live_storages import is_small
+from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.live_storages import is_small
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.kernels.cuda_autocast import below
 from memscale.simulation.kernels.kernels import linear
 from memscale.simulation.ledger import Phase, Sum
-from memscale.simulation.live_storages import LiveStorages
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memscale.simulation.hollow_mode import HollowMode
-from memscale.simulation.process_state import patched
-from memscale.simulation.values import NeedsValues
+from memscale.simulation.dispatch.hollow_mode import HollowMode
+from memscale.simulation.dispatch.values import NeedsValues
+from memscale.simulation.sandbox.process_state import patched
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.shapes import exchanged
 

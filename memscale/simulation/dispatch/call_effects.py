@@ -17,7 +17,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from memscale.hardware import Seconds, Work, tfloat32, work_of
-from memscale.simulation.hollow import HollowStorages
+from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.operators import Operator
+from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.programs import PLAIN, Program, is_deterministic
@@ -29,8 +31,6 @@ from memscale.simulation.kernels.shapes import (
     result_layout,
     results_of,
 )
-from memscale.simulation.operators import Operator
-from memscale.simulation.values import NeedsValues, stands_in
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from memscale.simulation.cache_contents import CacheContents
+from memscale.simulation.dispatch.cache_contents import CacheContents
+from memscale.simulation.dispatch.new_memory import NewMemory
 from memscale.simulation.kernels.caches import Caches
 from memscale.simulation.ledger import Ledger, StorageRecord
-from memscale.simulation.new_memory import NewMemory
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20

@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memscale.core import ConfigError
 from memscale.hardware import Direction
-from memscale.simulation.books import Books
-from memscale.simulation.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
-from memscale.simulation.choices import Choices
-from memscale.simulation.draws import Draws, settle
-from memscale.simulation.hollow import HollowStorages
-from memscale.simulation.host_time import HostTime
-from memscale.simulation.in_place_sums import InPlaceSums
+from memscale.simulation.dispatch.books import Books
+from memscale.simulation.dispatch.call_effects import LARGEST_RUN_BYTES, NOTHING, CallEffect, CallEffects
+from memscale.simulation.dispatch.hollow import HollowStorages
+from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.dispatch.in_place_sums import InPlaceSums
+from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
+from memscale.simulation.dispatch.operators import Call, Operator, composition
+from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.cuda_fused import COMPUTED
 from memscale.simulation.kernels.kernels import Kernels
@@ -39,8 +40,6 @@ from memscale.simulation.kernels.shapes import (
     written_by,
 )
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
-from memscale.simulation.live_storages import LARGEST_KNOWN, LiveStorages, is_small
-from memscale.simulation.operators import Call, Operator, composition
 from memscale.simulation.parallel.collectives import (
     NAMESPACE,
     Works,
@@ -50,8 +49,9 @@ from memscale.simulation.parallel.collectives import (
     is_wrap,
     scratch_bytes,
 )
+from memscale.simulation.sandbox.choices import Choices
+from memscale.simulation.sandbox.draws import Draws, settle
 from memscale.simulation.schedule.clock import Clock
-from memscale.simulation.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 
 aten = torch.ops.aten
 

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from memscale.hardware import Direction, host_seconds, knows_copies, new_memory_seconds
-from memscale.simulation.call_effects import CallEffect
-from memscale.simulation.garbage import StepCollections
-from memscale.simulation.graphs import Graphs
-from memscale.simulation.host_time import HostTime
+from memscale.simulation.dispatch.call_effects import CallEffect
+from memscale.simulation.dispatch.graphs import Graphs
+from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.dispatch.live_storages import LiveStorages
+from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.kernels.cuda_programs import in_order
 from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
 from memscale.simulation.kernels.programs import PLAIN, Result
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import Course, OpCall, StorageRecord
-from memscale.simulation.live_storages import LiveStorages
-from memscale.simulation.operators import Operator
+from memscale.simulation.sandbox.garbage import StepCollections
 from memscale.simulation.schedule.clock import Clock
 
 

@@ -10,7 +10,7 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from memscale.simulation.in_place_sums import OF_FORMULAS
+from memscale.simulation.dispatch.in_place_sums import OF_FORMULAS
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 from memscale.simulation.ledger import StorageRecord
