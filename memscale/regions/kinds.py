@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 import types
 from collections import deque
 from typing import Any
@@ -72,13 +73,40 @@ def can_be_made(kind: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def has_dictionary(kind: Any) -> bool:
+    """Whether instances of `kind` keep attributes in a dictionary of their own, and do not compute it."""
+    own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
+    return bool(own) and {*map(type, own)} <= {types.GetSetDescriptorType, types.MemberDescriptorType}
+
+
+@functools.lru_cache(maxsize=4096)
 def is_plain(kind: Any) -> bool:
     """Whether an object of `kind` is its attributes, all of them in a dictionary of its own, and can be made again."""
     if sort_of(kind) is not Sort.OBJECT or issubclass(kind, (list, dict, set, deque)):
         return False
-    own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
-    computed = [member for member in own if type(member) is not types.GetSetDescriptorType]
-    return bool(own) and not computed and not slots(kind) and can_be_made(kind)
+    return has_dictionary(kind) and not slots(kind) and can_be_made(kind)
+
+
+_NAMESPACES = {"argparse", "collections", "types"}
+_OURS = __name__.partition(".")[0]  # which remembers what the rerun must not forget
+_OF_THREADS = {"_asyncio", "_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_followed(kind: Any) -> bool:
+    """Whether what an instance of `kind` leads to, that a region captures, is state of the region."""
+    if issubclass(kind, torch.Tensor):
+        return False
+    package = kind.__module__.partition(".")[0]
+    if sort_of(kind) is Sort.OBJECT:  # of Python's own, only the plain ones: a queue is filled by others meanwhile
+        return package in _NAMESPACES or (package not in sys.stdlib_module_names and package != _OURS)
+    return sort_of(kind) in (Sort.CONTAINER, Sort.TUPLE)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_threads(kind: Any) -> bool:
+    """Whether who holds an instance of `kind` (a lock, a thread, a queue) expects several threads to work with it."""
+    return kind.__module__.partition(".")[0] in _OF_THREADS
 
 
 _CONSTANT = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout}

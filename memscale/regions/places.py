@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from memscale.core import CorrectnessError
+from memscale.regions.kinds import has_dictionary, slots
 from memscale.regions.views import ABSENT
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
@@ -37,7 +39,23 @@ class Attributes:
         self.bookkeeping = bookkeeping  # how many entries of the mapping are torch's
 
 
-Place = Any  # dict | list | set | deque | types.CellType | Names | Attributes
+class Fields:
+    """The attributes of an object that is no module, in its dictionary and in slots."""
+
+    __slots__ = ("has_dictionary", "members", "thing")
+
+    def __init__(self, thing: Any) -> None:
+        kind: Any = type(thing)
+        self.thing = thing
+        self.members = slots(kind)
+        self.has_dictionary = has_dictionary(kind)
+
+    def own(self) -> dict[str, Any]:
+        """Its dictionary, past a `__getattribute__` of its own, as the configurations of transformers have."""
+        return object.__getattribute__(self.thing, "__dict__") if self.has_dictionary else {}
+
+
+Place = Any  # dict | list | set | deque | tuple (never written) | types.CellType | Names | Attributes | Fields
 Content = dict[Any, Any] | list[Any]
 
 
@@ -51,6 +69,14 @@ def read(place: Place) -> Content:
         return dict(own.items(place))
     if isinstance(place, Attributes):
         return {key: value for key, value in place.mapping.items() if key not in INTERNAL}
+    if isinstance(place, Fields):
+        fields = place.own().copy()
+        for name, member in place.members:
+            try:
+                fields[name] = member.__get__(place.thing)
+            except AttributeError:  # not set
+                continue
+        return fields
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
@@ -68,6 +94,18 @@ def write(place: Place, content: Content) -> None:
             if key not in content:
                 del place.mapping[key]
         place.mapping.update(content)
+    elif isinstance(place, Fields):
+        fields = dict(content)
+        for name, member in place.members:
+            if name in fields:
+                member.__set__(place.thing, fields.pop(name))
+            elif hasattr(place.thing, name):
+                member.__delete__(place.thing)
+        if place.has_dictionary:
+            mapping = place.own()
+            for name in [name for name in mapping if name not in fields]:
+                del mapping[name]
+            mapping.update(fields)
     elif isinstance(place, types.CellType):
         if content:
             place.cell_contents = content[0]
@@ -78,6 +116,11 @@ def write(place: Place, content: Content) -> None:
             if name not in content:
                 place.mapping.pop(name, None)
         place.mapping.update(content)
+    elif isinstance(place, tuple):
+        raise CorrectnessError(
+            "a tensor in a tuple that the region captures was frozen or unfrozen since the region ran, and the "
+            "recompute cannot have it as it was: a tuple cannot be written to. Keep the tensor in a list"
+        )
     else:
         # The methods of Python's own class: a subclass may do more (a Counter adds up), or forbid these.
         own: Any = next(base for base in CONTAINERS if isinstance(place, base))
@@ -88,12 +131,12 @@ def write(place: Place, content: Content) -> None:
 def holds(place: Place, content: Content) -> bool:
     """Whether `place` holds the very objects of `content`, in the same order if it has one."""
     kind = type(place)
-    if kind is Attributes:
-        mapping = place.mapping
-        return len(mapping) == place.bookkeeping + len(content) and all(
+    if kind is Attributes or (kind is Fields and not place.members):
+        mapping, besides = (place.mapping, place.bookkeeping) if kind is Attributes else (place.own(), 0)
+        return len(mapping) == besides + len(content) and all(
             map(operator.is_, map(mapping.get, content, _ABSENTS), content.values())  # type: ignore[union-attr]
         )
-    now = place if isinstance(place, (dict, list)) else read(place)
+    now = place if isinstance(place, (dict, list, tuple)) else read(place)
     if len(now) != len(content) or not all(map(operator.is_, now, content)):
         return False
     return not isinstance(now, dict) or all(map(operator.is_, now.values(), content.values()))  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import TransformError, pytrees
-from memscale.regions.kinds import Sort, can_be_made, slots, sort_of
+from memscale.regions.kinds import Sort, can_be_made, sort_of
 from memscale.regions.outlines import Outlined, outlined
+from memscale.regions.places import Fields, read, write
 from memscale.regions.scope import LARGEST_CONTAINER, Scope
 
 _MOST_OBJECTS = 4096
@@ -281,39 +282,20 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
 
 
 def _read(thing: Any) -> _State:
-    kind: Any = type(thing)
-    attributes = dict(thing.__dict__) if kind.__dictoffset__ else {}
-    for name, member in slots(kind):
-        try:
-            attributes[name] = member.__get__(thing)
-        except AttributeError:  # not set
-            continue
     items: Any = None
     if isinstance(thing, dict):
         items = dict(thing.items())
     elif isinstance(thing, (list, set, deque)):
         items = list(thing)
-    return _State(attributes, items)
+    return _State(read(Fields(thing)), items)  # type: ignore[arg-type]  # fields have names
 
 
 def _write(thing: Any, state: _State) -> None:
     if state.same(_read(thing)):  # a frozen configuration, say, that other threads are reading
         return
-    kind: Any = type(thing)
     if state.items is not None:
-        # The methods of Python's own class: a subclass may forbid these, or do more.
-        own: Any = next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base))
-        own.clear(thing)
-        (own.extend if own in (list, deque) else own.update)(thing, state.items)
-    attributes = dict(state.attributes)
-    for name, member in slots(kind):
-        if name in attributes:
-            member.__set__(thing, attributes.pop(name))
-        elif hasattr(thing, name):
-            member.__delete__(thing)
-    if kind.__dictoffset__:
-        thing.__dict__.clear()
-        thing.__dict__.update(attributes)
+        write(thing, state.items)
+    write(Fields(thing), state.attributes)
 
 
 def _parts(state: _State) -> list[tuple[Any, int]]:

@@ -72,7 +72,8 @@ class Rewind:
         arrived: Mapping[Note, torch.Tensor] = {}
         if snapshot.notes:
             arrived = self._enter_around(snapshot.notes[0].bring_back(snapshot.notes))
-        if snapshot.scope.shared or environment.draws:
+        scope = snapshot.scope
+        if scope.shared or environment.draws or not all(map(scope.is_as_it_was, scope.followed)):
             self._enter_around(my_turn())
         renewed = self._old_values()
         self._fresh.extend(renewed.values())
@@ -100,7 +101,7 @@ class Rewind:
         try:
             for step in reversed(self._undo):
                 step()
-            for place, content in self._before:
+            for place, content in reversed(self._before):  # two may be parts of one thing
                 if not holds(place, content):
                     write(place, content)
         finally:

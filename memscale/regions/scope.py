@@ -8,8 +8,9 @@ written back (`places`), which is all that a snapshot needs.
 Found: modules and everything they register, plain attributes of modules (tensors, numbers, lists, dictionaries,
 functions), closures, defaults, partials, bound methods, random generators, globals named in the code (that of a
 module's forward too), and functions of the same file.
-Not found: state behind other objects, such as a configuration object or an open file. Objects that the region is given
-are those of `remembered`.
+Whoever runs a region again follows the plain objects that it captures, too, such as a configuration, the nearest first.
+Not found: what no attribute shows, such as where an open file is. Objects that the region is given are those of
+`remembered`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.environment import global_hooks
-from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Names, Place, holds, read, write
+from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
+from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Fields, Names, Place, holds, read, write
 from memscale.regions.randomness import HostGenerator, is_host_generator
 from memscale.regions.views import lasting
 
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
 LARGEST_CONTAINER = 1024
+# Of captured objects, with the lists and the like that they hold: each costs about a microsecond in every call.
+MOST_FOLLOWED = 64
+_LARGEST_FOLLOWED = 256  # containers among these
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
 _STATEFUL = (*CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator)
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
@@ -46,7 +51,12 @@ NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into 
 
 @functools.lru_cache(maxsize=4096)
 def _is_stateful(kind: Any) -> bool:
-    return issubclass(kind, _STATEFUL) or is_host_generator(kind)
+    return issubclass(kind, _STATEFUL) or is_host_generator(kind) or is_followed(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _leads_on(kind: Hashable) -> bool:
+    return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
 def is_hooked(own: dict[str, Any]) -> bool:
@@ -74,7 +84,7 @@ def as_it_was(scope: Scope) -> Iterator[None]:
                 write(place, content)
         yield
     finally:
-        for place, content in before:
+        for place, content in reversed(before):
             write(place, content)
 
 
@@ -84,6 +94,7 @@ class Scope:
     Args:
         fn: the function.
         reruns: whether it is to be run again, or only looked at.
+        follows: whether plain objects that it captures are followed, and tuples of tensors recorded.
 
     Raises:
         TransformError: it is to be run again, and has state that cannot be put back.
@@ -95,14 +106,18 @@ class Scope:
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
         generators: the `torch.Generator` s of the user's own.
         shared: whether there are places that are not a module's own, such as closures, globals, lists.
+        followed: the positions of places that objects led to, which do not count as shared.
         hooks: of modules that have some, all their dictionaries of hooks, by the id of the module's own dictionary.
         registered: by position, the module and the name of a table that was empty at this moment.
     """
 
     __slots__ = (
+        "_follows",
+        "_met",
         "_reruns",
         "_seen",
         "contents",
+        "followed",
         "generators",
         "hooks",
         "modules",
@@ -112,8 +127,11 @@ class Scope:
         "tensors",
     )
 
-    def __init__(self, fn: Callable[..., Any], *, reruns: bool = True) -> None:
+    def __init__(self, fn: Callable[..., Any], *, reruns: bool = True, follows: bool = False) -> None:
         self._reruns = reruns
+        self._follows = follows
+        self._met: list[Any] = []
+        self.followed: list[int] = []
         self.modules: list[nn.Module] = []
         self.places: list[Place] = []
         self.contents: list[Content] = []
@@ -127,6 +145,7 @@ class Scope:
         for table in global_hooks():
             for hook in table.values():
                 self._visit(hook, NOWHERE)
+        self._follow()
 
     def describe(self, position: int, key: Any) -> str:
         """What an error calls the tensor with that key in that place."""
@@ -151,6 +170,10 @@ class Scope:
             found.contents[position][key] = tensor
         return found
 
+    def is_as_it_was(self, position: int) -> bool:
+        """Whether the place at `position` holds what it held when the scope was read."""
+        return holds(self.places[position], self.contents[position])
+
     def covers(self, thing: Any) -> bool:
         """Whether `thing` is a module, function or container that was reached."""
         return id(thing) in self._seen
@@ -162,6 +185,7 @@ class Scope:
     def include(self, thing: Any) -> None:
         """Add what `thing`, a module or function among the arguments, depends on."""
         self._visit(thing, NOWHERE)
+        self._follow()
 
     def find_registered(self) -> None:
         """After a run: add the tables that it made the first entry of, as a module does that makes itself on use."""
@@ -216,10 +240,46 @@ class Scope:
         elif issubclass(kind, CONTAINERS):
             self._visit_container(thing, home)
         elif issubclass(kind, tuple):
+            if self._follows and any(isinstance(part, torch.Tensor) for part in thing):
+                self._seen.add(id(thing))
+                self._add(thing)
             for part in thing:
                 self._visit(part, home)
         elif home is None and isinstance(call := inspect.getattr_static(kind, "__call__", None), types.FunctionType):
             self._visit_method(thing, call, home)
+        elif self._follows and is_followed(kind):
+            self._met.append(thing)
+
+    def _follow(self) -> None:
+        """Add the objects that were met and what they lead to, the nearest first, but no modules and no functions."""
+        met, self._met = self._met, []
+        for thing in met:  # which grows
+            if id(thing) in self._seen or len(self.followed) >= MOST_FOLLOWED:
+                continue
+            kind: Any = type(thing)
+            if kind is torch.Generator or is_host_generator(kind):
+                self._visit(thing, NOWHERE)
+                continue
+            self._seen.add(id(thing))
+            places: list[Place] = [Fields(thing)] if sort_of(kind) is Sort.OBJECT else []
+            if issubclass(kind, (*CONTAINERS, tuple)) and len(thing) <= _LARGEST_FOLLOWED:
+                places.append(thing)
+            for place in places:
+                content = read(place)
+                values = content.values() if isinstance(content, dict) else content
+                kinds = set(map(type, values)) - _PLAIN
+                if any(map(is_of_threads, kinds)):  # others work with it, and must not see the past
+                    break
+                self.followed.append(position := len(self.places))
+                self.places.append(place)
+                self.contents.append(content)
+                for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+                    if (kind := type(value)) not in kinds:
+                        continue
+                    if isinstance(value, torch.Tensor):
+                        self.tensors.append((position, key, value))
+                    elif _leads_on(kind):
+                        met.append(value)
 
     def _visit_module(self, root: nn.Module) -> None:
         stack, places, tensors = [root], self.places, self.tensors
@@ -292,6 +352,9 @@ class Scope:
         elif isinstance(function, types.FunctionType):
             if hasattr(owner, "__dict__") and not isinstance(owner, type):
                 self._visit_names(owner.__dict__, code_names(function.__code__), function.__globals__)
+            kind: Any = type(owner)
+            if self._follows and is_followed(kind):
+                self._met.append(owner)
             self._visit(function, home)
 
     def _visit_names(self, mapping: dict[str, Any], names: tuple[str, ...], home: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ class Snapshot:
         "_before",
         "_everything",
         "_held",
+        "_in_tuples",
         "_kept",
         "_layouts",
         "_pieces",
@@ -100,6 +101,7 @@ class Snapshot:
         self._layouts: dict[Name, Any] = {}
         self._reassigned: list[Piece] = []
         self._kept: list[Piece] | None = None
+        self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
         self.given_away = False
         if habits is None:
             self._take_all()
@@ -124,8 +126,12 @@ class Snapshot:
         for index, (tensor, storage) in enumerate(zip(self._everything, self._held, strict=True)):
             if wanted is None or id(storage) in wanted:
                 name = self._name(index)
-                if isinstance(name, int) or _is_own(tensor):
+                if isinstance(name, int) or (_is_own(tensor) and not self._is_in_tuple(name)):
                     yield name, tensor, storage
+
+    def _is_in_tuple(self, name: tuple[int, Any]) -> bool:
+        """Whether the tensor lies in a tuple, into which no old value can be put."""
+        return isinstance(self.scope.places[name[0]], tuple)
 
     def _take_all(self) -> None:
         """Before a first run, of which everything is to be learned."""
@@ -283,11 +289,13 @@ class Snapshot:
             self._versions = now[: len(self.tensors)]
         copied = self._copied()
         of_name = {name: piece for piece in copied for name in piece.names} if names else {}
-        if lost := [name for name in names if name not in of_name]:
-            raise self._lost(lost[0], "in place")
+        lost = [name for name in names if name not in of_name]
+        self._in_tuples = [name for name in lost if not isinstance(name, int) and self._is_in_tuple(name)]
+        if len(lost) > len(self._in_tuples):
+            raise self._lost(next(name for name in lost if name not in self._in_tuples), "in place")
         if not self.is_first:
             return copied  # habits: kernels such as batch_norm do not bump the version
-        seen = {id(of_name[name]) for name in names}
+        seen = {id(of_name[name]) for name in names if name in of_name}
         return [piece for piece in copied if id(piece) in seen or piece.written or not self._same(piece)]
 
     def _lost(self, name: Name, how: str) -> CorrectnessError:
@@ -343,9 +351,11 @@ class Snapshot:
         """The storages that were changed or exchanged since the run, each with what to say if a rerun uses it."""
         held, now_at = storages(self.tensors), versions(self.tensors)
         then = held if self._storages is None else [storage() for storage in self._storages]
-        if now_at == self._versions and all(map(operator.is_, held, then)):
-            return {}
         changed = {}
+        for position, key in self._in_tuples:
+            changed[self.scope.contents[position][key].untyped_storage()._cdata] = _IN_A_TUPLE
+        if now_at == self._versions and all(map(operator.is_, held, then)):
+            return changed
         known = {name for piece in self.pieces() for name in piece.names}
         before = self._storages or [weakref.ref(storage) for storage in held]
         kept = zip(self.scope.tensors, self._versions, now_at, then, held, before, strict=True)
@@ -367,6 +377,10 @@ class Snapshot:
         return changed
 
 
+_IN_A_TUPLE = (
+    "the region changed a tensor in place that it has in a tuple. A recompute would start from the changed one, since "
+    "no old value can be put into a tuple; keep the tensor in a list, or register it as a buffer"
+)
 _REMEDY = (
     "The checkpointed region would be recomputed with other numbers. Call backward before changing it (an optimizer "
     "step does)"

@@ -52,7 +52,7 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.fn = fn
-        self.scope = Scope(fn)
+        self.scope = Scope(fn, follows=True)
         refuse_iterators(pytrees.flatten((args, kwargs))[0])
         self.call = Remembered((args, kwargs), self.scope, hold=True)
         self.environment: Environment | None = None
@@ -67,7 +67,11 @@ class _Call:
             return positions[id(tensor)]
 
         self.arguments = [position_of(tensor) for tensor in self.call.tensors]
-        self.captures = [(place, key, position_of(tensor)) for place, key, tensor in self.scope.tensors]
+        self.captures = [
+            (place, key, position_of(tensor))
+            for place, key, tensor in self.scope.tensors
+            if not isinstance(self.scope.places[place], tuple)  # nothing can be put there
+        ]
         buffers = [module._buffers for module in self.scope.modules]
         self.buffers = {
             position
@@ -141,7 +145,7 @@ class _Call:
             assigned = self._assigned(put)
             out_leaves, out_spec = pytrees.flatten(result)
             others = [leaf for leaf in out_leaves if not isinstance(leaf, torch.Tensor)]
-            left = Remembered((args, kwargs, others), Scope(self.fn), hold=True)
+            left = Remembered((args, kwargs, others), Scope(self.fn, follows=True), hold=True)
         mutated = [
             index
             for index, tensor in enumerate(working)
@@ -241,7 +245,7 @@ class _Call:
             with functorch_state.region():
                 yield {index: contents[index] for index in touched}
         finally:
-            for index, place in enumerate(scope.places):
+            for index, place in reversed(list(enumerate(scope.places))):  # two may be parts of one thing
                 content = before[index]
                 if keep_changes:
                     content = read(place)

@@ -139,7 +139,7 @@ class _Frame:
     def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
         self._fn: Callable[..., Any] | None = fn
         wait_for_recomputes()
-        scope = Scope(fn)
+        scope = Scope(fn, follows=True)
         self._call = arguments(args, kwargs, scope)
         tensors = self._call.take_tensors()  # `Kept` decides what holds them
         self._memory = memory

@@ -1,7 +1,5 @@
 """Regions inside torch.func: every transform of torch.func gives what it gives without the region, bit for bit."""
 
-import types
-
 import pytest
 import torch
 from torch import nn
@@ -111,7 +109,8 @@ def test_a_captured_tensor_gets_its_gradient():
 
 @pytest.mark.parametrize("level", [grad, lambda f: vmap(grad(f)), jacrev], ids=["grad", "vmap(grad)", "jacrev"])
 def test_a_captured_tensor_that_cannot_be_followed_is_an_error(level):
-    holder = types.SimpleNamespace()
+    class holder:
+        pass
 
     def loss(w):
         holder.w = w

@@ -1,0 +1,249 @@
+"""Objects that a region captures, and does not get as arguments: the recompute finds them as the run did."""
+
+import argparse
+import collections
+import dataclasses
+import queue
+import random
+import threading
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale.regions.scope import MOST_FOLLOWED, Scope
+
+HOW = {
+    "checkpoint": ms.checkpoint(),
+    "keeping": ms.checkpoint(policy=ms.policies.dots_saveable),
+    "nested": ms.compose(ms.checkpoint(), ms.checkpoint()),
+    "offload, checkpoint": ms.compose(ms.offload(), ms.checkpoint()),
+}
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@dataclasses.dataclass
+class Record:
+    count: int = 0
+    seen: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    count: int = 0
+
+
+class Configured(dict):
+    scale = 1.0
+
+
+class Statistics:
+    def __init__(self, owner):
+        self.owner = owner
+        self.record = Record()
+        self.total = torch.zeros(4)
+        self.pair = (torch.full((4,), 2.0), "a name")
+        self.torch_generator = torch.Generator().manual_seed(0)
+        self.generator = random.Random(0)
+        self.numpy_generator = np.random.default_rng(0)
+
+
+class Layer(nn.Module):
+    adds_in_place = True
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.record, self.slotted, self.statistics = Record(), Slotted(), Statistics(self)
+        self.settings = argparse.Namespace(scale=1.0, inner=types.SimpleNamespace(shift=0.0))
+        self.configured = Configured()
+
+    def forward(self, x):
+        statistics = self.statistics
+        self.record.count += 1
+        self.record.seen.append(self.record.count)
+        self.slotted.count += 1
+        self.configured["calls"] = self.configured.get("calls", 0) + 1
+        self.configured.scale += 1
+        statistics.record.count += 2
+        statistics.total = statistics.total.add_(1) if self.adds_in_place else statistics.total + 1
+        drawn = torch.rand(4, generator=statistics.torch_generator) * statistics.generator.random()
+        x = self.linear(x) * statistics.total.clone() * statistics.pair[0] * drawn * statistics.numpy_generator.random()
+        x = x * self.record.count * len(self.record.seen) * self.slotted.count * statistics.record.count
+        x = x * self.settings.scale + self.settings.inner.shift
+        return (x * self.configured["calls"] * self.configured.scale).tanh()
+
+    def state(self):
+        own = self.statistics
+        drawn = own.generator.random(), own.numpy_generator.random(), torch.rand(1, generator=own.torch_generator)
+        counts = self.record, self.slotted, own.record, own.total.tolist(), self.configured, self.configured.scale
+        return [str(each) for each in (*counts, *drawn, self.settings)]
+
+
+def trained(how):
+    torch.manual_seed(0)
+    layer = Layer()
+    model = ms.transform(nn.Sequential(layer, nn.Linear(4, 4)), {"0": how})
+    found = []
+    for step in range(3):
+        loss = model(X).square().sum()
+        layer.settings.scale, layer.settings.inner.shift = step + 2.0, 0.1 * step  # between forward and backward
+        model.zero_grad()
+        loss.backward()
+        found.append(layer.linear.weight.grad.tolist())
+    return found, model[0].state()
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_state_in_objects_of_modules_is_that_of_the_run_and_counts_once(how):
+    assert trained(how) == trained(ms.identity)
+
+
+def test_and_under_torch_func():
+    def gradient(how):
+        torch.manual_seed(0)
+        model = ms.transform(nn.Sequential(Layer()), {"0": how})
+        model[0].adds_in_place = False  # which is a TransformError there
+        fn, state = ms.functional(model)
+        found = [torch.func.grad(lambda s: fn(s, X).square().sum())(state)["0.linear.bias"] for _ in range(2)]
+        return found, model[0].record
+
+    (ours, record), (plain, expected) = gradient(ms.checkpoint()), gradient(ms.identity)
+    torch.testing.assert_close(ours, plain)
+    assert record == expected
+
+
+def test_objects_in_closures_defaults_and_globals_and_of_bound_methods():
+    settings = types.SimpleNamespace(power=2)
+
+    class Scaled:
+        calls = 0
+
+        def region(self, x, record=Record()):  # noqa: B008
+            self.count()
+            record.count += 1
+            COUNTED.count += 1
+            return torch.sin(x * self.calls * record.count * COUNTED.count) ** settings.power
+
+        def count(self):
+            self.calls += 1
+
+    def gradient(how):
+        COUNTED.count, settings.power, fn = 0, 2, Scaled()
+        fn.region.__func__.__defaults__[0].count = 0
+        x = torch.ones(2, requires_grad=True)
+        y = how(fn.region)(x).sum()
+        settings.power = 3
+        y.backward()
+        return x.grad.tolist(), fn.calls, COUNTED.count
+
+    assert gradient(ms.checkpoint()) == gradient(ms.identity)
+
+
+COUNTED = Record()
+
+
+@pytest.mark.parametrize(
+    "held", [threading.Lock(), queue.Queue(), threading.Thread()], ids=lambda it: type(it).__name__
+)
+def test_what_other_threads_work_with_is_left_alone(held):
+    shared = types.SimpleNamespace(held=held, items=[1])
+
+    def region(x):
+        return torch.sin(x * shared.items[0])
+
+    x = torch.ones(1, requires_grad=True)
+    y = ms.checkpoint()(region)(x)
+    shared.items = [2]
+    y.backward()
+    assert x.grad.item() == pytest.approx(np.cos(2))
+    assert shared.items == [2]
+
+
+def test_the_nearest_objects_are_followed_where_there_are_many():
+    records = [Record() for _ in range(MOST_FOLLOWED)]
+    far = types.SimpleNamespace(records=records, queue=queue.Queue)
+    near = types.SimpleNamespace(count=0, far=types.SimpleNamespace(far=far))
+
+    def region(x):
+        near.count += 1
+        return torch.sin(near.count * x)
+
+    x = torch.ones(1, requires_grad=True)
+    ms.checkpoint()(region)(x).backward()
+    assert (near.count, x.grad.item()) == (1, pytest.approx(np.cos(1)))
+    assert len(Scope(region, follows=True).followed) == MOST_FOLLOWED
+
+
+def test_modules_behind_objects_are_left_to_whoever_owns_them():
+    layer = nn.Linear(4, 4)
+    layer.trainer = types.SimpleNamespace(model=nn.Sequential(layer, nn.Linear(4, 4)), steps=0)
+    assert Scope(layer, follows=True).modules == [layer]
+
+
+def test_a_tuple_of_tensors_that_the_region_changes_is_refused_where_it_is_used():
+    caches = (torch.zeros(4), torch.zeros(4))
+
+    def region(x):
+        caches[0].add_(1)
+        return x * caches[0].clone()
+
+    x = torch.ones(4, requires_grad=True)
+    y = ms.checkpoint()(region)(x).sum()
+    with pytest.raises(ms.CorrectnessError, match=r"in place that it has in a tuple.*keep the tensor in a list"):
+        y.backward()
+
+
+def test_a_tuple_of_buffers_does_no_harm():
+    def gradient(how):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4)
+        norm.pair = (norm.running_mean, norm.running_var)
+        model = ms.transform(nn.Sequential(norm), {"0": how})
+        model(X).square().sum().backward()
+        return norm.weight.grad.tolist(), norm.running_mean.tolist()
+
+    assert gradient(ms.checkpoint()) == gradient(ms.identity)
+
+
+def test_an_object_whose_class_answers_for_its_attributes():
+    class Config:
+        def __init__(self):
+            self.scale = 1.0
+
+        def __getattribute__(self, name):
+            assert name != "__dict__", "asked for what it may compute"
+            return object.__getattribute__(self, name)
+
+    config, x = Config(), torch.ones(1, requires_grad=True)
+    y = ms.checkpoint()(lambda x: torch.sin(config.scale * x))(x)
+    config.scale = 2.0
+    y.backward()
+    assert x.grad.item() == pytest.approx(np.cos(1))
+    assert config.scale == 2.0
+
+
+def test_a_profile_leaves_counters_of_objects_alone():
+    model = nn.Sequential(Layer())
+    ms.profile(model, X, loss=lambda y, _: y.sum(), hardware="cpu")
+    assert model[0].record == Record()
+
+
+def test_containers_of_a_class_with_attributes():
+    counts = collections.Counter()
+
+    def gradient(how):
+        counts.clear()
+        x = torch.ones(1, requires_grad=True)
+
+        def region(x):
+            counts["calls"] += 1
+            return torch.sin(x * counts["calls"])
+
+        how(region)(x).backward()
+        return x.grad.item(), dict(counts)
+
+    assert gradient(ms.checkpoint()) == gradient(ms.identity)
