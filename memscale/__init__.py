@@ -58,12 +58,11 @@ if TYPE_CHECKING:
         OOMPredictor,
         OOMRisk,
         Tuning,
-        frontier,
-        plan,
     )
     from memscale.policy import StrategyContext, StrategyDecision
-    from memscale.simulation import MemoryProfiler, Profile, profile
+    from memscale.simulation import MemoryProfiler, Profile
     from memscale.simulation.measured import measure
+    from memscale.verbs import frontier, plan, profile
 
 __version__ = "0.2.0"
 
@@ -138,10 +137,11 @@ _LOADED_WHEN_ASKED = {
         "legacy": "Executor detach optimize wrap",
         "optimizers": "LossScale compensate_rounding offload_states quantize_states round_stochastically "
         "step_in_backward step_in_groups",
-        "planning": "AutoTuner DecisionEngine Frontier OOMPrediction OOMPredictor OOMRisk Tuning frontier plan",
+        "planning": "AutoTuner DecisionEngine Frontier OOMPrediction OOMPredictor OOMRisk Tuning",
         "policy": "StrategyContext StrategyDecision",
-        "simulation": "MemoryProfiler Profile profile",
+        "simulation": "MemoryProfiler Profile",
         "simulation.measured": "measure",
+        "verbs": "frontier plan profile",
     }.items()
     for name in names.split()
 }

@@ -30,7 +30,7 @@ FLOORS = (
     ("policy",),
     ("planning", "inspection", "reports", "observability"),
     ("history", "testing", "crashes"),
-    ("legacy",),
+    ("legacy", "verbs"),
     ("integrations",),
     ("cli", "benchmarks"),
     ("", "__main__"),  # memscale/__init__: the public names
@@ -39,14 +39,9 @@ FLOORS = (
 # The command line and the benchmarks are users of the package like any other.
 USERS = ("memscale.cli", "memscale.benchmarks")
 
-# The steps up that stay: a profile that is asked to print or to draw itself loads the reports, when it is asked, and
-# what is asked to be recorded loads the history. They are no part of a circle at run time, since nothing above the
-# simulation has to be loaded to load the simulation.
-LOADED_WHEN_ASKED = {
-    ("memscale.simulation.results", "memscale.reports"),
-    ("memscale.simulation.profiler", "memscale.history"),
-    ("memscale.planning.entry", "memscale.history"),
-}
+# The step up that stays: a profile that is asked to print or to draw itself loads the reports, when it is asked. It is
+# no part of a circle at run time, since nothing above the simulation has to be loaded to load the simulation.
+LOADED_WHEN_ASKED = {("memscale.simulation.results", "memscale.reports")}
 
 
 def floor(module):

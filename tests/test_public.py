@@ -49,7 +49,7 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
     without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
-    OOMPrediction OOMPredictor OOMRisk Point ProvenPlan SizeGrid SizeTrial Tuning frontier parts_of plan planned
+    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan SizeGrid SizeTrial Tuning parts_of planned
     repeated_blocks shorthands simulator
 memscale.planning.evidence:
 memscale.planning.parts:
@@ -76,7 +76,7 @@ memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.simulation: Attribution Given Holding Ledger MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile
-  ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections profile
+  ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections
   queues_of reserved_bytes spliced
 memscale.simulation.allocator:
 memscale.simulation.dispatch:

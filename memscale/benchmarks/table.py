@@ -13,7 +13,7 @@ from memscale.benchmarks.columns import COLUMNS, Column, plans
 from memscale.benchmarks.subjects import Subject
 from memscale.core import format_bytes, format_seconds
 from memscale.hardware import Hardware
-from memscale.simulation import Profile, profile
+from memscale.simulation import MemoryProfiler, Profile
 
 #: What is the same in every run on every machine; all else is about this one.
 DETERMINISTIC = ("peak_bytes", "reserved_bytes", "step_seconds", "over_plain", "plan", "fits")
@@ -85,7 +85,7 @@ def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: 
         model = subject.make().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    return profile(model, subject.inputs(), optimizer=optimizer, plan=plan, hardware=subject.device, record=False)
+    return MemoryProfiler(model, optimizer, plan=plan, hardware=subject.device).profile(subject.inputs())
 
 
 def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:

@@ -278,6 +278,7 @@ PARTS = {
     "hardware": f"{_EVERYWHERE} runtime hardware",
     "simulation": _SIMULATING,
     "planning": f"{_SIMULATING} planning reports",
+    "verbs": f"{_SIMULATING} planning reports",
     "inspection": f"{_SIMULATING} inspection",
     "legacy": f"{_SIMULATING} planning reports inspection legacy",
 }

@@ -2,7 +2,7 @@
 
 The journey of `plan(model, batch, budget=...)`, in the order in which to read:
 
-1. `entry`, `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
+1. `engine`: checks what it is given, simulates the step as it is, by which `speeds` to reckon, and says in the
    end what was decided and why.
 2. `parts/`: takes the model apart by its structure and by what each module keeps for backward; `candidates`: what may
    be done to each part; `globs`: a choice said in few rules.
@@ -18,8 +18,7 @@ Two more use the engine: `prediction/` answers whether a step fits as it is, `tu
 batch.
 """
 
-from memscale.planning.engine import Budget, DecisionEngine
-from memscale.planning.entry import frontier, plan
+from memscale.planning.engine import POINTS, Budget, DecisionEngine
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -31,10 +30,12 @@ from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
 from memscale.planning.prediction.predictor import OOMPredictor
 from memscale.planning.prediction.sizes import parts_of
 from memscale.planning.remedies import planned, shorthands
+from memscale.planning.step_simulator import Progress
 from memscale.planning.tuning.tuner import AutoTuner
 from memscale.planning.tuning.tuning import Confirmation, SizeTrial, Tuning
 
 __all__ = [
+    "POINTS",
     "AutoTuner",
     "Budget",
     "Confirmation",
@@ -48,13 +49,12 @@ __all__ = [
     "OOMPredictor",
     "OOMRisk",
     "Point",
+    "Progress",
     "ProvenPlan",
     "SizeGrid",
     "SizeTrial",
     "Tuning",
-    "frontier",
     "parts_of",
-    "plan",
     "planned",
     "repeated_blocks",
     "shorthands",

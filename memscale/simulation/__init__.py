@@ -25,7 +25,7 @@ from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep,
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
-from memscale.simulation.profiler import MemoryProfiler, profile
+from memscale.simulation.profiler import MemoryProfiler
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
@@ -53,7 +53,6 @@ __all__ = [
     "as_hardware",
     "differences",
     "few_collections",
-    "profile",
     "queues_of",
     "reserved_bytes",
     "spliced",

@@ -1,4 +1,4 @@
-"""`profile`: the memory of a training step, simulated; measured on real steps where it cannot be."""
+"""`MemoryProfiler`: the memory of a training step, simulated; measured on real steps where it cannot be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config
-from memscale.core import ConfigError, Loss, MemscaleError, Record, check_loss, history_path
+from memscale.core import ConfigError, Loss, MemscaleError, check_loss
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
@@ -37,92 +37,6 @@ from memscale.telemetry import uncounted
 _STEPS = 2  # the first makes the optimizer's states, the second has them
 # Of a probe, so that the step's own Python is timed more than once.
 _TIMED_STEPS, _TIMING_SECONDS = 4, 0.5
-
-
-def profile(
-    model: nn.Module | Callable[[], object],
-    batch: Any = None,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    loss: Loss | None = None,
-    plan: PlanLike | None = None,
-    hardware: Hardware | str | None = None,
-    accumulate: int = 1,
-    probe: bool = False,
-    parallel: Parallel | None = None,
-    world: int | None = None,
-    shard: Iterable[str] | str | None = None,
-    tensor: int | None = None,
-    record: Record = None,
-) -> Profile:
-    """The memory of a training step, found without running it: in seconds, on a laptop, for a model of any size.
-
-    Forward, loss, backward, optimizer step and the dropping of gradients run twice with every kernel left out; what
-    each tensor would take is recorded from its birth to its death. Nothing is changed: model, optimizer, gradients and
-    random states are as before, also after an error.
-
-    >>> import torch, memscale as ms
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> profile = ms.profile(model, torch.ones(32, 64), optimizer=optimizer, loss=lambda y, _: y.square().mean())
-    >>> profile.peak_bytes, profile.moment.phase
-    (438416, 'optimizer')
-    >>> profile.by_category["optimizer state"] == 2 * profile.by_category["parameter"] + 4 * 4  # and four step counts
-    True
-
-    Args:
-        model: a module on any device (``meta`` costs no memory), or a function without arguments that is one pass of a
-            training loop; modules, optimizers and tensors that it uses are found.
-        batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
-            mapping keyword arguments. None for a function.
-        optimizer: the one that trains the model; None leaves the step at backward.
-        loss: ``loss(output, batch)``, a scalar tensor. None takes the output's ``loss``, or the output if it is a
-            tensor.
-        plan: transforms to apply first, as in `transform`; the model stays as it is.
-        hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
-            model's device.
-        accumulate: forward and backward passes for each optimizer step.
-        probe: run each kernel for real, on the device and on inputs like those of the step, to see what memory it takes
-            inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
-            Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
-            speeds of `hardware`. Answers of CPU kernels are kept in a cache on disk.
-        parallel: the step is one process's of several that train this model, under ``"fsdp2"`` (the repeated blocks and
-            the root sharded, as `fully_shard` does by default) or ``"ddp"``; the batch is this process's. None for a
-            model that is trained as it is, distributed already or not.
-        world: how many processes, with `parallel`.
-        shard: patterns of the modules that ``"fsdp2"`` shards each on its own, beside the root; None is the repeated
-            blocks.
-        tensor: over how many of the processes, next to each other, each layer's weights are split besides, by what the
-            model's ``tp_plan`` says (models of transformers have one; the names of its styles are theirs). FSDP2 then
-            shards over every `tensor`-th process, and the batch is that of such a group. None is 1.
-        record: keep the profile in the history. None does where ``$MEMSCALE_HISTORY`` names its file, False does not,
-            True asks for the variable, and a path is another file. A history that cannot be written is logged.
-
-    Raises:
-        ConfigError: an argument is wrong, or does not fit the others; the message says which.
-        RuntimeUnavailable: the step can be neither simulated nor run here.
-    """
-    path = history_path(record)
-    profiler = MemoryProfiler(
-        model,
-        optimizer,
-        loss=loss,
-        plan=plan,
-        hardware=hardware,
-        probe=probe,
-        parallel=parallel,
-        world=world,
-        shard=shard,
-        tensor=tensor,
-    )
-    found = profiler.profile(batch, accumulate=accumulate)
-    if path is not None:
-        from memscale import history  # the other import that points up: loaded when something is recorded
-
-        applied = None if plan is None else as_plan(plan)
-        options: dict[str, Any] = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        history.keep(found, path, model, batch, plan=applied, optimizer=optimizer, **options)
-    return found
 
 
 class MemoryProfiler:
