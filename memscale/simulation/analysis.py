@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from memscale.core import format_bytes
@@ -151,14 +152,14 @@ def _allocator_events(ledger: Ledger) -> list[tuple[int, int]]:
     last, trims = ledger.steps[-1][0], set(ledger.trims)
     events: list[tuple[int, int]] = []
     begin = 0
+    exact = [record.nbytes for record in ledger.records]
     for at, event in enumerate(ledger.events):
         if at == last:
             begin = len(events)
         if at in trims:
             events.append(TRIM)
         # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
-        number = abs(event) - 1
-        events.append((number, ledger.records[number].nbytes * (1 if event > 0 else -1)))
+        events.append((event - 1, exact[event - 1]) if event > 0 else (-event - 1, -exact[-event - 1]))
     return events + _once_more(events[begin:], len(ledger.records))
 
 
@@ -184,33 +185,38 @@ def _peaks(ledger: Ledger, sizes: list[int]) -> list[_Peak]:
     peaks = []
     live = 0
     alive: dict[int, None] = {}
-    for event in ledger.events[: bounds[0]]:
-        live += _apply(event, alive, sizes)
+    live += _apply(ledger.events[: bounds[0]], alive, sizes)
     for begin, end in itertools.pairwise(bounds):
-        start, best, at = dict(alive), live, begin - 1
-        for index in range(begin, end):
-            live += _apply(ledger.events[index], alive, sizes)
+        best, at = live, begin - 1
+        for index, event in enumerate(ledger.events[begin:end], begin):
+            live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
             if live > best:
                 best, at = live, index
-        for event in ledger.events[begin : at + 1]:
-            _apply(event, start, sizes)
-        peaks.append(_Peak(best, at, tuple(start)))
+        _apply(ledger.events[begin : at + 1], alive, sizes)
+        peaks.append(_Peak(best, at, tuple(alive)))
+        _apply(ledger.events[at + 1 : end], alive, sizes)
     return peaks
 
 
-def _apply(event: int, alive: dict[int, None], sizes: list[int]) -> int:
-    if event > 0:
-        alive[event - 1] = None
-        return sizes[event - 1]
-    alive.pop(-event - 1, None)
-    return -sizes[-event - 1]
+def _apply(events: Sequence[int], alive: dict[int, None], sizes: list[int]) -> int:
+    """Let `events` happen to what is `alive`; returns how many bytes they add."""
+    added = 0
+    for event in events:
+        if event > 0:
+            alive[event - 1] = None
+            added += sizes[event - 1]
+        else:
+            alive.pop(-event - 1, None)
+            added -= sizes[-event - 1]
+    return added
 
 
 def _categorise(ledger: Ledger) -> None:
     """Say of each storage without a category whether backward waited for it, or whether it came and went."""
-    backwards = [
-        at for at, number in enumerate(ledger.event_ops) if number >= 0 and _is(ledger, number, Phase.BACKWARD)
-    ]
+    in_forward, in_backward = (
+        [op.phase is phase for op in ledger.ops] + [False] for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )  # the last one is that of what no operator made, number -1
+    backwards = [at for at, number in enumerate(ledger.event_ops) if in_backward[number]]
     died = {-event - 1: at for at, event in enumerate(ledger.events) if event < 0}
     born = {event - 1: at for at, event in enumerate(ledger.events) if event > 0}
     following = iter(backwards)
@@ -222,15 +228,9 @@ def _categorise(ledger: Ledger) -> None:
         while next_backward is not None and next_backward < at:
             next_backward = next(following, None)
         waited = (
-            _is(ledger, record.op, Phase.FORWARD)
-            and next_backward is not None
-            and died.get(number, len(ledger.events)) > next_backward
+            in_forward[record.op] and next_backward is not None and died.get(number, len(ledger.events)) > next_backward
         )
         record.category = "activation" if waited else "temporary"
-
-
-def _is(ledger: Ledger, op: int, phase: Phase) -> bool:
-    return op >= 0 and ledger.ops[op].phase is phase
 
 
 def _module(record: StorageRecord) -> str:
@@ -304,29 +304,36 @@ def _timeline(
     """The changes of the last step, their positions, and where its phases begin."""
     begin, first_op = ledger.steps[-1]
     alive: dict[int, None] = {}
-    for event in ledger.events[:begin]:
-        _apply(event, alive, sizes)
+    _apply(ledger.events[:begin], alive, sizes)
     rounding = _PLACES[_ROUNDING]
-
-    def parts(number: int) -> list[tuple[int, int]]:
-        record = ledger.records[number]
-        rest = sizes[number] - record.nbytes
-        return [(_PLACES[record.category], record.nbytes), *([(rounding, rest)] if rest else [])]
-
+    parts = [
+        (_PLACES[each.category], each.nbytes, size - each.nbytes)
+        for each, size in zip(ledger.records, sizes, strict=True)
+    ]
     before: dict[int, int] = defaultdict(int)
     for number in alive:
-        for category, nbytes in parts(number):
-            before[category] += nbytes
+        category, nbytes, rest = parts[number]
+        before[category] += nbytes
+        if rest:
+            before[rounding] += rest
     changes = sorted(before.items())
     positions = [0.0] * len(changes)
+    latest = 0.0 if positions else -math.inf
     for event, op in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
         # An operator's results are there while it runs, and what it was the last to need until it is done.
         at = 0.0 if op < first_op else (begins if event > 0 else ends)[op - first_op]
-        for category, nbytes in parts(abs(event) - 1):
-            changes.append((category, nbytes if event > 0 else -nbytes))
-            positions.append(max(at, positions[-1]) if positions else at)
+        latest = max(latest, at)
+        sign = 1 if event > 0 else -1
+        category, nbytes, rest = parts[sign * event - 1]
+        changes.append((category, sign * nbytes))
+        positions.append(latest)
+        if rest:
+            changes.append((rounding, sign * rest))
+            positions.append(latest)
     phases: list[tuple[str, float]] = []
-    for index, op_call in enumerate(ledger.ops[first_op:]):
-        if not phases or phases[-1][0] != op_call.phase.value:
-            phases.append((op_call.phase.value, begins[index]))
+    last = None
+    for op_call, at in zip(ledger.ops[first_op:], begins, strict=True):
+        if op_call.phase is not last:
+            last = op_call.phase
+            phases.append((last.value, at))
     return tuple(changes), tuple(positions), tuple(phases)

@@ -49,3 +49,20 @@ def test_what_one_simulation_found_of_operators_the_next_with_its_kernels_knows(
     assert (before, is_new, is_new_again) == (again, True, False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:64")  # but not under other switches
     assert profiled(second) > (before + (128 << 20), True)
+
+
+def test_what_reads_another_row_at_each_step_is_found_once(monkeypatch):
+    # Of 2048 steps each found anew that a row's gradient is as large as all rows, a third of such a profile.
+    found, find = [], call_effects.CallEffects.find
+    monkeypatch.setattr(
+        call_effects.CallEffects, "find", lambda self, op, *call: found.append(op.name) or find(self, op, *call)
+    )
+
+    class Steps(nn.Module):
+        def forward(self, x):
+            return sum((x[at] if at % 2 else x[at : at + 2].diagonal(at)[0]).sum() for at in range(6))
+
+    rows = nn.Sequential(nn.Linear(8, 8), Steps())
+    ms.profile(rows, torch.ones(8, 8), loss=lambda y, _: y.sum(), hardware="h100")
+    parts = [name for name in found if name.endswith(("select_backward", "slice_backward", "diagonal_backward"))]
+    assert len(parts) == 4, parts  # of a row, of two rows, of a diagonal, and of its first number

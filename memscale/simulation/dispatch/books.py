@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from memscale.simulation.kernels.cuda_rnns import DROPOUT_STATES
 from memscale.simulation.kernels.programs import PLAIN, Result
 from memscale.simulation.kernels.shapes import results_of
 from memscale.simulation.ledger import Course, OpCall, StorageRecord
-from memscale.simulation.sandbox.garbage import StepCollections
+from memscale.simulation.sandbox.garbage import EVERY, StepCollections
 from memscale.simulation.schedule.clock import Clock
 
 
@@ -51,8 +52,10 @@ class Books:
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
         self._collections = StepCollections()
-        self._node_paths: dict[int, str] = {}  # sequence number of an autograd node -> the module that made it
-        self._first_node = torch._C._autograd._get_sequence_nr()
+        # The first autograd node, by its sequence number, of each run of nodes that one module made, and its path.
+        self._first_nodes: list[int] = []
+        self._node_paths: list[str] = []
+        self._next_node = torch._C._autograd._get_sequence_nr()  # the first that no module has made yet
         self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
         self.graphs = Graphs()
         self.first_of_node = 0
@@ -66,7 +69,12 @@ class Books:
         if self.modules:
             return self.modules[-1]
         node = torch._C._current_autograd_node()
-        return "" if node is None else self._node_paths.get(node._sequence_nr(), "")
+        return "" if node is None else self._path_of(node._sequence_nr())
+
+    def _path_of(self, node: int) -> str:
+        """Of the module that made the autograd node of this number, "" where it was made by none of the step's."""
+        place = bisect_right(self._first_nodes, node)
+        return self._node_paths[place - 1] if place and node < self._next_node else ""
 
     def enter(
         self,
@@ -76,46 +84,47 @@ class Books:
         known: bool = False,
         *,
         way: Direction | None = None,
+        is_new: bool = False,
     ) -> Any:
         """Record the operator, its scratch memory and the storages of its results that are new.
 
-        A copy between the device and memory of the CPU beside it goes a `way` over the link.
+        A copy between the device and memory of the CPU beside it goes a `way` over the link. Of a result that `is_new`
+        it is known that it is one tensor over a storage of its own.
         """
-        self.graphs.let_go()
-        # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
-        # those before that no operator saw; one that makes no node sees that of an operator before it.
-        path, node = self.path(), torch._C._autograd._get_sequence_nr() - 1
-        while node >= self._first_node and node not in self._node_paths:
-            self._node_paths[node] = path
-            node -= 1
-        results = results_of(result)
-        if operator.order and len(results) > 1:
-            results = in_order(operator.order, results)
-        storages = self._storages
-        live = storages.live
-        new = [
-            (storage, tensor)
-            for tensor in results
-            if (storage := tensor.untyped_storage())._cdata not in live and not tensor.is_meta
-        ]
-        work = effect.work
-        if not new and not work.flops and not work.nbytes and effect.program == PLAIN:
-            self.calls("view")
-            return result
-        ledger, records = self._ledger, torch.is_grad_enabled()
+        if self.graphs.gone:
+            self.graphs.let_go()
         task = torch._C._current_graph_task_id()
         in_backward = task != -1
-        node_running = torch._C._current_autograd_node() if in_backward else None
-        if node_running is not None and (number := node_running._sequence_nr()) != self._node:
-            self._node, self.first_of_node = number, len(ledger.ops)
-            self.graphs.runs(node_running, task)
-        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(self.modules), records=records)
+        running = torch._C._current_autograd_node() if in_backward else None
+        number = -1 if running is None else running._sequence_nr()
+        modules = self.modules
+        path = modules[-1] if modules else "" if running is None else self._path_of(number)
+        # What sees a node first made it, whether it is recorded or not (views, recomputes, an autograd.Function), and
+        # those before that no operator saw; one that makes no node sees that of an operator before it.
+        following = torch._C._autograd._get_sequence_nr()
+        if following > self._next_node:
+            if not self._node_paths or self._node_paths[-1] != path:
+                self._first_nodes.append(self._next_node)
+                self._node_paths.append(path)
+            self._next_node = following
+        storages, work, program = self._storages, effect.work, effect.program
+        if is_new:
+            new = [(result.untyped_storage(), result)]
+        elif not (new := self._new(operator, result)) and not (work.flops or work.nbytes) and program == PLAIN:
+            self.calls("view")
+            return result
+        ledger, clock, records = self._ledger, self._clock, torch.is_grad_enabled()
+        at = len(ledger.ops)
+        if running is not None and number != self._node:
+            self._node, self.first_of_node = number, at
+            self.graphs.runs(running, task)
+        phase = self.course.phase(ledger.ops, in_backward=in_backward, in_module=bool(modules), records=records)
         seconds: float | None
-        if way is not None and knows_copies(self._clock.hardware):
-            seconds = self._clock.across(way, work.nbytes // 2)
+        if way is not None and knows_copies(clock.hardware):
+            seconds = clock.across(way, work.nbytes // 2)
         elif storages.away and not storages.counts:  # the CPU beside an accelerator computes, from tensors of its own
-            seconds = host_seconds(work.nbytes, self._clock.hardware)
-            self._clock.host_operator(seconds)
+            seconds = host_seconds(work.nbytes, clock.hardware)
+            clock.host_operator(seconds)
         else:
             seconds = None if effect.seconds is None else effect.seconds.cached
             if self._host is not None:  # by the rates of a device it does not matter where operands are
@@ -123,16 +132,19 @@ class Books:
                 seconds = None if effect.seconds is None else effect.seconds.at(share)
             if seconds and not storages.beside_cpu:  # what nothing is written to here is not touched, nor given yet
                 new_bytes = sum(storages.new_bytes(storage.nbytes()) for storage, _ in new)
-                seconds += new_memory_seconds(new_bytes, self._clock.hardware)
-            by_autograd = in_backward and not (records or self.modules)
+                seconds += new_memory_seconds(new_bytes, clock.hardware)
+            by_autograd = in_backward and not (records or modules)
             kind = "backward" if by_autograd else "operator" if records else "plain"
             seconds = self._called(operator, seconds, kind, effect.listed)
-            self._clock.operator(seconds)
+            clock.operator(seconds)
         # Half the time of calling the class, which is a fiftieth of a simulation.
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
         ledger.ops.append(tuple.__new__(OpCall, call))
-        at = len(ledger.ops) - 1
-        self._collections.after(at)
+        if at % EVERY == 0:
+            self._collections.collect()
+        if program == PLAIN and not effect.workspaces:
+            self._take(operator, result, new, at, path, known)
+            return result
         # The states of dropout are there before the kernel, once for the card; a handle is a thread's, and it and its
         # workspaces are asked for when there is room for the result.
         workspaces = effect.workspaces
@@ -140,7 +152,7 @@ class Books:
         if is_shared:
             self._leave(workspaces, at, in_backward=False)
         scratch: list[int] = []  # what the kernel holds beside its results
-        for nbytes in effect.program:
+        for nbytes in program:
             if isinstance(nbytes, Result):
                 part = result[nbytes.place]
                 self._take(operator, result, [each for each in new if each[1] is part], at, path, known)
@@ -158,18 +170,30 @@ class Books:
             ledger.death(number)
         return result
 
+    def _new(self, operator: Operator, result: Any) -> list[tuple[torch.UntypedStorage, torch.Tensor]]:
+        """The storages that an operator returns and made, each with a tensor over it, in the order it takes them in."""
+        results, live = results_of(result), self._storages.live
+        if operator.order and len(results) > 1:
+            results = in_order(operator.order, results)
+        return [
+            (storage, tensor)
+            for tensor in results
+            if (storage := tensor.untyped_storage())._cdata not in live and not tensor.is_meta
+        ]
+
     def _called(self, operator: Operator, seconds: float | None, kind: str, listed: int) -> float | None:
         """The seconds of an operator with those of the host before it, where it is the host that computes."""
         if self._host is not None:
             between = self._host.taken(operator.name)
             return None if seconds is None else between + seconds
+        clock = self._clock
         if not seconds:
-            self.calls("view")
+            clock.calls(clock.host.view)
             return seconds
-        self.calls(kind)
+        clock.calls(getattr(clock.host, kind))
         if listed:
-            self._clock.calls(listed * self._clock.host.listed)
-        return seconds + self._clock.between()
+            clock.calls(listed * clock.host.listed)
+        return seconds + clock.between() if clock.is_host else seconds
 
     def _leave(self, workspaces: Mapping[str, int], at: int, *, in_backward: bool) -> None:
         """Record those of operator `at` that were not there in this thread."""
@@ -189,10 +213,13 @@ class Books:
     ) -> None:
         """Record the storages that operator `at` returns."""
         storages = self._storages
-        before, beside = storages.away, set[int]()
-        if operator.on_host:
-            results = results_of(result)
-            beside = {id(results[number]) for number in operator.on_host if number < len(results)}
+        if not operator.on_host:
+            for storage, tensor in new:
+                if storage._cdata not in storages.live:
+                    storages.enter(storage, tensor, at, "", path, known)
+            return
+        results, before = results_of(result), storages.away
+        beside = {id(results[number]) for number in operator.on_host if number < len(results)}
         for storage, tensor in new:
             if storage._cdata not in storages.live:
                 storages.away = before or id(tensor) in beside

@@ -21,6 +21,7 @@ class Graphs:
     def __init__(self) -> None:
         # Of each backward: of the node that ran first, which has all others; and these.
         self._ran: dict[int, tuple[weakref.ref[_Root], deque[Any]]] = {}
+        self.gone: list[weakref.ref[_Root]] = []  # the first nodes of graphs that the step has let go of
 
     def runs(self, node: Any, backward: int) -> None:
         """`node` runs, another than the last one, in the backward of this number."""
@@ -28,12 +29,13 @@ class Graphs:
             ran[1].append(node)
             return
         node.metadata[_Root] = root = _Root()
-        self._ran[backward] = weakref.ref(root), deque()
+        self._ran[backward] = weakref.ref(root, self.gone.append), deque()
 
     def let_go(self) -> None:
         """Let go of the graphs that the step has let go of."""
-        if not self._ran:
+        if not self.gone:
             return
+        self.gone.clear()
         for backward, (root, after) in [*self._ran.items()]:
             if root() is None:
                 del self._ran[backward]

@@ -143,7 +143,7 @@ class HollowMode(TorchDispatchMode):
         if operator.kind is Kind.RUN:
             return self._run(operator, args, kwargs)
         tensors: list[torch.Tensor] = []
-        key: Any = signature(args, kwargs, tensors, loose=operator.loose)
+        key: Any = signature(args[: operator.deciding], kwargs, tensors, loose=operator.loose)
         if (device is not None and device.type == "meta") or any(map(_IS_META, tensors)):
             return op(*args, **kwargs)  # computes shapes and nothing else, as it is
         call = self._call(operator, args, kwargs, tensors)
@@ -213,7 +213,7 @@ class HollowMode(TorchDispatchMode):
         result = effect.results(self.hollow, tensors)
         if effect.has_numbers:
             result = with_numbers(operator, result)
-        self.books.enter(operator, result, effect)
+        self.books.enter(operator, result, effect, is_new=effect.alone is not None)
         if operator.sends:
             self.works.sent(operator.op, args, kwargs, result)
         if not self.values.follow(call, result) and effect.has_numbers:

@@ -45,8 +45,10 @@ class InPlaceSums:
         """
         self._sum = None
         if op in OF_FORMULAS:
+            if torch.is_grad_enabled():
+                return
             node = torch._C._current_autograd_node()
-            if node is None or node.name() not in _FORMULAS or torch.is_grad_enabled():
+            if node is None or node.name() not in _FORMULAS:
                 return
             if total.numel() == operands[0].numel() and self._is_of_backward(operands[0]):
                 self._ledger.sums.append(replace(self._noted(operands[0], total), always=True))

@@ -6,9 +6,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -20,7 +17,6 @@ from memscale.simulation.ledger import Ledger, StorageRecord
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
 _LARGEST_KNOWN_FLOATS = 1 << 14
-_AWAY = attrgetter("away")
 
 
 class LiveStorages:
@@ -57,7 +53,7 @@ class LiveStorages:
         self._residents = residents
         self.live: dict[int, int] = {}  # storage -> its record
         self._sizes: dict[int, int] = {}  # of those that were resized
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._deaths: dict[int, _Death] = {}
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
     def record(self, tensor: torch.Tensor) -> StorageRecord:
@@ -67,14 +63,15 @@ class LiveStorages:
     def of_arguments(self, tensors: list[torch.Tensor]) -> list[StorageRecord]:
         """The records of an operator's arguments; what it makes now lies away if all of these do."""
         live, known = self.live, self.ledger.records
-        numbers = [live.get(tensor.untyped_storage()._cdata) for tensor in tensors]
-        records = [
-            known[self.number(tensor) if number is None else number]
-            for number, tensor in zip(numbers, tensors, strict=True)
-        ]
+        records, some_away = [], False
+        for tensor in tensors:
+            number = live.get(tensor.untyped_storage()._cdata)
+            record = known[self.number(tensor) if number is None else number]
+            records.append(record)
+            some_away = some_away or record.away
         # What the CPU beside an accelerator computes from its own tensors is its own. On a host, all is RAM.
-        self.away = self.beside_cpu and any(map(_AWAY, records)) and all(map(_may_be_away, records))
-        self.counts = not any(record.shape for record in records)
+        self.away = some_away and self.beside_cpu and all(map(_may_be_away, records))
+        self.counts = not (self.away and any(record.shape for record in records))
         return records
 
     def missing_share(self, used: Sequence[tuple[StorageRecord, int]], made: Sequence[int]) -> float:
@@ -107,9 +104,10 @@ class LiveStorages:
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, op: int, category: str, path: str, known: bool
     ) -> int:
         """Record that operator `op` made `storage`, with `tensor` over it."""
-        nbytes = 0 if self.away else storage.nbytes()
-        dtype = _name_of(tensor.dtype)
-        record = StorageRecord(nbytes, op, category, tuple(tensor.shape), dtype, path, known, away=self.away)
+        away = self.away
+        nbytes = 0 if away else storage.nbytes()
+        shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
+        record = StorageRecord(nbytes, op, category, shape, dtype, path, known, "", away)
         if self._lane() is not None:
             record.stream = self._stream()
         if self._caches is not None:
@@ -119,7 +117,8 @@ class LiveStorages:
         number = self.ledger.birth(record)
         key = storage._cdata
         self.live[key] = number
-        self._deaths[key] = weakref.ref(storage, partial(self._died, key))
+        self._deaths[key] = _Death(storage, self._died)
+        self._deaths[key].key = key
         return number
 
     def enter_away(self, tensor: torch.Tensor) -> None:
@@ -148,9 +147,12 @@ class LiveStorages:
 
     def gone(self, storage: torch.UntypedStorage) -> None:
         """Record that nobody but the simulation holds `storage` any more."""
-        self._died(storage._cdata, None)
+        self._end_of(storage._cdata)
 
-    def _died(self, key: int, _: Any) -> None:
+    def _died(self, death: _Death) -> None:
+        self._end_of(death.key)
+
+    def _end_of(self, key: int) -> None:
         self._deaths.pop(key, None)
         if self._sizes:
             self._sizes.pop(key, None)
@@ -209,6 +211,13 @@ class LiveStorages:
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
         self._untouched.clear()
+
+
+class _Death(weakref.ref[torch.UntypedStorage]):
+    """What calls back when a storage dies, whose address is its `key`: in half the time of making a function each."""
+
+    __slots__ = ("key",)
+    key: int
 
 
 def is_small(tensor: torch.Tensor) -> bool:

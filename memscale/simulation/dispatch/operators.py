@@ -51,11 +51,19 @@ _IN_PLACE_WITHOUT_MODE = {
     aten.scatter_add.default,
     aten.put.default,
 }
+# By how many of their first arguments what they return and take is decided; the rest says where in it, as each step of
+# a recurrence reads another row.
+_DECIDING = {
+    aten.diagonal_backward.default: 2,
+    aten.select_backward.default: 3,
+    aten.slice_backward.default: 3,
+}
 # Half of what a step calls are these.
 _VIEWS: dict[OpOverload, Callable[..., torch.Tensor]] = {
     aten.detach.default: torch.Tensor.detach,
     aten.expand.default: torch.Tensor.expand,
     aten.permute.default: torch.Tensor.permute,
+    aten.select.int: torch.Tensor.select,
     aten.t.default: torch.Tensor.t,
     aten.transpose.int: torch.Tensor.transpose,
     aten.unsqueeze.default: torch.Tensor.unsqueeze,
@@ -72,6 +80,7 @@ class Operator:
         op: the operator.
         name: ``"aten::mm"``.
         kind: how it is treated.
+        deciding: how many of its first arguments decide what a call does; None is all of them.
         loose: whether the layout of its results does not depend on the values of floats.
         reads: whether it gives a value to Python.
         goes_by_lengths: whether its shapes follow from lengths.
@@ -92,6 +101,7 @@ class Operator:
     op: OpOverload
     name: str
     kind: Kind
+    deciding: int | None
     loose: bool
     reads: bool
     goes_by_lengths: bool
@@ -120,6 +130,7 @@ class Operator:
             op=op,
             name=op.name(),
             kind=kind,
+            deciding=_DECIDING.get(op),
             loose=kind is Kind.IN_PLACE or torch.Tag.pointwise in op.tags,
             reads=op in _READS,
             goes_by_lengths=op in _BY_LENGTHS,

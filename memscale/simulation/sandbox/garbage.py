@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 100_000  # objects: about as many as a large step makes
-_EVERY = 500  # operators, so that a cycle of the step's, and the tensors in it, goes soon, as in reality
+EVERY = 500  # operators, so that a cycle of the step's, and the tensors in it, goes soon, as in reality
 
 
 class StepCollections:
@@ -24,9 +24,9 @@ class StepCollections:
             gc.disable()  # whoever simulates turns it on again: see `process_kept`
             gc.collect(1)  # what is young now is none of the step's
 
-    def after(self, operators: int) -> None:
-        """The step has run so many operators."""
-        if operators % _EVERY == 0 and self._on:
+    def collect(self) -> None:
+        """The step has run `EVERY` more operators."""
+        if self._on:
             gc.collect(1)
 
 

@@ -231,12 +231,12 @@ class Clock:
             elif self._behind:
                 self._would_stand_still(self.now - self._host_behind, "host", 0.0)
         self.begins.append(self._end)
-        self._end += seconds
+        self._end = end = self._end + seconds
         self._free += seconds
-        self.ends.append(self._end)
+        self.ends.append(end)
         self._free_ends.append(self._free)
         if self.is_host:
-            self.now = max(self.now, self._end)  # it may have waited, which what takes time comes after
+            self.now = max(self.now, end)  # it may have waited, which what takes time comes after
         self.issued.append(self.now)
 
     def _beside(self, lane: Lane, seconds: float) -> None:
@@ -365,6 +365,11 @@ class Clock:
     def _catch_up(self) -> None:
         """Let the device stand still until the host is there, and then for what it has to come after."""
         at = self._end
+        if not (self._awaited or self._behind) and self._accounted == len(self.held_up):  # the host is all it waits for
+            if self.now > at:
+                self.stalls.append(tuple.__new__(Stall, (at, self.now, "host", len(self.ends))))
+                self._end = self.now
+            return
         for begin, end, cause, _ in self.held_up[self._accounted :]:
             at = self._stand_still(at, begin, "host")
             at = self._stand_still(at, end, cause)
