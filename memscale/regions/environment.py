@@ -28,6 +28,8 @@ class Environment:
         context: the context variables of Python; a rerun is to be run in a copy of it.
         devices: of the region's tensors, apart from the CPU.
         uses_host_random: whether the region drew from Python's or NumPy's generator.
+        drew: whether an operator of the region is known to draw from a generator of PyTorch's, which the region may
+            itself put back, so that its state tells nothing.
     """
 
     __slots__ = (
@@ -41,16 +43,23 @@ class Environment:
         "_position",
         "_random",
         "_settings",
+        "_shared",
         "context",
         "devices",
+        "drew",
         "uses_host_random",
     )
 
-    def __init__(self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, devices: set[torch.device], *, host_random: bool, generators: Iterable[Any] = (), drew: bool = False
+    ) -> None:
         self.devices = devices
+        self.drew = drew
         self.context = contextvars.copy_context()  # which takes no longer for more variables
+        shared = randomness.generators(devices)
+        self._shared = len(shared)
         self._random: list[tuple[Any, Any]] | None = [
-            (generator, generator.get_state()) for generator in (*randomness.generators(devices), *generators)
+            (generator, generator.get_state()) for generator in (*shared, *generators)
         ]
         self._counted = randomness.counted_states([state for _, state in self._random or ()])
         self._position = randomness.position()  # of the first
@@ -75,13 +84,16 @@ class Environment:
             CorrectnessError: the region drew from Python's or NumPy's generator, whose state was not taken.
         """
         if self._random is not None:
-            used, others = [], self._random
-            if self._position is not None:
-                first, *others = others
-                if randomness.position() != self._position:
-                    used.append(first)
-            used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
-            self._random = used or None
+            shared, own = self._random[: self._shared], self._random[self._shared :]
+            used = shared
+            if not self.drew:
+                used, others = [], shared
+                if self._position is not None:
+                    first, *others = others
+                    if randomness.position() != self._position:
+                        used.append(first)
+                used += [(gen, state) for gen, state in others if not randomness.same(gen.get_state(), state)]
+            self._random = [*used, *own] or None
             del self._counted[sum(isinstance(state, torch.Tensor) for _, state in used) :]
         if self._host is not None:
             self.uses_host_random = randomness.differs(self._host, randomness.host_state())
@@ -92,6 +104,14 @@ class Environment:
                 "the region drew random numbers from Python's random or from NumPy, which it had not done on its first "
                 "call, so a recompute could not repeat them; draw them outside the region, or use torch's generator"
             )
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Run an operator that may draw, and remember whether it did."""
+        shared = [generator for generator, _ in (self._random or ())[: self._shared]]
+        before = randomness.standing(shared)
+        yield
+        self.drew |= before != randomness.standing(shared)
 
     @contextmanager
     def reinstate(self) -> Iterator[None]:

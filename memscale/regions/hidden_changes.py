@@ -14,7 +14,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,13 +70,19 @@ def _holds_bytes(storage: Any) -> bool:
 
 
 class Writes(OperatorWatch):
-    """Calls `before(tensor)` with each tensor that an operator is about to write to."""
+    """Calls `before(tensor)` with each tensor that an operator is about to write to.
+
+    Operators that may draw random numbers run in the context that `drawing` makes.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, before: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, before: Callable[[torch.Tensor], None], drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         super().__init__()
         self._before = before
+        self._drawing = drawing
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -95,7 +101,8 @@ class Writes(OperatorWatch):
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(tensor, torch.Tensor):
                         self._before(tensor)
-        return func(*args, **kwargs)
+        with self._drawing() if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) else nullcontext():
+            return func(*args, **kwargs)
 
 
 # How kernels that normalize call their "use the statistics of this batch" argument.

@@ -93,6 +93,13 @@ def position() -> tuple[bytes, bytes] | None:
     return found and (found[0].raw, found[1].raw)
 
 
+def standing(generators: list[Any]) -> list[Any]:
+    """Where the generators of PyTorch stand, as `generators` gives them."""
+    first = position()
+    states = [each.get_state() for each in (generators if first is None else generators[1:])]
+    return [first, *(_bytes(state) if isinstance(state, torch.Tensor) else state for state in states)]
+
+
 # A whole state is 5,056 bytes: taking it again and comparing it is a tenth of what a small region costs.
 @functools.cache
 def _position_of_torch() -> tuple[Any, Any] | None:

@@ -40,7 +40,8 @@ LARGEST_CONTAINER = 1024
 MOST_FOLLOWED = 64
 _LARGEST_FOLLOWED = 256  # containers among these
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
-_STATEFUL = (*CONTAINERS, tuple, types.FunctionType, types.MethodType, functools.partial, torch.Generator)
+_METHODS = (types.MethodType, types.BuiltinMethodType)  # of a generator, say, or of a list
+_STATEFUL = (*CONTAINERS, tuple, types.FunctionType, *_METHODS, functools.partial, torch.Generator)
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
 _FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
@@ -232,8 +233,8 @@ class Scope:
             self._seen.add(id(thing))
             if home is None or thing.__globals__ is home or thing.__closure__:
                 self._visit_function(thing)
-        elif kind is types.MethodType:
-            self._visit_method(thing.__self__, thing.__func__, home)
+        elif kind in _METHODS:
+            self._visit_method(thing.__self__, getattr(thing, "__func__", None), home)
         elif kind is functools.partial:
             for part in (thing.func, *thing.args, *thing.keywords.values()):
                 self._visit(part, home)
@@ -347,12 +348,15 @@ class Scope:
             self._visit(default, home)
 
     def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
+        kind: Any = type(owner)
         if isinstance(owner, nn.Module):
             self._visit_module(owner)
-        elif isinstance(function, types.FunctionType):
+            return
+        if issubclass(kind, _STATEFUL) or is_host_generator(kind):
+            self._visit(owner, home)
+        if isinstance(function, types.FunctionType):
             if hasattr(owner, "__dict__") and not isinstance(owner, type):
                 self._visit_names(owner.__dict__, code_names(function.__code__), function.__globals__)
-            kind: Any = type(owner)
             if self._follows and is_followed(kind):
                 self._met.append(owner)
             self._visit(function, home)

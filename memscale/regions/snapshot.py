@@ -34,12 +34,13 @@ NOTHING = nullcontext()
 
 
 class Habits(NamedTuple):
-    """What a region was seen to do on its first run: which tensors it changes, and Python randomness."""
+    """What a region was seen to do on its first run: which tensors it changes, and what it draws."""
 
     changed: frozenset[Name]
     reassigned: frozenset[Name]  # through `.data`: the old memory is still there, if somebody holds it
     host_random: bool
     assigned: Mapping[int, frozenset[str]]  # by position, the attributes of a module that it assigns
+    drew: bool  # by operators of PyTorch; what it puts back itself, as `fork_rng` does, shows in no state
 
 
 class Snapshot:
@@ -111,6 +112,7 @@ class Snapshot:
             accelerators(self._everything),
             host_random=habits is None or habits.host_random,
             generators=scope.generators,
+            drew=habits is not None and habits.drew,
         )
 
     @property
@@ -175,7 +177,7 @@ class Snapshot:
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
-        return Writes(self._before_write) if self.is_watched else NOTHING
+        return Writes(self._before_write, self.environment.noticing) if self.is_watched else NOTHING
 
     @property
     def is_watched(self) -> bool:
@@ -238,7 +240,8 @@ class Snapshot:
         self.scope.find_registered()
         self.assigned = self._assigned_attributes()
         changed = frozenset(name for piece in kept for name in piece.names)
-        return Habits(changed, given, self.environment.uses_host_random, self.assigned)
+        environment = self.environment
+        return Habits(changed, given, environment.uses_host_random, self.assigned, environment.drew)
 
     def _assigned_attributes(self) -> dict[int, frozenset[str]]:
         found = {}

@@ -74,3 +74,59 @@ def test_a_generator_of_the_users_own_repeats_its_numbers(make, draw, place):
         return found
 
     assert step(ms.checkpoint()) == step(ms.identity)
+
+
+def putting_back(get, put, draw):
+    def region(x):
+        state = get()
+        scale = draw()
+        put(state)
+        return torch.sin(x * scale)
+
+    return region
+
+
+OWN = torch.Generator(), random.Random(0)
+PUT_BACK = {
+    "fork_rng": putting_back(torch.get_rng_state, torch.set_rng_state, lambda: torch.rand(4)),
+    "a generator of PyTorch's": putting_back(
+        OWN[0].get_state, OWN[0].set_state, lambda: torch.rand(4, generator=OWN[0])
+    ),
+    "one of Python's": putting_back(OWN[1].getstate, OWN[1].setstate, OWN[1].random),
+}
+
+
+@pytest.mark.parametrize("region", PUT_BACK.values(), ids=PUT_BACK)
+def test_a_region_that_puts_the_generator_back_itself(region):
+    def steps(how):
+        seed()
+        OWN[0].manual_seed(0)
+        OWN[1].seed(0)
+        torch.set_rng_state(torch.get_rng_state())  # from now on that leaves no trace
+        found, run = [], how(region)
+        for _ in range(3):
+            x = torch.ones(4, requires_grad=True)
+            y = run(x).sum()
+            drawn = torch.rand(1), torch.rand(1, generator=OWN[0]), torch.tensor(OWN[1].random())
+            y.backward()
+            found += [x.grad, *drawn]
+        return bits(found)
+
+    assert steps(ms.checkpoint()) == steps(ms.identity)
+
+
+def test_a_region_that_seeds_and_so_ends_where_it_began():
+    def region(x):
+        torch.manual_seed(5)
+        y = x * torch.rand(4)
+        return y.exp() + torch.rand(4)  # after what a recompute is stopped behind
+
+    def steps(how):
+        found, x = [], torch.ones(4, requires_grad=True)
+        for _ in range(2):
+            how(region)(x)
+            how(region)(x).sum().backward()
+            found += [x.grad.clone(), torch.rand(1)]
+        return bits(found)
+
+    assert steps(ms.checkpoint()) == steps(ms.identity)
