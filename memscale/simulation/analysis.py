@@ -6,12 +6,12 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from memscale.core import format_bytes
 from memscale.hardware import Hardware, has_rate
-from memscale.simulation.allocator.caching import TRIM, replay
+from memscale.simulation.allocator.caching import TRIM, Replay, replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
@@ -20,6 +20,7 @@ from memscale.simulation.schedule.schedule import Schedule
 from memscale.simulation.schedule.sizing import prefetch_depth
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_WORTH_A_SETTING = 0.01  # of the device
 _HOLDINGS = 512
 _ROUNDING = "rounding"
 _PLACES = {category: place for place, category in enumerate(CATEGORIES)}
@@ -39,6 +40,8 @@ def analyse(
     notes: tuple[str, ...],
     by_tier: Mapping[str, int] | None = None,
     capacity_bytes: int | None = None,
+    *,
+    advises: bool = False,
 ) -> Profile:
     """The profile of the last step in `ledger`.
 
@@ -49,9 +52,10 @@ def analyse(
         notes: what the simulation assumed.
         by_tier: the most bytes that each tier below the device held.
         capacity_bytes: what the step may take of a CUDA device; None is all that the allocator can get of it.
+        advises: whether to look for what the allocator would reserve under other settings, where that may be less.
     """
     hardware = clock.hardware
-    sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes)
+    sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes, advises=advises)
     peaks = _peaks(ledger, sizes)
     _categorise(ledger)
     steady = peaks[-1]
@@ -105,7 +109,7 @@ def _settings() -> AllocatorSettings:
 
 
 def _allocated(
-    ledger: Ledger, hardware: Hardware, capacity_bytes: int | None
+    ledger: Ledger, hardware: Hardware, capacity_bytes: int | None, *, advises: bool = False
 ) -> tuple[list[int], int | None, list[str]]:
     """What each storage takes of the device, what the allocator reserves at its most, and what is to be said about it.
 
@@ -122,6 +126,7 @@ def _allocated(
     streams = {number: record.stream for number, record in enumerate(ledger.records) if record.stream}
     streams |= {number + count: stream for number, stream in streams.items()}  # of the repetition
     found, notes = replay(events, settings=settings, streams=streams), []
+    advice = [*_advice(events, found, settings, streams, capacity_bytes)] if advises else []
     # The fraction that a process allows itself, and the collection that goes with it, only count against a capacity.
     if found.reserved_peak_bytes > capacity_bytes or settings.memory_fraction < 1:
         bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes, streams=streams)
@@ -140,7 +145,30 @@ def _allocated(
             )
     blocks = found.block_bytes
     sizes = [blocks.get(number + count, blocks.get(number, 0)) for number in range(count)]
-    return sizes, found.reserved_peak_bytes, notes
+    return sizes, found.reserved_peak_bytes, notes + advice
+
+
+def _advice(
+    events: Sequence[tuple[int, int]],
+    found: Replay,
+    settings: AllocatorSettings,
+    streams: Mapping[int, int],
+    capacity_bytes: int,
+) -> Iterator[str]:
+    """Expandable segments, if the step would reserve less with them, by a share of the device that is worth a setting.
+
+    They grow where fixed ones are left with holes that nothing larger fits in.
+    """
+    least = _WORTH_A_SETTING * capacity_bytes
+    if settings.expandable_segments or found.reserved_peak_bytes - found.allocated_peak_bytes < least:
+        return
+    expandable = replace(settings, expandable_segments=True)
+    less = replay(events, settings=expandable, streams=streams).reserved_peak_bytes
+    if found.reserved_peak_bytes - less >= least:
+        yield (
+            f"with {_ALLOCATOR_VARIABLES[0]}=expandable_segments:True the step would reserve "
+            f"{format_bytes(less)} in place of {format_bytes(found.reserved_peak_bytes)}"
+        )
 
 
 def _allocator_events(ledger: Ledger) -> list[tuple[int, int]]:

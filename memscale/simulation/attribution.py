@@ -52,10 +52,10 @@ class SimulatedStep:
     by_tier: Mapping[str, int]
     goes_by_draws: bool = False
 
-    def profile(self, capacity_bytes: int | None = None) -> Profile:
-        """What `memscale.profile` says of it."""
+    def profile(self, capacity_bytes: int | None = None, *, advises: bool = False) -> Profile:
+        """What `memscale.profile` says of it, which `advises` about the allocator's settings besides."""
         with few_collections():
-            return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes)
+            return analyse(self.ledger, self.clock, self.notes, self.by_tier, capacity_bytes, advises=advises)
 
     @property
     def last_operators(self) -> int:

@@ -319,7 +319,7 @@ class MemoryProfiler:
 
     @few_collections()  # also between the simulation and what is made of it
     def _simulate(self, step: Callable[[], object], batch: Any, capacity_bytes: int | None) -> Profile:
-        return self._simulated([step] * _STEPS, batch).profile(capacity_bytes)
+        return self._simulated([step] * _STEPS, batch).profile(capacity_bytes, advises=True)
 
     def _measure(self, step: Callable[[], object], batch: Any, reason: str) -> Profile:
         if not self.config.use_empirical_fallback:

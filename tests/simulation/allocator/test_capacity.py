@@ -39,7 +39,6 @@ def step(hardware, *sizes):
 def test_cached_memory_is_given_back_when_the_device_is_full():
     roomy, tight = step(card(1000), 100, 150, 200), step(card(260), 100, 150, 200)
     assert roomy.reserved_peak_bytes == (2 + 450) * MIB
-    assert roomy.notes == ()
     assert tight.reserved_peak_bytes == (2 + 250) * MIB  # 100 and 150; then both go for 200
     assert tight.peak_bytes == roomy.peak_bytes
     assert "gives back cached memory" in tight.notes[0]
@@ -63,6 +62,13 @@ def test_the_largest_batch_is_one_that_fits_after_giving_back():
     # Input, product, its gradient: the two sizes of before are both gone by then.
     assert found.n * MIB < 190 * MIB < found.next_peak_bytes
     assert predictor.predict(torch.ones(found.n * (MIB // 4)), recommend=False).fits
+
+
+def test_expandable_segments_are_advised_where_they_leave_more_of_the_device():
+    advice = "with PYTORCH_ALLOC_CONF=expandable_segments:True the step would reserve 202 MiB in place of 452 MiB"
+    assert step(card(1000), 100, 150, 200).notes == (advice,)  # as simulated in the test that follows
+    assert step(card(30_000), 100, 150, 200).notes == ()  # 250 MiB are no hundredth of that
+    assert step(card(1000), 200, 150, 100).notes == ()  # the smaller ones find room
 
 
 def test_expandable_segments_are_honoured(monkeypatch):
