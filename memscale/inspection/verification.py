@@ -207,7 +207,7 @@ def results_of_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> d
         leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
-    scope = Scope(model)
+    scope = Scope(model, follows=True)
     own = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
     with untouched(scope, own, own, computes=True), torch.enable_grad():
         trained = {

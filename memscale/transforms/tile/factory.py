@@ -226,7 +226,7 @@ class Tiled(Transformed):
         if independence.is_wanted():
             parts = [self.fn, *self.captured]
             joined = Joined(self.how, cut.total, thrifty=False)
-            return independence.prove(self.body, parts, Scope(self.fn), cut, joined, repr(self.how))
+            return independence.prove(self.body, parts, Scope(self.fn, follows=True), cut, joined, repr(self.how))
         refuse_time(self.how, self.fn, cut)
         # The chains of `_pieces` write in place, which neither torch.func nor a compiler's trace can follow.
         thrifty = not (compiling or functorch_state.active())
@@ -255,7 +255,7 @@ class Tiled(Transformed):
 
     def _guarded(self, whole: list[torch.Tensor], cut: Cut) -> Callable[..., Any]:
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
-        scope = Scope(self.fn)
+        scope = Scope(self.fn, follows=True)
         flags = scope.flags()
         rewind = rewinding(scope.modules)  # where a recompute of a region around this one shows the past
         first = True

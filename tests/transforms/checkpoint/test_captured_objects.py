@@ -247,3 +247,41 @@ def test_containers_of_a_class_with_attributes():
         return x.grad.item(), dict(counts)
 
     assert gradient(ms.checkpoint()) == gradient(ms.identity)
+
+
+class Scaled(nn.Module):
+    """A projection, or something else by its activation, times how often it was called."""
+
+    def __init__(self, activation=torch.tanh):
+        super().__init__()
+        self.linear, self.activation = nn.Linear(4, 4), activation
+        self.calls = types.SimpleNamespace(count=0, total=torch.zeros(4))
+
+    def forward(self, x):
+        self.calls.count += 1
+        return self.activation(self.linear(x)) * self.calls.count
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, nn.Identity()], ids=["tanh", "a projection"])
+def test_tile_counts_once_what_is_counted_in_an_object(activation):
+    def steps(how):
+        torch.manual_seed(0)
+        model = ms.transform(nn.Sequential(Scaled(activation)), {"0": how})
+        for _ in range(2):
+            model(torch.ones(8, 4)).sum().backward()
+        return model[0].linear.bias.grad, model[0].calls.count
+
+    torch.testing.assert_close(steps(ms.tile(chunks=4)), steps(ms.identity))
+
+
+def test_tile_refuses_a_tensor_in_an_object_that_every_piece_would_change():
+    module = Scaled()
+    module.activation = lambda x: x + module.calls.total.add_(1)
+    with pytest.raises(ms.TransformError, match=r"would update 'total' once for every piece"):
+        ms.tile(chunks=4)(module)(torch.ones(8, 4))
+
+
+def test_verify_leaves_counters_of_objects_alone():
+    model = nn.Sequential(Scaled())
+    assert ms.verify(model, ms.transform(model, {"0": ms.checkpoint()}), torch.ones(8, 4)).exact
+    assert model[0].calls.count == 0

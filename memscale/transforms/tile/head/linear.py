@@ -57,7 +57,7 @@ def plain_linear(fn: Callable[..., Any], scope: Scope) -> tuple[torch.Tensor, to
 
 def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
     """Whether ``fn(hidden)`` is a projection of the last dimension; `fn` is not run on real tensors."""
-    scope = Scope(fn)
+    scope = Scope(fn, follows=True)
     if plain_linear(fn, scope) is not None:
         return True
     if not scope.modules or any(module.__dict__[hooks] for module in scope.modules[1:] for hooks in _HOOKS):

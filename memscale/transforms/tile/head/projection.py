@@ -47,7 +47,7 @@ class Projection:
         self.tiling = tiling
         self._fn = fn
         # Held as read now: under functional_call the module has other weights again when the loss is computed.
-        self._scope = Scope(fn)
+        self._scope = Scope(fn, follows=True)
         self.captured = list({id(tensor): tensor for _, _, tensor in self._scope.tensors}.values())
         self.linear = None if torch.is_autocast_enabled(device_type(hidden)) else plain_linear(fn, self._scope)
         with torch.no_grad():
