@@ -52,6 +52,7 @@ class _Splice:
         self.numbers: dict[_Name, int] = {}
         self.live: set[int] = set()
         self.gradients: dict[str, int] = {}
+        self.strands: dict[int, Strand] = {}  # of each gradient
         # Those that may be freed by whoever comes, by phase and size: who made them is not who frees them.
         self.open: dict[tuple[Phase, int], list[int]] = defaultdict(list)
         self.makers: dict[int, int] = {}
@@ -178,9 +179,11 @@ class _Splice:
                     continue
                 if record.category == "optimizer state" and self._is_given_away(strand.owner(number)):
                     continue
+                if record.category == "gradient" and self._is_added_to(path, strand):
+                    continue
                 made = self._make(name, record)
                 if record.category == "gradient":
-                    self.gradients[path] = made
+                    self.gradients[path], self.strands[made] = made, strand
                 elif record.category != "optimizer state" and strand.leaves(number):
                     place = strand.made[number]
                     self.open[place.phase, record.nbytes].append(made)
@@ -209,6 +212,14 @@ class _Splice:
         if found is not None:
             rows.remove(found)
         return found
+
+    def _is_added_to(self, path: str, strand: Strand) -> bool:
+        """Whether the gradient of a weight that two parts share is there already, which the second adds its own to.
+
+        Where one that makes its own was first in `strand`, the second made the sum.
+        """
+        there = self.gradients.get(path)
+        return there in self.live and there is not None and self.strands[there] is not strand
 
     def _is_given_away(self, part: int) -> bool:
         return part in self.given and self.given[part].strand.is_away(self.given[part].donor)

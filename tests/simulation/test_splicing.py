@@ -76,3 +76,31 @@ def test_what_streams_has_no_parameters_states_and_gradients_on_the_device(plain
     truth = simulated({"1": ms.checkpoint(), "2": streams, "3": ms.checkpoint(), "4": streams}).profile()
     assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.03)
     assert abs(reserved(ledger) - truth.reserved_peak_bytes) <= LARGEST
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with an embedding, which is a part; the head is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16384, WIDTH), nn.Linear(WIDTH, 16384, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def test_a_weight_that_two_parts_share_has_one_gradient():
+    with torch.device("meta"):
+        model, tokens = Tied(), torch.zeros(256, dtype=torch.long)
+    step = {"loss": nn.functional.cross_entropy, "hardware": "h100"}
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def simulated(rules, **options):
+        return MemoryProfiler(model, optimizer, plan=rules, **step).simulated(tokens, **options)
+
+    rules = {"head": ms.tile(chunks=4)}
+    plain, tried = (Strand(each.ledger, ["embed"]) for each in (simulated(None), simulated(rules, updates=False)))
+    ledger, truth = spliced(plain, {}, tried, plain), simulated(rules).profile()
+    assert sum(each.category == "gradient" for each in ledger.records) == 2  # in the first step and in the last
+    assert most_live(ledger) == pytest.approx(truth.peak_bytes, rel=0.1)  # 1.45 of it with two in each

@@ -279,7 +279,7 @@ class Chooser:
         # well, and at last all are.
         for freed in (0, 4, 1) if columns > _WHOLE else (1,):
             program.between(range(columns), *self._decided(relaxed, allowed, freed))
-            if program.solve():
+            if program.solve(surely=freed == 1):
                 break
         else:
             return None
