@@ -47,7 +47,9 @@ def test_a_choice_holds_what_was_thought(make, of_the_peak):
     costs = search.costs
     random = np.random.default_rng(0)
     for _ in range(5):
-        choice = (*(int(random.integers(0, len(menu))) for menu in costs.candidates[:-1]), 0)
+        # Of groups of parts nothing is chosen: what they hold asks that their members are as they are.
+        menus = costs.candidates[: len(costs.paths)]
+        choice = (*(int(random.integers(0, len(menu))) for menu in menus), *[0] * (1 + len(costs.groups)))
         peak = search.prove(choice).profile.peak_bytes
         assert costs.held_bytes(choice).max() == pytest.approx(peak, rel=of_the_peak)
         assert costs.seconds(choice) == pytest.approx(search.prove(choice).seconds, rel=1e-9)
@@ -57,8 +59,11 @@ def test_blocks_that_are_cut_pass_on_one_gradient():
     """Each makes a tensor for it, in place of the one before it: as many as blocks would be a tenth of this peak."""
     search = _searched(nn.Sequential(*[TransformerBlock(32, dropout=0.0) for _ in range(5)]), torch.ones(16, 32, 32))
     costs = search.costs
-    cut = [next(at for at, each in enumerate(menu) if str(each) == "tile(chunks=4)") for menu in costs.candidates[:-1]]
-    choice = (*cut, 0)
+    cut = [
+        next(at for at, each in enumerate(menu) if str(each) == "tile(chunks=4)")
+        for menu in costs.candidates[: len(costs.paths)]
+    ]
+    choice = (*cut, *[0] * (1 + len(costs.groups)))
     peak = search.prove(choice).profile.peak_bytes
     assert peak <= costs.held_bytes(choice).max() <= 1.03 * peak
 

@@ -7,24 +7,28 @@ from memscale.core import format_bytes, format_seconds
 from memscale.planning.evidence.evidence import Decision
 from memscale.planning.search.found import Found
 from memscale.planning.solving.solver import LinkRates
-from memscale.simulation import Phase, Profile
+from memscale.simulation import Profile
 
 
 def decisions_of(best: Found) -> tuple[Decision, ...]:
     """A decision for each part, in the order of the step, and one for what is outside of them, if anything is."""
     found = best.proven
     costs = found.costs
-    turn = next(
-        (at for at, station in enumerate(costs.stations) if station.phase is Phase.BACKWARD), len(costs.stations) - 1
-    )
-    held = costs.held_bytes(found.assignment)
+    turn, held = costs.turn, costs.held_bytes(found.assignment)
+    covered = costs.covered(found.assignment)
     decisions = []
     is_whole = bool(costs.parts) and not costs.parts[0].path
-    for row, (menu, effects) in enumerate(zip(costs.candidates, costs.effects, strict=True)):
-        if is_whole and row == len(costs.parts):
-            break
-        number = found.assignment[row]
+    groups = costs.groups
+    for row in sorted(range(len(costs.effects)), key=lambda row: groups.get(row, (row,))):
+        menu, effects = costs.candidates[row], costs.effects[row]
+        number, members = found.assignment[row], groups.get(row, ())
+        if row in covered or (members and not number) or (is_whole and row == len(costs.parts)):
+            continue
         now, before = effects[number], effects[0]
+        # What is done to a group is told as what it adds to its members.
+        inside = [costs.effects[member][0] for member in members]
+        kept = sum(int(each.held_bytes[turn]) for each in inside)
+        seconds = sum(each.seconds for each in inside)
         # The fastest of the others, as if it alone were changed.
         others = [at for at, each in enumerate(menu) if at != number and each.techniques <= best.among]
         others.sort(key=lambda each: effects[each].seconds)
@@ -37,12 +41,12 @@ def decisions_of(best: Found) -> tuple[Decision, ...]:
                 path=costs.parts[row].path if row < len(costs.parts) else "",
                 chosen=str(menu[number]),
                 rule=_rule(menu[number].techniques),
-                kept_bytes=int(now.held_bytes[turn]),
-                kept_bytes_before=int(before.held_bytes[turn]),
-                seconds=now.seconds,
-                seconds_before=before.seconds,
+                kept_bytes=kept + int(now.held_bytes[turn]),
+                kept_bytes_before=kept + int(before.held_bytes[turn]),
+                seconds=seconds + now.seconds,
+                seconds_before=seconds + before.seconds,
                 runner_up="" if runner_up is None else str(menu[runner_up]),
-                runner_up_seconds=other.seconds,
+                runner_up_seconds=seconds + other.seconds,
                 # The sum of the costs, put right by what the proof found.
                 runner_up_peak_bytes=found.taken_bytes + peak - int(held.max()),
             )
@@ -81,11 +85,12 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     taken, as_it_is_bytes = found.taken_bytes, plain.taken_bytes
     candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
     techniques = {name for each in candidates for name in each.techniques}
+    groups = f", {len(costs.groups)} groups of these" if costs.groups else ""
     trace = [
         f"memory pressure: the step as it is takes {format_bytes(as_it_is_bytes)}, {as_it_is_bytes / limit:.3g} of the "
         f"budget of {format_bytes(limit)}",
         f"eligible: {', '.join(sorted(techniques))}",
-        f"candidates: {len(candidates)} for {len(costs.parts)} parts and what is outside of them",
+        f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and what is outside of them",
     ]
     if link is not None:
         as_it_is = [menu[0] for menu in costs.effects]

@@ -89,7 +89,7 @@ class ProvenPlan(Plan):
         """
         evidence = self.evidence
         if path is None:
-            decided = {each.chosen for each in evidence.decisions if not each.path}
+            decided = "; ".join(each.chosen for each in evidence.decisions if not each.path)
             whole = [
                 f"{'the optimizer' if rule in stepping else 'the whole model'}: {rule.transform!r}\n"
                 for stepping in [self.of_optimizers().rules]

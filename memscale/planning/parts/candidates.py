@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +47,9 @@ _ROW_BY_ROW = frozenset(
     for name in line.split()
 )
 
+# Of so many modules in a part each is told, and of more how many there are.
+_TOLD = 2
+
 Rules = tuple[tuple[str, Transform], ...]
 
 
@@ -77,7 +81,16 @@ class Candidate:
     def __str__(self) -> str:
         if not self.rules:
             return "as it is"
-        return ", ".join(f"{how!r} on {inside}" if inside else repr(how) for inside, how in self.rules)
+        told = []
+        for (how, within), rules in itertools.groupby(self.rules, lambda rule: (rule[1], bool(rule[0]))):
+            paths = [inside for inside, _ in rules]
+            many = len(paths) > _TOLD
+            told += (
+                [f"{how!r} on {each}" for each in ([f"{len(paths)} modules in it"] if many else paths)]
+                if within
+                else [repr(how)]
+            )
+        return ", ".join(told)
 
 
 AS_IT_IS = Candidate()
@@ -157,12 +170,9 @@ class Menu:
                 others = tuple((other, again) for other in part.children if other != child)
                 if others:
                     yield Candidate((*others, (child, pieces)))
-        if may_cut and self.rows >= 2 * _FEWEST_ROWS and may_be_proven(operators):
-            # In a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
-            cut_in = partial(tile, chunks=min(_CHUNKS, self.rows // _FEWEST_ROWS), **_dims(part.module))
-            yield Candidate(((whole, cut_in()),))
-            if self.fine:
-                yield Candidate(((whole, cut_in(chunks=min(_FINE_CHUNKS, self.rows))),))
+        if chunks := self._whole_chunks(part, step):
+            yield from self._cut_whole(part, step)
+            cut_in = partial(tile, chunks=chunks, **_dims(part.module))
             for policy in kept if may("checkpoint") else ():
                 yield Candidate(((whole, compose(cut_in(recompute=False), checkpoint(policy=policy))),))
             if may("checkpoint") and deep:
@@ -186,6 +196,32 @@ class Menu:
                 yield Candidate(((whole, compose(streamed, again)),))
                 yield Candidate(((whole, compose(streamed, offload(), again)),))
 
+    def for_group(self, group: Part, inside: Iterable[str], step: SimulatedStep) -> tuple[Candidate, ...]:
+        """The candidates for a part around those at the paths `inside`, beside what these have of their own."""
+        found = self._for_group(group, [path.removeprefix(f"{group.path}.") for path in inside], step)
+        return tuple(dict.fromkeys([AS_IT_IS, *(map(self.cast_within, found) if self.casts else found)]))
+
+    def _for_group(self, group: Part, inside: Sequence[str], step: SimulatedStep) -> Iterator[Candidate]:
+        whole, again = "", checkpoint()
+        if "checkpoint" in self.techniques:
+            yield Candidate(((whole, again),))
+            # What is run again for all of them keeps what each begins with, and each is run again for its own backward.
+            twice = tuple((path, again) for path in inside if len(inside) > 1)
+            if twice:
+                yield Candidate(((whole, again), *twice))
+            for cuts in _stretches(group.module):
+                yield Candidate(((whole, checkpoint(cuts=cuts)),))
+            for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):
+                yield Candidate(((whole, pieces), *twice))
+        yield from self._cut_whole(group, step)
+
+    def _cut_whole(self, part: Part, step: SimulatedStep) -> Iterator[Candidate]:
+        """Pieces of all of its rows, small ones too where those are asked for."""
+        chunks = self._whole_chunks(part, step)
+        for each in dict.fromkeys((chunks, min(_FINE_CHUNKS, self.rows)) if self.fine and chunks else (chunks,)):
+            if each:
+                yield Candidate((("", tile(chunks=each, **_dims(part.module))),))
+
     def for_outside(self, model: nn.Module, parts: tuple[Part, ...]) -> tuple[Candidate, ...]:
         """The candidates for what is outside of the parts: the loss head."""
         paths = [part.path for part in parts]
@@ -204,6 +240,14 @@ class Menu:
     def tiles(self) -> bool:
         """Whether rows may be cut."""
         return "tile" in self.techniques
+
+    def _whole_chunks(self, part: Part, step: SimulatedStep) -> int:
+        """Into how many pieces the rows of a whole part are cut; 0 if they cannot be.
+
+        Into a share of the batch each: tried on a larger one, pieces of as many rows as here would be very many.
+        """
+        may = self.tiles and step.turns(part.path) < _MANY_TURNS and may_be_proven(step.operators(part.path))
+        return min(_CHUNKS, self.rows // _FEWEST_ROWS) if may and self.rows >= 2 * _FEWEST_ROWS else 0
 
     def _tile(self, chunks: int) -> Transform:
         # One row has nothing to cut, and its positions are rows to what works on each alone.
@@ -230,6 +274,16 @@ def _cuts(module: nn.Module) -> Iterator[tuple[int, ...]]:
     for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
         for every in _EVERY if len(weighty) > 1 else ():
             cuts = places[every - 1 :: every]
+            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
+                if count:
+                    yield tuple(cuts[:count])
+
+
+def _stretches(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Where a row of blocks is cut into stretches of several that are run again each: all of it, or the early ones."""
+    if type(module).forward is nn.Sequential.forward:
+        for every in _EVERY[1:]:
+            cuts = range(every, len(list(module.children())), every)
             for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
                 if count:
                     yield tuple(cuts[:count])

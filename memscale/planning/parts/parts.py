@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,12 +38,72 @@ class Part:
         children: paths, relative to `path`, of the modules inside that keep a good share of what it keeps: the
             attention and the feed-forward layers of a block.
         alike: what two parts share that are alike in code, shapes, and what the step does with them.
+        members: of a part around others, a group, the numbers of those; none of a part that is around no other.
     """
 
     path: str
     module: nn.Module
     children: tuple[str, ...]
     alike: object
+    members: tuple[int, ...] = ()
+
+
+class Uses:
+    """What the modules of a model have of a step, with what is inside them.
+
+    Attributes:
+        modules: by path.
+        kept: by path, the bytes that wait for backward.
+        seconds: by path, the time of its operators.
+        first: by path, when the step comes to it, as the number of an operator; not of those that never run.
+    """
+
+    def __init__(self, model: nn.Module, step: SimulatedStep) -> None:
+        self.modules = dict(model.named_modules())
+        paths = list(self.modules)
+        found = step.shares(paths)
+        self.kept: dict[str, int] = dict(zip(paths, found.kept_bytes.tolist(), strict=False))
+        self.seconds: dict[str, float] = dict(zip(paths, found.seconds.tolist(), strict=False))
+        self.first: dict[str, float] = {
+            path: at for path, at in zip(paths, found.first.tolist(), strict=False) if at >= 0
+        }
+        for path in reversed(paths):  # children come after their parents
+            if path:
+                parent = path.rpartition(".")[0]
+                self.kept[parent] += self.kept[path]
+                self.seconds[parent] += self.seconds[path]
+                self.first[parent] = min(self.first.get(parent, math.inf), self.first.get(path, math.inf))
+
+    def children(self, path: str) -> list[str]:
+        """The paths of the modules in the one at `path`."""
+        prefix = f"{path}." if path else ""
+        return [prefix + name for name, child in self.modules[path].named_children() if prefix + name in self.modules]
+
+    def parts(self, paths: Iterable[str]) -> tuple[Part, ...]:
+        """The modules at `paths` as parts, those that are alike with the same `alike`."""
+        families: dict[object, list[tuple[int, float]]] = {}
+        found = []
+        for path in paths:
+            # Stages on the way down and up may have the same shapes, but not the same neighbours.
+            shape = (template(path), _shape(self.modules[path]))
+            known = families.setdefault(shape, [])
+            use = (self.kept[path], self.seconds[path])
+            family = next((at for at, other in enumerate(known) if _close(use, other)), len(known))
+            if family == len(known):
+                known.append(use)
+            children = tuple(child.removeprefix(f"{path}.") for child in self._large(path))
+            found.append(Part(path, self.modules[path], children, (shape, family)))
+        return tuple(found)
+
+    def _large(self, path: str) -> list[str]:
+        """The modules inside that could be regions of their own and keep a tenth to nine tenths of what it keeps."""
+        found = []
+        for child in self.children(path):
+            if self.kept[child] > _MOST * self.kept[path]:
+                return self._large(child)
+            if self.kept[child] >= _LEAST * self.kept[path] and could_be_block(self.modules[child]):
+                found.append(child)
+        return found
 
 
 def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> tuple[Part, ...]:
@@ -53,20 +113,10 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
     part keeps a small share of what backward waits for, or most of that is made by its own code, which may be the
     whole model's; and where its rows may be cut (`tiles`), down to the loss head, which is outside.
     """
-    modules = dict(model.named_modules())
-    paths = list(modules)
-    found = step.shares(paths)
-    kept = dict(zip(paths, found.kept_bytes.tolist(), strict=False))
-    seconds = dict(zip(paths, found.seconds.tolist(), strict=False))
-    first: dict[str, float] = {path: at for path, at in zip(paths, found.first.tolist(), strict=False) if at >= 0}
-    for path in reversed(paths):  # children come after their parents
-        if path:
-            parent = path.rpartition(".")[0]
-            kept[parent] += kept[path]
-            seconds[parent] += seconds[path]
-            first[parent] = min(first.get(parent, math.inf), first.get(path, math.inf))
+    uses = Uses(model, step)
+    modules, kept, first = uses.modules, uses.kept, uses.first
     patterns = repeated_blocks(model)
-    blocks = {path for path in paths if any(matches(pattern, path) for pattern in patterns)}
+    blocks = {path for path in modules if any(matches(pattern, path) for pattern in patterns)}
     around = _above(blocks)
     head = loss_head(model, blocks) if tiles and blocks else None
     # What comes before a block is no loss head; what is around one can be recomputed as a whole, but cut it is cheaper.
@@ -77,7 +127,7 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
         if kept[path] <= _LARGE * kept[""]:
             return True
         # What is around a loop does not itself recur, though its operators do.
-        return all(kept[child] <= _MOST * kept[path] for child in _children(path, modules)) and step.runs(path) >= _RUNS
+        return all(kept[child] <= _MOST * kept[path] for child in uses.children(path)) and step.runs(path) >= _RUNS
 
     def within(path: str) -> list[str]:
         """The parts at and below `path`."""
@@ -86,25 +136,12 @@ def parts_of(model: nn.Module, step: SimulatedStep, *, tiles: bool = False) -> t
         can_be = path not in opened and could_be_block(modules[path])
         if can_be and (path in blocks or (path and path not in around and is_small(path))):
             return [path]
-        below = [each for child in _children(path, modules) for each in within(child)]
+        below = [each for child in uses.children(path) for each in within(child)]
         has_blocks = path in around if path else bool(blocks)
         least = 0.0 if has_blocks else kept[path] * (_COVERED if path else _COVERED_OF_ALL)
         return [path] if can_be and sum(kept[each] for each in below) <= least else below
 
-    chosen = sorted(within(""), key=lambda path: first.get(path, 0))
-    families: dict[object, list[tuple[int, float]]] = {}
-    found_parts = []
-    for path in chosen:
-        # Stages on the way down and up may have the same shapes, but not the same neighbours.
-        shape = (template(path), _shape(modules[path]))
-        known = families.setdefault(shape, [])
-        use = (kept[path], seconds[path])
-        family = next((at for at, other in enumerate(known) if _close(use, other)), len(known))
-        if family == len(known):
-            known.append(use)
-        children = tuple(child.removeprefix(f"{path}.") for child in _large(path, modules, kept))
-        found_parts.append(Part(path, modules[path], children, (shape, family)))
-    return tuple(found_parts)
+    return uses.parts(sorted(within(""), key=lambda path: first.get(path, 0)))
 
 
 def _above(paths: Collection[str]) -> frozenset[str]:
@@ -117,17 +154,6 @@ def _close(one: tuple[int, float], other: tuple[int, float]) -> bool:
     return all(abs(first - second) <= _ALIKE * max(first, second) for first, second in zip(one, other, strict=True))
 
 
-def _large(path: str, modules: dict[str, nn.Module], kept: dict[str, int]) -> list[str]:
-    """The modules inside that could be regions of their own and keep a tenth to nine tenths of what this one keeps."""
-    found = []
-    for child in _children(path, modules):
-        if kept[child] > _MOST * kept[path]:
-            return _large(child, modules, kept)
-        if kept[child] >= _LEAST * kept[path] and could_be_block(modules[child]):
-            found.append(child)
-    return found
-
-
 def _shape(module: nn.Module) -> object:
     """What two modules share that are alike: their classes, and the shapes of what they hold."""
     return (
@@ -137,8 +163,3 @@ def _shape(module: nn.Module) -> object:
             (name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in module.named_parameters()
         ),
     )
-
-
-def _children(path: str, modules: dict[str, nn.Module]) -> list[str]:
-    prefix = f"{path}." if path else ""
-    return [prefix + name for name, child in modules[path].named_children() if prefix + name in modules]

@@ -24,7 +24,7 @@ class Proven:
         plan: its rules.
         profile: of the simulated step.
         held_bytes: [station of the costs] the most that is held there, what was thought where the step never came.
-        part_seconds: [part] of the operators of each part's forward and backward; last of what is outside.
+        part_seconds: [part] of the operators of each part's forward and backward, 0 of groups; last of what is outside.
     """
 
     costs: Costs

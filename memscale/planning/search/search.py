@@ -12,6 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
+from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
 from memscale.planning.search.foreseen import foresee
 from memscale.planning.search.found import Found, Proven
@@ -19,8 +20,9 @@ from memscale.planning.search.halving import halve
 from memscale.planning.search.ladder import FASTER, Ladder, Seen
 from memscale.planning.search.shrinking import reaches, shrink
 from memscale.planning.solving.solver import Chooser, LinkRates
-from memscale.planning.trials.costs import Assignment, Costs, measured_costs
+from memscale.planning.trials.costs import GROUPED, Assignment, Costs, measured_costs
 from memscale.planning.trials.estimates import Estimates
+from memscale.planning.trials.groups import shown_bytes, with_groups
 from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
 from memscale.simulation import Ledger, SimulatedStep
@@ -123,15 +125,22 @@ class Search:
                 by_family[part.alike] = self.menu.for_part(part, self.plain)
             menus.append(by_family[part.alike])
         menus.append(self.menu.for_outside(self._model, self.parts))
-        return measured_costs(
-            self.plain,
-            self.parts,
-            menus,
-            lambda rules, away: self._simulate(self._with(rules), False, away),
-            self._trials,
-            most=self.patience,
-            loop_share=self._loop_share,
-        )
+
+        def simulate(rules: Rules, away: frozenset[str]) -> SimulatedStep:
+            return self._simulate(self._with(rules), False, away)
+
+        def menu_of(group: Part) -> tuple[Candidate, ...]:
+            return self.menu.for_group(group, [part.path for part in self._inside(group)], self.plain)
+
+        most, trials = self.patience, self._trials
+        found = measured_costs(self.plain, self.parts, menus, simulate, trials, most=most, loop_share=self._loop_share)
+        if most < _ROUNDS:
+            return found
+        groups = groups_of(self._model, self.plain, self.parts)
+        return with_groups(found, self.plain, groups, menu_of, simulate, trials, most=most)
+
+    def _inside(self, group: Part) -> list[Part]:
+        return [self.parts[row] for row in group.members if row < len(self.parts)]
 
     @functools.cached_property
     def estimates(self) -> Estimates:
@@ -240,7 +249,13 @@ class Search:
         # First without what moves, of which more is known before it is tried.
         widest = there - MOVES
         found = sorted(sets, key=lambda each: (each != widest, -len(each), sorted(each))) or [there]
+        if self.costs.groups:  # so it is with what is done to groups
+            found = [each for at, few in enumerate(found) for each in (few | GROUPED, few)[: 1 + (at < _SMALL)]]
         return found if self.patience >= _ROUNDS else found[:2]
+
+    def _small_subsets(self, among: frozenset[str]) -> list[frozenset[str]]:
+        """Those of which small plans are looked for."""
+        return self._subsets(among)[: 2 * _SMALL if self.costs.groups else _SMALL]
 
     def _best(self, tried: Mapping[Assignment, Proven], most_bytes: int) -> Proven | None:
         fitting = [each for each in tried.values() if each.taken_bytes <= most_bytes]
@@ -309,7 +324,7 @@ class Search:
         if self.uncut is not None and "tile" not in among:
             return self.uncut.smallest(among, floor_bytes)
         among = self.menu.with_own(among)
-        found = list(self._small_ones(self._subsets(among)[:_SMALL], floor_bytes).values())
+        found = list(self._small_ones(self._small_subsets(among), floor_bytes).values())
         if "tile" in among and not reaches(found, floor_bytes) and self.finer is not None:
             found.append(self.finer.smallest(among, floor_bytes))
         if not reaches(found, floor_bytes) and self._asks_uncut and self.uncut is not None:
@@ -321,24 +336,24 @@ class Search:
     ) -> list[frozenset[str]]:
         """Of which techniques small plans may be faster than the best for a budget: as a smaller one would be given, or
         since all that is on their ladder is thought to take more, so that nothing of it was simulated."""
-        subsets, best = self._subsets(among), self._best(tried, safe_bytes)
+        small, best = self._small_subsets(among), self._best(tried, safe_bytes)
 
         def may_be_faster(subset: frozenset[str], best: Proven) -> bool:
-            ladder, menus = self._ladder(subset), self.costs.candidates
+            ladder = self._ladder(subset)
             if best.seconds * (1 - FASTER) <= ladder.seconds(ladder.least.assignment):
                 return False
             if ladder.last <= ladder.rung(safe_bytes):
                 return ladder.rung((_HARDLY if subset & MOVES else _SURELY) * safe_bytes) <= ladder.last
-            if subset not in subsets[:_SMALL]:
+            if subset not in small:
                 return False
             shown = [
                 proven.taken_bytes
                 for assignment, proven in tried.items()
-                if all(menu[number].techniques <= subset for menu, number in zip(menus, assignment, strict=True))
+                if all(self.costs.techniques(row, number) <= subset for row, number in enumerate(assignment))
             ]
             return min(shown) <= _SURELY * safe_bytes or len(shown) <= _ROUNDS
 
-        return subsets[:_SMALL] if best is None else [each for each in subsets if may_be_faster(each, best)]
+        return small if best is None else [each for each in self._subsets(among) if may_be_faster(each, best)]
 
     def _small_ones(self, subsets: Iterable[frozenset[str]], floor_bytes: int = 0) -> dict[Assignment, Proven]:
         """Small plans of each of these sets of techniques, the smallest among them."""
@@ -355,10 +370,9 @@ class Search:
         """The step under an assignment, simulated."""
         if assignment not in self._proofs:
             step = self._whole(assignment)
-            found = step.attribution([part.path for part in self.costs.parts])
+            found = step.attribution(self.costs.paths)
             held = dict(zip(found.stations, (found.held_bytes.sum(axis=0) - found.slack_bytes).tolist(), strict=True))
-            thought = self.costs.held_bytes(assignment).tolist()
-            known = [held.get(station, each) for station, each in zip(self.costs.stations, thought, strict=True)]
+            taken = found.seconds[:, :2].sum(axis=1)
             self._proofs[assignment] = Proven(
                 self.costs,
                 self.menu,
@@ -366,8 +380,8 @@ class Search:
                 assignment,
                 Plan(self._with(self.costs.rules(assignment))),
                 step.profile(),
-                np.array(known, dtype=np.int64),
-                found.seconds[:, :2].sum(axis=1),
+                shown_bytes(self.costs, assignment, held),
+                np.r_[taken[:-1], np.zeros(len(self.costs.groups)), taken[-1:]],
             )
         return self._proofs[assignment]
 

@@ -25,7 +25,7 @@ class Exchanges:
 
     Attributes:
         menus: by part.
-        families: the parts that are alike.
+        families: the parts that are alike, of those that are decided about: of others there is one candidate.
         offsets: by part, where its candidates begin among all.
         seconds: [candidate] what it adds to the step.
         held: [candidate, station], in MiB.
@@ -64,6 +64,8 @@ class Exchanges:
         """
         starts = np.array(self.offsets[:-1])
         chosen = starts.copy()
+        for row in {*range(len(starts))} - {row for rows in self.families.values() for row in rows}:
+            chosen[row] += int(allowed[self.offsets[row] : self.offsets[row + 1]].argmax())
         for rows in self.families.values():
             columns = np.array([starts[row] + np.arange(len(self.menus[row])) for row in rows])
             shares = values[columns] * allowed[columns]

@@ -70,11 +70,14 @@ class Chooser:
         self._held = np.array([effect.held_bytes - effect.slack_bytes for effect in flat], dtype=np.float64) / _MIB
         self._families: dict[object, list[int]] = {}
         for row in range(len(costs.effects)):
-            alike = costs.parts[row].alike if row < len(costs.parts) else row
-            self._families.setdefault(alike, []).append(row)
+            # What a group does hangs together with what its own members do.
+            single = row >= len(costs.parts) or row in costs.groups
+            self._families.setdefault(row if single else costs.parts[row].alike, []).append(row)
         self._out = np.array([effect.out_bytes for effect in flat], dtype=np.float64)
         self._moving = np.array([effect.moving_seconds for effect in flat])
-        self._techniques = [candidate.techniques for menu in costs.candidates for candidate in menu]
+        self._techniques = [
+            costs.techniques(row, number) for row, menu in enumerate(costs.candidates) for number in range(len(menu))
+        ]
         self._streams = np.array(["stream" in each for each in self._techniques])
         together = costs.together_bytes if self._streams.any() else None
         self._together = np.zeros(len(costs.stations)) if together is None else together / _MIB
@@ -143,11 +146,20 @@ class Chooser:
             shown = step_seconds - float(part_seconds.sum()) - self.costs.fixed_seconds
             self.moving_scale = min(max(shown / thought, _LEAST_SCALE), _MOST_SCALE)
         # Parts that are alike are to have the same, or which of them has which candidate would be decided by traces.
-        for rows in self._families.values():
+        outside = len(assignment) - 1
+        for rows in self._apart(assignment).values():
+            if rows == [outside] and any(assignment[row] for row in self.costs.groups):
+                continue  # a group has code beside that of its members
             for number in {assignment[row] for row in rows}:
                 shown = np.mean([part_seconds[row] for row in rows if assignment[row] == number])
                 for row in rows:
                     self._operators[self._offsets[row] + number] = shown
+
+    def _apart(self, assignment: Assignment) -> dict[object, list[int]]:
+        """The parts that are alike and decided about one by one: no group, and none inside one that is chosen."""
+        none = self.costs.covered(assignment) | self.costs.groups.keys()
+        found = {alike: [row for row in rows if row not in none] for alike, rows in self._families.items()}
+        return {alike: rows for alike, rows in found.items() if rows}
 
     def fastest(self, limit_bytes: float, among: Collection[str] | None = None) -> Choice | None:
         """The fastest choice that holds at most `limit_bytes` at each station, None if there is none.
@@ -187,11 +199,11 @@ class Chooser:
         allowed, columns = self._allowed(among) > 0, self._columns(assignment)
         rows = [
             row
-            for family in self._families.values()
+            for family in self._apart(assignment).values()
             for row in (family if len(family) > 1 else ())
             if not self._techniques[columns[row]] & MOVES
         ]
-        exchanges, found = self._exchanges(), dict[Assignment, Floats]()
+        exchanges, found = self._exchanges(assignment), dict[Assignment, Floats]()
         for kind in dict.fromkeys(each for row in rows for each in self.costs.candidates[row]):
             other = list(assignment)
             for row in rows if not kind.techniques & MOVES else ():
@@ -207,13 +219,13 @@ class Chooser:
 
     def held_bytes(self, assignment: Assignment) -> float:
         """The most that the step is thought to hold under an assignment."""
-        return float(self._exchanges().held_by(assignment).max() * _MIB)
+        return float(self._exchanges(assignment).held_by(assignment).max() * _MIB)
 
-    def _exchanges(self) -> Exchanges:
-        """With what is thought of the candidates now."""
+    def _exchanges(self, assignment: Assignment) -> Exchanges:
+        """With what is thought of the candidates now; of those that are decided about beside the groups of one."""
         return Exchanges(
             self.costs.candidates,
-            self._families,
+            self._apart(assignment),
             self._offsets,
             self._seconds,
             self._held_now(),
@@ -251,11 +263,11 @@ class Chooser:
             self._add_streaming(program)
             rows.append(-self._together[:, None])
         program.wait(np.concatenate(rows, axis=1), 0.0 if limit is None else limit)
-        counts = self._count_streamed(program)
+        counts, groups = self._count_streamed(program), self._exclude(program)
         cap_bytes = None if self.link is None else self.link.cap_bytes
         if cap_bytes is not None and (which := np.flatnonzero(self._out)).size:
             program.add_row(-np.inf, cap_bytes / _MIB, which, self._out[which] / _MIB)
-        return (program, counts) if program.branch(counts) else (None, [])
+        return (program, counts) if program.branch([*counts, *groups]) else (None, [])
 
     def _allowed(self, among: Collection[str] | None) -> Floats:
         """[candidate] 1 if it is made of these techniques, else 0."""
@@ -268,11 +280,11 @@ class Chooser:
             return None
         columns, allowed, unit = len(cost), self._allowed(among), self._unit
         relaxed, bound = program.values[:columns], program.bound
-        near, exchanges = bound * (1 + GAP) * unit, self._exchanges()
-        quick = None if limit is None else exchanges.rounded(relaxed, limit, allowed)
+        exchanges, free = self._beside_groups(relaxed, allowed)
+        quick = None if limit is None else exchanges.rounded(relaxed, limit, free)
         if limit is not None and quick is not None:
-            quick = exchanges.in_order(exchanges.polished(quick, limit, allowed), limit)
-            if self._takes_seconds(cost, quick) <= near:
+            quick = exchanges.in_order(exchanges.polished(quick, limit, free), limit)
+            if self._takes_seconds(cost, quick) <= bound * (1 + GAP) * unit:
                 return Choice(quick, bound * unit + self.costs.fixed_seconds)
         program.whole([*range(columns), *counts])
         # What the relaxed program has decided may leave no way to decide the rest: then each fourth part is free as
@@ -285,13 +297,27 @@ class Chooser:
             return None
         values = program.values
         bound = max(bound, program.bound) if freed == 1 else bound
-        assignment = tuple(
-            int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
-        )
+        assignment = self._most(values)
         if limit is None:
             return Choice(assignment, bound * _MIB)
-        polished = exchanges.in_order(exchanges.polished(assignment, limit, allowed), limit)
+        exchanges, free = self._beside_groups(values, allowed)
+        polished = exchanges.in_order(exchanges.polished(assignment, limit, free), limit)
         return Choice(polished, bound * unit + self.costs.fixed_seconds)
+
+    def _most(self, values: Floats) -> Assignment:
+        """The candidate of each part that has the most of it."""
+        return tuple(
+            int(np.argmax(values[low:high])) for low, high in zip(self._offsets, self._offsets[1:], strict=False)
+        )
+
+    def _beside_groups(self, values: Floats, allowed: Floats) -> tuple[Exchanges, Floats]:
+        """Exchanges of what is no group and inside none that `values` choose, with the candidates that may be then."""
+        chosen = self._most(values)
+        exchanges, free = self._exchanges(chosen), allowed.copy()
+        for row in {*range(len(chosen))} - {row for rows in exchanges.families.values() for row in rows}:
+            free[self._offsets[row] : self._offsets[row + 1]] = 0.0
+            free[self._offsets[row] + chosen[row]] = 1.0
+        return exchanges, free
 
     def _decided(self, values: Floats, allowed: Floats, freed: int) -> tuple[Floats, Floats]:
         """Bounds that fix the parts for which `values` choose one candidate, but for each part whose number is
@@ -308,6 +334,19 @@ class Chooser:
         which = np.flatnonzero(self._streams)
         apart = program.add_columns(np.zeros(1), np.ones(1))
         program.add_row(0.0, float(len(which)), [*which, apart], [*np.ones(len(which)), -1.0])
+
+    def _exclude(self, program: Program) -> list[int]:
+        """What a group is chosen for excludes what its members are; returns its columns, which are to be whole."""
+
+        def choices(row: int) -> range:
+            return range(self._offsets[row] + 1, self._offsets[row + 1])
+
+        groups = self.costs.groups
+        for member in sorted({each for members in groups.values() for each in members}):
+            of = [row for row, members in groups.items() if member in members]
+            which = [column for row in (member, *of) for column in choices(row)]
+            program.add_row(-np.inf, 1.0, which, np.ones(len(which)))
+        return [column for row in groups for column in choices(row)]
 
     def _count_streamed(self, program: Program) -> list[int]:
         """How many of those that are alike stream is a variable of its own; returns these, which are to be whole.

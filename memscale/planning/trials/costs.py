@@ -6,6 +6,7 @@ simulated step, and what one of them held before, during and after its own turn 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ from memscale.simulation import OUTSIDE, Attribution, Phase, SimulatedStep, Stat
 Bytes = npt.NDArray[np.int64]
 # How often an optimizer on the host goes over its states in a step: Adam's loop over single tensors, by simulation.
 _STATE_PASSES = 8
+
+#: What is done to a group is made of, beside its techniques.
+GROUPED = frozenset({"group"})
 
 #: A candidate for each part, by number; the last is that of what is outside.
 Assignment = tuple[int, ...]
@@ -66,7 +70,8 @@ class Costs:
 
     Attributes:
         stations: of the step.
-        parts: what is decided about, in the order of the step.
+        parts: what is decided about, in the order of the step, and behind these the groups: parts around some of them,
+            of which each candidate but `AS_IT_IS` asks that those are as they are, and tells what it adds to that.
         candidates: of each part, and last of what is outside.
         effects: in the same order.
         fixed_seconds: the time of the optimizer.
@@ -82,6 +87,29 @@ class Costs:
     fixed_seconds: float
     rejected: Mapping[Candidate, str]
     together_bytes: Bytes | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the parts that are no groups."""
+        return [part.path for part in self.parts if not part.members]
+
+    @functools.cached_property
+    def groups(self) -> dict[int, tuple[int, ...]]:
+        """The numbers of the groups, each with those of what is inside."""
+        return {row: part.members for row, part in enumerate(self.parts) if part.members}
+
+    def covered(self, assignment: Assignment) -> frozenset[int]:
+        """The numbers of what is inside of groups for which an assignment chooses something."""
+        return frozenset(each for row, members in self.groups.items() if assignment[row] for each in members)
+
+    def techniques(self, row: int, number: int) -> frozenset[str]:
+        """What a candidate is made of, with `GROUPED` if it is a group's."""
+        return self.candidates[row][number].techniques | (GROUPED if number and row in self.groups else frozenset())
+
+    @property
+    def turn(self) -> int:
+        """The station where backward begins."""
+        return _turn(self.stations)
 
     @property
     def as_it_is(self) -> Assignment:
@@ -300,6 +328,11 @@ def _sources(
     return placed
 
 
+def _turn(stations: tuple[Station, ...]) -> int:
+    """The first one of backward."""
+    return next((at for at, station in enumerate(stations) if station.phase is Phase.BACKWARD), len(stations) - 1)
+
+
 def _is_turn(station: Station, part: int) -> bool:
     return station.part == part and not station.outside
 
@@ -315,9 +348,7 @@ def _with_moves(
     """The effect with what it moves: what it no longer keeps, and would without its moves."""
     moves = candidate.techniques & MOVES
     out = 0
-    turn = next(
-        (at for at, station in enumerate(base.stations) if station.phase is Phase.BACKWARD), len(base.stations) - 1
-    )
+    turn = _turn(base.stations)
     if "offload" in moves and (unmoved := known.get(candidate.unmoved)) is not None:
         out = max(0, int(unmoved.held_bytes[turn] - effect.held_bytes[turn]))
     if "stream" not in moves:

@@ -37,7 +37,7 @@ class Estimates:
 
     def __init__(self, costs: Costs, trials: Trials, hardware: Hardware, whole: Callable[[Assignment], Ledger]) -> None:
         self._costs, self._trials, self._hardware, self._whole = costs, trials, hardware, whole
-        self._paths = [part.path for part in costs.parts]
+        self._paths = costs.paths
         self._strands: dict[int, Strand] = {}
         self._known: dict[Assignment, _Known] = {}
         self._found: dict[Assignment, int] = {}
@@ -46,6 +46,9 @@ class Estimates:
         """What is reserved at most."""
         if assignment not in self._found:
             plain = self._step(self._costs.as_it_is)
+            if self._costs.covered(assignment):
+                self._found[assignment] = self._in_proportion(assignment)
+                return self._found[assignment]
             base = self._step(self._streaming) if self._costs.streams(assignment) else plain
             outside = None
             if assignment[-1] != base.assignment[-1]:  # which has nothing there
@@ -58,6 +61,13 @@ class Estimates:
             ledger = spliced(base.strand, given, outside, plain.strand)
             self._found[assignment] = reserved_bytes(ledger, self._hardware)
         return self._found[assignment]
+
+    def _in_proportion(self, assignment: Assignment) -> int:
+        """What is reserved where a group does something, whose events are not those of its members: as much beside what
+        is held as of the step as it is."""
+        plain = self._costs.as_it_is
+        held, before = (int(self._costs.held_bytes(each).max()) for each in (assignment, plain))
+        return self.reserved_bytes(plain) * held // before
 
     def _given(self, assignment: Assignment, part: int, base: _Known, plain: _Known) -> Given:
         """Where the part's candidate was seen, best among the neighbours that it has here."""
@@ -86,7 +96,7 @@ class Estimates:
     def _streaming(self) -> Assignment:
         """The step of which the late half of each row streams, and the others are checkpointed."""
         rows: dict[object, list[int]] = {}
-        for row, part in enumerate(self._costs.parts):
+        for row, part in enumerate(self._costs.parts[: len(self._paths)]):
             rows.setdefault(part.alike, []).append(row)
         found = list(self._costs.as_it_is)
         for members in rows.values():

@@ -1,0 +1,154 @@
+"""What may be done to groups of parts costs, told as what it adds to a step in which these parts are as they are.
+
+A group is tried as a part of its own, in a model that is taken apart less finely: groups none of which is inside
+another are tried in the same steps. What it holds in its turn is held, as far as is thought, in those of its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from memscale.planning.parts.candidates import AS_IT_IS, Candidate
+from memscale.planning.parts.parts import Part
+from memscale.planning.trials.costs import Assignment, Bytes, Costs, Effect, measured_costs
+from memscale.planning.trials.trial_rows import MOVES
+from memscale.planning.trials.trials import Simulate, Trials
+from memscale.simulation import OUTSIDE, Phase, SimulatedStep, Station
+
+# Of what a step holds whose parts keep least: a group is tried if so much of it is what it keeps all the same.
+_MATTERS = 1 / 20
+
+
+def with_groups(
+    costs: Costs,
+    plain: SimulatedStep,
+    groups: Sequence[Part],
+    menu_of: Callable[[Part], tuple[Candidate, ...]],
+    simulate: Simulate,
+    trials: Trials,
+    *,
+    most: int,
+) -> Costs:
+    """`costs` with those of the groups of its parts that can matter.
+
+    Args:
+        costs: of the parts.
+        plain: the step as it is, with its update.
+        groups: those inside others first.
+        menu_of: the candidates for a group.
+        simulate, trials, most: as in `measured_costs`.
+    """
+    groups = [group for group in groups if _matters(costs, plain, group)]
+    found: list[tuple[Part, tuple[Candidate, ...], tuple[Effect, ...]]] = []
+    rejected = dict(costs.rejected)
+    while groups:
+        level: list[Part] = []
+        for group in groups:
+            if all(set(group.members).isdisjoint(each.members) for each in level):
+                level.append(group)
+        groups = [group for group in groups if group not in level]
+        covered = {each for group in level for each in group.members}
+        rows = [(row, part) for row, part in enumerate(costs.parts) if row not in covered]
+        rows += [(group.members[0], group) for group in level]
+        parts = tuple(part for _, part in sorted(rows, key=lambda each: each[0]))
+        menus = [menu_of(part) if part.members else (AS_IT_IS,) for part in parts]
+        coarse = measured_costs(plain, parts, [*menus, (AS_IT_IS,)], simulate, trials, most=most, loop_share=1.0)
+        rejected |= coarse.rejected
+        for row, part in enumerate(parts):
+            if part.members and len(coarse.candidates[row]) > 1:
+                found.append((part, coarse.candidates[row], _added(costs, coarse, row)))
+    found.sort(key=lambda each: each[0].members)
+    outside = len(costs.parts)
+    # What is outside comes last.
+    moved = {outside: outside + len(found)}
+    return replace(
+        costs,
+        parts=(
+            *costs.parts,
+            *(replace(part, members=tuple(moved.get(at, at) for at in part.members)) for part, *_ in found),
+        ),
+        candidates=(*costs.candidates[:-1], *(menu for _, menu, _ in found), costs.candidates[-1]),
+        effects=(*costs.effects[:-1], *(effects for *_, effects in found), costs.effects[-1]),
+        rejected=rejected,
+    )
+
+
+def _matters(costs: Costs, plain: SimulatedStep, group: Part) -> bool:
+    """Whether a group may make a step smaller than its parts do, by a share that shows."""
+    least = tuple(_least(costs, row) for row in range(len(costs.effects)))
+    held = costs.held_bytes(least)
+    updates = [station.phase is Phase.OPTIMIZER for station in costs.stations]
+    most_bytes = int(held.max())
+    left_bytes = int(plain.attribution([group.path]).kept_bytes[0])
+    for row in group.members:
+        as_it_is, now = costs.effects[row][0], costs.effects[row][least[row]]
+        left_bytes -= int(as_it_is.held_bytes[costs.turn] - now.held_bytes[costs.turn])
+    # What the update holds no group makes smaller.
+    return min(left_bytes, most_bytes - int(held[updates].max(initial=0))) >= _MATTERS * most_bytes
+
+
+def _least(costs: Costs, row: int) -> int:
+    """The candidate that keeps least for backward and moves nothing."""
+    still = [at for at, each in enumerate(costs.candidates[row]) if not each.techniques & MOVES]
+    return min(still, key=lambda at: int(costs.effects[row][at].held_bytes[costs.turn]))
+
+
+def _added(costs: Costs, coarse: Costs, row: int) -> tuple[Effect, ...]:
+    """What each candidate of the group in `row` of `coarse` adds to the step that `costs` are of."""
+    none = np.zeros(len(costs.stations), dtype=np.int64)
+    found = [Effect(none, none, 0.0, 0.0)]
+    as_it_is = coarse.effects[row][0]
+    for number, effect in enumerate(coarse.effects[row][1:], 1):
+        assignment = tuple(number if at == row else 0 for at in range(len(coarse.effects)))
+        found.append(
+            Effect(
+                _added_bytes(costs, coarse, row, coarse.held_bytes(assignment)),
+                none,
+                effect.forward_seconds - as_it_is.forward_seconds,
+                effect.backward_seconds - as_it_is.backward_seconds,
+            )
+        )
+    return tuple(found)
+
+
+def _added_bytes(costs: Costs, coarse: Costs, row: int, now: Bytes) -> Bytes:
+    """[station of `costs`] what is held more where the step holds `now` [station of `coarse`] than as it is."""
+    owner = {part.path: number for number, part in enumerate(coarse.parts)}
+    for number, part in enumerate(coarse.parts):
+        owner |= {costs.parts[member].path: number for member in part.members if member < len(costs.parts)}
+    columns = {station: at for at, station in enumerate(coarse.stations)}
+    fine, before = costs.held_bytes(costs.as_it_is), coarse.held_bytes(coarse.as_it_is)
+    added = np.zeros(len(fine), dtype=np.int64)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        turn = columns.get(Station(phase, row, False))
+        if turn is None:
+            continue
+        # Behind its last member a group may go on, or be through: the more of both.
+        there: dict[int, list[int]] = {}
+        for at, station in enumerate(costs.stations):
+            if station.phase is phase:
+                number = OUTSIDE if station.part == OUTSIDE else owner[costs.parts[station.part].path]
+                same = columns.get(Station(phase, number, station.outside), turn)
+                there[at] = [same, turn] if number == row else [same]
+        most = max(int(fine[at]) for at, sources in there.items() if turn in sources)
+        for at, sources in there.items():
+            added[at] = max(int(now[each]) - (most if each == turn else int(before[each])) for each in sources)
+    return added
+
+
+def shown_bytes(costs: Costs, assignment: Assignment, held: Mapping[Station, int]) -> Bytes:
+    """[station] what a step with an assignment held: what is thought where it never came; and, in the turns of members
+    of a group, as much more in each as the most of them is more."""
+    thought = costs.held_bytes(assignment)
+    found = np.array([held.get(station, each) for station, each in zip(costs.stations, thought.tolist(), strict=True)])
+    for row, members in costs.groups.items():
+        for phase in (Phase.FORWARD, Phase.BACKWARD) if assignment[row] else ():
+            of = {*members, *([OUTSIDE] if len(costs.effects) - 1 in members else [])}
+            turn = [at for at, each in enumerate(costs.stations) if each.phase is phase and each.part in of]
+            if turn:
+                shown = max(nbytes for each, nbytes in held.items() if each.phase is phase and each.part in of)
+                found[turn] = thought[turn] + shown - thought[turn].max()
+    return found
