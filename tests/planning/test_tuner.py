@@ -14,12 +14,11 @@ from memscale.planning.prediction.sizes import Sizes
 from memscale.planning.tuning import tuner
 from memscale.planning.tuning.rates import TOLERANCE, Pace, fastest_size
 from tests.support.checks import bits
-from tests.support.coverings import DEEP
 
 MIB = 2**20
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
 ROWS = 45  # of a size, so that a few sizes make a difference
-MOST = 10
+MOST, BUDGET = 10, 600_000
 
 
 def mlps(count=2, width=32):
@@ -60,42 +59,40 @@ def tuning(budget, batch_fn=rows, *, said=None, stop=None, made=None, **fields):
 
 @pytest.fixture(scope="module")
 def every():
-    """What `plan` finds for sizes, all of them in the deep suite, and a budget that the larger ones do not fit."""
-    budget = 600_000
+    """What `plan` finds for all sizes, of which the larger ones do not fit the budget."""
     found = {}
-    for size in range(1, MOST + 1, 1 if DEEP else 3):
+    for size in range(1, MOST + 1):
         try:
-            found[size] = ms.plan(batch=rows(size), budget=budget, **step())
+            found[size] = ms.plan(batch=rows(size), budget=BUDGET, **step())
         except ms.BudgetError:
             found[size] = None
     fitting = [size for size, plan in found.items() if plan is not None]
     assert len(fitting) < len(found), "some do not fit"
     assert any(found[size] for size in fitting), "some need a plan"
     assert not found[1], "and some do not"
-    return budget, found
+    return found
 
 
 @pytest.fixture(scope="module")
-def largest(every):
+def largest():
     """The result for the largest batch."""
-    return tuning(every[0], objective="batch", at_most=MOST)
+    return tuning(BUDGET, objective="batch", at_most=MOST)
 
 
 @pytest.mark.deep
 def test_the_largest_is_the_largest_of_all(every, largest):
-    (budget, plans), best = every, largest
-    assert best.size == max(size for size, plan in plans.items() if plan is not None)
-    assert best.plan.to_json() == plans[best.size].to_json(), "the plan that `plan` finds"
+    best = largest
+    assert best.size == max(size for size, plan in every.items() if plan is not None)
+    assert best.plan.to_json() == every[best.size].to_json(), "the plan that `plan` finds"
     assert best.too_large == best.size + 1
-    assert best.trials[-1].taken_bytes > budget >= best.plan.evidence.planned.taken_bytes
-    assert best.confirmation.peak_bytes <= budget
+    assert best.trials[-1].taken_bytes > BUDGET >= best.plan.evidence.planned.taken_bytes
+    assert best.confirmation.peak_bytes <= BUDGET
 
 
 @pytest.mark.deep
 def test_the_fastest_is_the_fastest_of_all(every):
-    budget, plans = every
-    best = tuning(budget, at_most=MOST)
-    plans = {**plans, best.size: ms.plan(batch=rows(best.size), budget=budget, **step())}
+    best = tuning(BUDGET, at_most=MOST)
+    plans = {**every, best.size: ms.plan(batch=rows(best.size), budget=BUDGET, **step())}
     rates = {size: size / plan.evidence.planned.step_seconds for size, plan in plans.items() if plan is not None}
     assert best.per_second == rates[best.size]
     assert best.plan == plans[best.size]
@@ -103,7 +100,7 @@ def test_the_fastest_is_the_fastest_of_all(every):
     assert max(rates.values()) <= best.bound_per_second * (1 + 1e-9)
     for trial in best.trials:
         assert trial.size not in plans or trial.fits == (plans[trial.size] is not None)
-        assert not trial.fits or trial.taken_bytes <= budget
+        assert not trial.fits or trial.taken_bytes <= BUDGET
 
 
 @st.composite
