@@ -18,7 +18,7 @@ from tests.support.checks import bits
 MIB = 2**20
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
 ROWS = 45  # of a size, so that a few sizes make a difference
-MOST, BUDGET = 10, 600_000
+MOST, BUDGET = 10, 400_000
 
 
 def mlps(count=2, width=32):
