@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from memscale.core import format_bytes
 from memscale.hardware import Hardware, has_rate
-from memscale.simulation.allocator.caching import TRIM, Replay, replay
+from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, Replay, replay
 from memscale.simulation.allocator.settings import AllocatorSettings
 from memscale.simulation.ledger import CATEGORIES, Ledger, OpCall, Phase, StorageRecord
 from memscale.simulation.results import Holding, Moment, Profile
@@ -177,7 +177,7 @@ def _allocator_events(ledger: Ledger) -> list[tuple[int, int]]:
     A step that begins among the blocks that the one before left may be given others: a third step of T5 reserves 5 %
     more than the second. What the repetition allocates has the numbers that follow those of the records.
     """
-    last, trims = ledger.steps[-1][0], set(ledger.trims)
+    last, trims, trims_if_grown = ledger.steps[-1][0], set(ledger.trims), set(ledger.trims_if_grown)
     events: list[tuple[int, int]] = []
     begin = 0
     exact = [record.nbytes for record in ledger.records]
@@ -186,6 +186,8 @@ def _allocator_events(ledger: Ledger) -> list[tuple[int, int]]:
             begin = len(events)
         if at in trims:
             events.append(TRIM)
+        if at in trims_if_grown:
+            events.append(TRIM_IF_GROWN)
         # Freed under its own size: the 0 bytes of an empty tensor are no event, at its death as at its birth.
         events.append((event - 1, exact[event - 1]) if event > 0 else (-event - 1, -exact[-event - 1]))
     return events + _once_more(events[begin:], len(ledger.records))
@@ -198,7 +200,7 @@ def _once_more(step: list[tuple[int, int]], count: int) -> list[tuple[int, int]]
     leaves is something else.
     """
     born = {number: nbytes for number, nbytes in step if nbytes > 0}
-    died = {number: -nbytes for number, nbytes in step if nbytes < 0 and (number, nbytes) != TRIM}
+    died = {number: -nbytes for number, nbytes in step if nbytes < 0 <= number}
     left = sorted(born.keys() - died.keys())
     former = sorted(died.keys() - born.keys())
     if [born[number] for number in left] != [died[number] for number in former]:

@@ -71,7 +71,16 @@ class SimulatedStep:
         for each in ledger.records:
             about = (each.nbytes, each.op, each.category, each.shape, each.dtype, each.path, each.away)
             found.update(repr(about).encode())
-        books = (ledger.events, ledger.event_ops, ledger.steps, ledger.trims, clock.steps, clock.begins, clock.ends)
+        books = (
+            ledger.events,
+            ledger.event_ops,
+            ledger.steps,
+            ledger.trims,
+            ledger.trims_if_grown,
+            clock.steps,
+            clock.begins,
+            clock.ends,
+        )
         found.update(repr((*books, clock.stalls, clock.end, self.notes, sorted(self.by_tier.items()))).encode())
         for copy in clock.transfers:
             found.update(repr((copy.begin, copy.end, copy.direction, copy.tier, copy.nbytes, copy.awaited)).encode())

@@ -157,6 +157,8 @@ class Ledger:
     steps: list[tuple[int, int]] = field(default_factory=list)
     #: The indices of the events before which the device was given back what was only cached.
     trims: list[int] = field(default_factory=list)
+    #: Those before which that was so if its allocator had taken more since the last of them.
+    trims_if_grown: list[int] = field(default_factory=list)
 
     def birth(self, record: StorageRecord) -> int:
         """Note that this storage is allocated now, and return its number."""
@@ -198,9 +200,9 @@ class Ledger:
         )
         return left == former
 
-    def trim(self) -> None:
+    def trim(self, *, if_grown: bool = False) -> None:
         """Note that the device is given back now what its allocator only caches."""
-        self.trims.append(len(self.events))
+        (self.trims_if_grown if if_grown else self.trims).append(len(self.events))
 
     def add_in_place(self) -> None:
         """Let the additions of gradients happen in place where autograd would have done that.
@@ -227,13 +229,15 @@ class Ledger:
         kept = [at for at, event in enumerate(self.events) if event]
         before = 0
         shifted = {}
-        marks = {*self.trims, *(event for event, _ in self.steps)}
+        marks = {*self.trims, *self.trims_if_grown, *(event for event, _ in self.steps)}
         for at in range(len(self.events) + 1):
             if at in marks:
                 shifted[at] = before
             before += at < len(self.events) and self.events[at] != 0
         self.steps = [(shifted[event], op) for event, op in self.steps]
-        self.trims = [shifted[event] for event in self.trims]
+        self.trims, self.trims_if_grown = (
+            [shifted[event] for event in trims] for trims in (self.trims, self.trims_if_grown)
+        )
         self.event_ops = [self.event_ops[at] for at in kept]
         self.events = [self.events[at] for at in kept]
         self.sums = []

@@ -191,7 +191,7 @@ class AdversarialDevice:
         """See `Backend.discard`."""
         tensor.fill_(_POISON)
 
-    def trim(self) -> None:
+    def trim(self, *, if_grown: bool = False) -> None:
         """See `Backend.trim`."""
 
     def lend(self, tensor: torch.Tensor) -> None:

@@ -123,6 +123,7 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._runtime = self._cupy.cuda.runtime
         self._process = os.getpid()
+        self._taken_bytes: int | None = None  # when it was last asked to trim if that has grown
         self._pinned: dict[int, torch.Tensor] = {}
         self._tiers = HostTiers(
             self._pin,
@@ -161,9 +162,16 @@ class CudaBackend:
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`. PyTorch's allocator needs no help here."""
 
-    def trim(self) -> None:
+    def trim(self, *, if_grown: bool = False) -> None:
         self._refuse_where_impossible()
-        torch.cuda.empty_cache()
+        if not if_grown:
+            torch.cuda.empty_cache()
+            return
+        # All that was ever taken for blocks of more than 1 MiB: segments of small ones are no pieces that others lack.
+        taken_bytes = torch.cuda.memory_stats(self.device).get("reserved_bytes.large_pool.allocated", 0)
+        before_bytes, self._taken_bytes = self._taken_bytes, taken_bytes
+        if before_bytes is not None and taken_bytes > before_bytes:
+            torch.cuda.empty_cache()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`. PyTorch's allocator then waits for that stream, too, as late as the tensor is freed."""

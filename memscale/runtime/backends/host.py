@@ -108,8 +108,9 @@ class HostBackend:
     def discard(self, tensor: torch.Tensor) -> None:
         self._trims.after(tensor.nbytes)
 
-    def trim(self) -> None:
-        self._trims.now()
+    def trim(self, *, if_grown: bool = False) -> None:
+        if not if_grown:  # what malloc caches, it gives back in pieces
+            self._trims.now()
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""

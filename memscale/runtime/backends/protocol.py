@@ -77,8 +77,11 @@ class Backend(Protocol):
     def discard(self, tensor: torch.Tensor) -> None:
         """Called with a tensor of the device whose bytes nobody will read again, just before its memory is freed."""
 
-    def trim(self) -> None:
-        """Give memory of the device that is free, and only cached, back to it. May wait for the device, so seldom."""
+    def trim(self, *, if_grown: bool = False) -> None:
+        """Give memory of the device that is free, and only cached, back to it. May wait for the device, so seldom.
+
+        `if_grown` asks for that only if more was taken of the device, for large blocks, since it was so asked before.
+        """
 
     def compute_stream(self) -> int:
         """The compute stream that the caller is on. Asked for each tensor that is stashed, so it has to be quick."""

@@ -44,13 +44,13 @@ class TraceBackend:
         caps: for each tier, nearest first, the most bytes that it takes; `None` for no cap.
 
     Attributes:
-        on_trim: called where a device would give back what it only caches.
+        on_trim: called where a device would give back what it only caches, with whether only if it has grown.
         on_copy: called with the source and the target of each copy.
         spilled_bytes: by tier, the most at once that it took for want of room on a tier above.
     """
 
     def __init__(self, caps: Mapping[str, int | None]) -> None:
-        self.on_trim: Callable[[], object] = lambda: None
+        self.on_trim: Callable[[bool], object] = lambda if_grown: None
         self.on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object] = lambda source, target: None
         self.tiers = tuple(caps)
         self._caps = dict(caps)
@@ -97,8 +97,8 @@ class TraceBackend:
     def discard(self, tensor: torch.Tensor) -> None:
         """See `Backend.discard`."""
 
-    def trim(self) -> None:
-        self.on_trim()
+    def trim(self, *, if_grown: bool = False) -> None:
+        self.on_trim(if_grown)
 
     def lend(self, tensor: torch.Tensor) -> None:
         """See `Backend.lend`."""

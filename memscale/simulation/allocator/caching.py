@@ -15,7 +15,7 @@ from memscale.core import ConfigError, internals
 from memscale.simulation.allocator.block_pool import ADDRESS_BITS, Block, Pool, round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES, MIN_LARGE_BYTES, AllocatorSettings
 
-__all__ = ["TRIM", "AllocatorSettings", "Replay", "replay"]
+__all__ = ["TRIM", "TRIM_IF_GROWN", "AllocatorSettings", "Replay", "replay"]
 
 _MIB = 1 << 20
 _SMALL_BYTES = 1 * _MIB  # kSmallSize: up to here a request goes to the small pool
@@ -28,8 +28,9 @@ _TOP = 1 << (ADDRESS_BITS - 1)
 
 _DEFAULTS = AllocatorSettings()
 _ONE_STREAM: Mapping[int, int] = {}
-# An event of `replay`: what `torch.cuda.empty_cache` does.
+# Events of `replay`: what `torch.cuda.empty_cache` does, and that where it is worth it.
 TRIM = (-1, -1)
+TRIM_IF_GROWN = (-1, -2)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def replay(
     Args:
         events: pairs of a block's id and its bytes, in the order of a step. Positive bytes allocate, negative
             bytes free the block of that id whatever their size, and 0 does nothing: an empty tensor has no
-            block. Blocks that lived before the step come first, as allocations. `TRIM` gives cached segments back.
+            block. Blocks that lived before the step come first, as allocations. `TRIM` gives cached segments back, and
+            `TRIM_IF_GROWN` if more was reserved for large blocks since the one before it.
         settings: what ``PYTORCH_CUDA_ALLOC_CONF`` says.
         capacity_bytes: what the process can get from the device, at least 1; None is no limit. When it is
             reached, cached segments are given back and the request is tried again, as PyTorch does.
@@ -125,6 +127,8 @@ def replay(
                 break
         elif (name, nbytes) == TRIM:
             allocator.trim()
+        elif (name, nbytes) == TRIM_IF_GROWN:
+            allocator.trim_if_grown()
         elif nbytes < 0:
             if name not in live:
                 raise ConfigError(
@@ -159,6 +163,8 @@ class _Allocator:
         self.allocated = self.allocated_peak = 0
         self.reserved = self.reserved_peak = 0
         self.segments = 0
+        self.large_taken = 0  # of the device, for large blocks, ever
+        self.asked: int | None = None  # the same when it was last asked to trim if that has grown
         self.retries = 0
         self.older_first = older_first
         self.ranges: list[tuple[int, int]] = []  # of addresses, of all segments, from the top down
@@ -210,6 +216,11 @@ class _Allocator:
             self._release_blocks(large)
             self._release_blocks(small)
 
+    def trim_if_grown(self) -> None:
+        if self.asked is not None and self.large_taken > self.asked:
+            self.trim()
+        self.asked = self.large_taken
+
     def _get_free_block(self, pool: Pool, size: int) -> Block | None:
         pool.searches += 1
         index = bisect_left(pool.keys, size << ADDRESS_BITS)
@@ -241,14 +252,16 @@ class _Allocator:
             return None
         if self.expandable:
             return self._try_allocate_expandable_block(pool, size)
-        if not self._reserve(segment_bytes):
+        if not self._reserve(pool, segment_bytes):
             return None
         return self._new_segment(pool, segment_bytes)
 
-    def _reserve(self, nbytes: int) -> bool:
+    def _reserve(self, pool: Pool, nbytes: int) -> bool:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             return False
         self.reserved += nbytes
+        if not pool.small:
+            self.large_taken += nbytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         return True
 
@@ -364,7 +377,7 @@ class _Allocator:
     def _map_block(self, block: Block, size: int) -> bool:
         pool = block.pool
         mapped_bytes = round_up(size, pool.segment_bytes)
-        if not self._reserve(mapped_bytes):
+        if not self._reserve(pool, mapped_bytes):
             return False
         pool.remove(block)
         block.mapped = True

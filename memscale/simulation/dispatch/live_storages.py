@@ -82,10 +82,10 @@ class LiveStorages:
         """How much of a storage of so many bytes the system would have to give to a process on a CPU."""
         return 0 if self._memory is None else self._memory.new_bytes(nbytes)
 
-    def trim(self) -> None:
+    def trim(self, if_grown: bool = False) -> None:
         """Record that the device is given back what its allocator only caches."""
-        self.ledger.trim()
-        if self._memory is not None:
+        self.ledger.trim(if_grown=if_grown)
+        if self._memory is not None and not if_grown:
             self._memory.trim()
 
     def number(self, tensor: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ class CountingRuntimes:
         clock: of the device that is simulated, whatever the tensors say.
         away: makes a uint8 CPU tensor of so many bytes that takes up no memory of the simulated device.
         references: how many tensors refer to a storage for the simulation's own sake.
-        on_trim: called where a runtime has the device give back what it only caches.
+        on_trim: called where a runtime has the device give back what it only caches, with whether only if it has grown.
         on_copy: called with the source and the target of each copy, a tensor of bytes and a buffer.
         new_bytes: how much of a tensor of so many bytes a process on a CPU would have to get from the system now.
 
@@ -36,7 +36,7 @@ class CountingRuntimes:
         clock: Clock,
         away: Callable[[int], torch.Tensor],
         references: Callable[[torch.UntypedStorage], int],
-        on_trim: Callable[[], object],
+        on_trim: Callable[[bool], object],
         on_copy: Callable[[torch.Tensor | Buffer, torch.Tensor | Buffer], object],
         new_bytes: Callable[[int], int],
     ) -> None:

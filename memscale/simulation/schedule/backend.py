@@ -86,7 +86,7 @@ class ClockedBackend(TraceBackend):
 
     def _trim_after(self, nbytes: int) -> None:
         if self._trims is not None and self._trims.due(nbytes):
-            self.on_trim()
+            self.on_trim(False)
 
     def record(self, stream: int | None = None) -> Event:
         return _Point(self._clock)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale.core.errors import ConfigError
-from memscale.simulation.allocator.caching import TRIM, AllocatorSettings, Replay, _Allocator, replay
+from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, AllocatorSettings, Replay, _Allocator, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -300,6 +300,13 @@ def test_a_trim_gives_back_whole_segments_that_nothing_uses():
     assert replay(events).reserved_end_bytes == 50 * MIB
     assert replay([*events, TRIM]).reserved_end_bytes == 20 * MIB
     assert replay([*events, TRIM, (3, 40 * MIB)]).reserved_peak_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize(("more", "left"), [((1, 30 * MIB), 0), ((1, 20 * MIB), 20), ((1, 512), 22)])
+def test_a_trim_if_grown_waits_for_segments_of_large_blocks(more, left):
+    events = [(0, 20 * MIB), (0, -1), TRIM_IF_GROWN, more, (1, -1), TRIM_IF_GROWN]
+    assert replay(events).reserved_end_bytes == left * MIB
+    assert replay([*events[:2], TRIM_IF_GROWN]).reserved_end_bytes == 20 * MIB  # nothing to compare with
 
 
 def test_what_remains_at_the_end():

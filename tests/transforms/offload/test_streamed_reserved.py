@@ -17,11 +17,12 @@ class Trimmed(HostBackend):
     def __init__(self):
         super().__init__()
         self.noted = []
+        self.noted_if_grown = []
 
-    def trim(self):
-        super().trim()
+    def trim(self, *, if_grown=False):
+        super().trim(if_grown=if_grown)
         (homes,) = self.runtime._homes.values()
-        self.noted.append(len(homes._loader.back))
+        (self.noted_if_grown if if_grown else self.noted).append(len(homes._loader.back))
 
 
 def test_memory_is_given_back_around_the_first_run_of_each_region():
@@ -35,6 +36,19 @@ def test_memory_is_given_back_around_the_first_run_of_each_region():
     assert backend.noted == [0, 0] * 2  # with nothing there that is about to go
 
 
+@pytest.mark.parametrize(
+    "how", [STREAMED, ms.compose(STREAMED, ms.checkpoint()), ms.compose(ms.checkpoint(), STREAMED)]
+)
+def test_memory_is_asked_back_before_the_first_backward_of_each_region(how):
+    backend = Trimmed()
+    runtime = backend.runtime = Runtime(ms.AsyncOffloadConfig(prefetch_depth=0), backend=backend)
+    fit = ms.transform(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {"*": how}, runtime=runtime)
+    x = torch.ones(2, 8, requires_grad=True)
+    for _ in range(3):
+        fit(x).sum().backward()
+    assert backend.noted_if_grown == [0, 0]  # before its parameters come
+
+
 def test_a_region_that_fails_leaves_its_error():
     backend = Trimmed()
     runtime = backend.runtime = Runtime(ms.AsyncOffloadConfig(prefetch_depth=0), backend=backend)
@@ -44,8 +58,16 @@ def test_a_region_that_fails_leaves_its_error():
     assert backend.noted == [0]
 
 
-@pytest.mark.parametrize(("trims", "most"), [(True, 1.12), pytest.param(False, 1.2, marks=pytest.mark.deep)])
-def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, trims, most):
+@pytest.mark.parametrize(
+    ("head", "without", "most"),
+    [
+        ({}, "", 1.12),
+        pytest.param({}, "_trim", 1.2, marks=pytest.mark.deep),
+        pytest.param({"lm_head": ms.tile(chunks=16)}, "", 1.12, marks=pytest.mark.deep),
+        pytest.param({"lm_head": ms.tile(chunks=16)}, "_trim_backward", 1.2, marks=pytest.mark.deep),
+    ],
+)
+def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, head, without, most):
     """The loss alone takes 13.7 GiB; 1.9 of them are reserved for logits and free when it is at its most."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -60,9 +82,9 @@ def test_what_a_llama_8b_reserves_is_near_its_peak(monkeypatch, trims, most):
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
         ids = torch.zeros(2, 4096, dtype=torch.long)
-    if not trims:
-        monkeypatch.setattr(Homes, "_trim", lambda homes, visit: None)
-    plan = {"model.layers.*": ms.compose(ms.offload(what="params"), ms.checkpoint())}
+    if without:
+        monkeypatch.setattr(Homes, without, lambda homes, of: None)
+    plan = {"model.layers.*": ms.compose(ms.offload(what="params"), ms.checkpoint()), **head}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = ms.profile(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, plan=plan, hardware="h100")
     assert most - 0.02 < found.reserved_peak_bytes / found.peak_bytes < most
