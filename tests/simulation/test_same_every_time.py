@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memscale as ms
+from memscale.simulation.dispatch import books
 from memscale.simulation.profiler import MemoryProfiler
 from memscale.simulation.sandbox import garbage, process_state
 
@@ -128,7 +129,7 @@ def test_a_simulation_does_not_depend_on_what_was_before(block, plan, hardware):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(garbage, "_EVERY", 30)  # these steps are short
+    monkeypatch.setattr(books, "EVERY", 30)  # these steps are short
     monkeypatch.setattr(garbage, "_YOUNG", 2000)
 
 
