@@ -95,6 +95,11 @@ TOLD = {
     ),
     "budget=80": (lambda: plan(80), "write budget='80GiB'"),
     "budget='8G'": (lambda: plan("8G"), "write '8GiB' or '8GB'"),
+    "budget='0'": (lambda: plan("0"), r"a float in \(0, 1\]$"),
+    "hardware='cuda'": (
+        lambda: profile(layer(), torch.ones(1, 4), hardware="cuda"),
+        "or leave hardware out for the device",
+    ),
     "budget='80'": (lambda: plan("80"), "write '80GiB'"),
     "budget=80.0": (lambda: plan(80.0), "write '80GiB'"),
     "a model in FSDP1": (lambda: profile(in_fsdp1(), torch.ones(1, 4)), r"FSDP2: fully_shard\(block\) for each block"),

@@ -109,8 +109,15 @@ def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
     """What the caller's ``loss(output, batch)`` returns.
 
     Raises:
-        ConfigError: not a tensor with one element.
+        ConfigError: not a tensor with one element, or a loss of PyTorch's, which takes targets and not a batch.
     """
+    is_torchs = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+    if is_torchs and not isinstance(batch, torch.Tensor):  # of an autoencoder the batch is the target
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigError(
+            f"loss={name} compares an output with targets, and a loss is called as loss(output, batch), here with the "
+            f"whole {type(batch).__name__}; write loss=lambda output, _: {name}(output, y), with your labels for y"
+        )
     return _one_element(loss(output, batch), "loss(output, batch)")
 
 

@@ -124,5 +124,5 @@ def _parsed_bytes(text: str, argument: str) -> int:
     if prefix and prefix in "KMGT":
         remedy = f"; write '{number}{prefix}iB' or '{number}{prefix}B'"
     else:
-        remedy = f"; write '{number}GiB'" if number and not unit else ""
+        remedy = f"; write '{number}GiB'" if number and not unit and Decimal(number) else ""
     raise ConfigError(f"{argument}={text!r} must be {_RULE}{remedy}")

@@ -215,7 +215,7 @@ def by_name(name: str) -> Card:
         f"no card is called {name!r}"
         + (f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else "")
         + f". Known are {', '.join(card.name for card in CARDS)}; describe any other with Hardware(name=..., "
-        "device_type=..., memory_bytes=...)"
+        "device_type=..., memory_bytes=...), or leave hardware out for the device that the model is on"
     )
 
 

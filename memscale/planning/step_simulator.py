@@ -82,7 +82,7 @@ class StepSimulator:
         except Exception as error:
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}. Check that the batch is what the model is called "
-                "with"
+                "with, and that the loss takes the output and this batch"
             ) from error
 
     def profile(self, plan: Plan, ranks: Ranks | None = None) -> Profile:

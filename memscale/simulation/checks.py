@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale.core import ConfigError, batches, check_count
+from memscale.core import ConfigError, batches, check_count, shown
 
 
 def check_followed(model: Any) -> None:
@@ -70,8 +70,8 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"profile(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; "
-            "pass the optimizer itself"
+            f"optimizer={shown(optimizer)} must be a torch.optim.Optimizer or None; pass the optimizer itself, "
+            "made of the model's parameters"
         )
     if not isinstance(model, nn.Module):
         return

@@ -40,6 +40,16 @@ def test_mistakes_get_the_same_words(verb):
     assert words(lambda: verb(torch.ones(2, 3), 0.5)).startswith(NO_LOSS)
     assert words(lambda: verb(torch.ones(2, 3), lambda y: y.sum())).startswith(OF_ONE)
     assert words(lambda: verb(torch.ones(2, 3), lambda y, _: y)).startswith(NO_SCALAR)
+    for loss, name in ((nn.MSELoss(), "MSELoss"), (nn.functional.cross_entropy, "cross_entropy")):
+        found = words(lambda loss=loss: verb((torch.ones(2, 3),), loss))
+        assert found.startswith(f"loss={name} compares an output with targets, and a loss is called as")
+        assert found.endswith(
+            f"the whole tuple; write loss=lambda output, _: {name}(output, y), with your labels for y"
+        )
+
+
+def test_an_autoencoder_has_its_batch_for_a_target():
+    assert ms.profile(model(), torch.ones(2, 3), loss=nn.MSELoss(), hardware="cpu").peak_bytes > 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"verify_correctness": True}])

@@ -60,7 +60,8 @@ def measured_profile(
         except Exception as error:
             raise ConfigError(
                 f"the step fails when it runs: {type(error).__name__}: {error}. It must run once with this batch "
-                "before its memory can be told; check that the batch is what the model is called with"
+                "before its memory can be told; check that the batch is what the model is called with, "
+                "and that the loss takes the output and this batch"
             ) from error
     notes = [f"measured on real steps, since it cannot be simulated: {reason}"]
     notes += dict.fromkeys(str(warning.message) for warning in caught if "upper bound" in str(warning.message))
