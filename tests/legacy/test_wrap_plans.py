@@ -272,7 +272,11 @@ def test_a_step_that_cannot_be_simulated_gets_the_rule_if_memory_is_short(device
     assert "the step cannot be planned: ConfigError" in caplog.text
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate",
+    [pytest.param(copy.deepcopy, marks=pytest.mark.deep), lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
+)
 def test_a_copy_plans_by_itself_and_a_transformed_tree_does_not(duplicate, device):
     device(11)
     model = ms.wrap(stack(), config())

@@ -112,7 +112,7 @@ BEFORE = [after_nothing, after_a_real_step, after_garbage, after_an_error]
 @pytest.mark.parametrize(
     ("block", "plan", "hardware"),
     [
-        (Block, "plain", "h100"),
+        pytest.param(Block, "plain", "h100", marks=pytest.mark.deep),
         pytest.param(Block, "offload", "h100", marks=pytest.mark.deep),
         (Block, "params+checkpoint", "h100"),
         (Conv, "params", "cpu"),
