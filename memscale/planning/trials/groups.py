@@ -19,7 +19,7 @@ from memscale.planning.trials.trials import Simulate, Trials
 from memscale.simulation import OUTSIDE, Phase, SimulatedStep, Station
 
 # Of what a step holds whose parts keep least: a group is tried if so much of it is what it keeps all the same.
-_MATTERS = 1 / 20
+_MATTERS = 1 / 10
 
 
 def with_groups(
