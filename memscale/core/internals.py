@@ -41,6 +41,7 @@ _ATEN, _C, _F = "torch.ops.aten.", "torch._C.", "torch._C._functorch."
 _A, _D, _FAKE = "torch._C._autograd.", "torch.utils._python_dispatch.", "torch._subclasses.fake_tensor."
 _C10D, _DDP = "torch.distributed.distributed_c10d.", "torch.nn.parallel.distributed.DistributedDataParallel."
 _CUDA = "not asked for in a build of PyTorch without CUDA"
+_AS_WRITTEN = "a compiled module is simulated as it is written"
 
 INTERNALS = tuple(
     Internal(*row)
@@ -56,8 +57,8 @@ INTERNALS = tuple(
             f"runtime optimizers {_S} {_T}checkpoint",
         ),
         (f"{_A}_push_saved_tensors_default_hooks", "what backward keeps", f"{_S} {_T}checkpoint {_T}offload"),
-        (f"{_A}_pop_saved_tensors_default_hooks", "what backward keeps", f"{_T}checkpoint {_T}offload"),
-        (f"{_A}_top_saved_tensors_default_hooks", "whether the caller has such hooks", _R),
+        (f"{_A}_pop_saved_tensors_default_hooks", "what backward keeps", f"{_S} {_T}checkpoint {_T}offload"),
+        (f"{_A}_top_saved_tensors_default_hooks", "whether the caller has such hooks", f"{_R} {_S}"),
         (f"{_A}_unsafe_set_version_counter", "a tensor put back is not one changed", f"{_R} runtime"),
         ("torch.Tensor._base", "what a view is a view of", f"{_R} runtime {_T}offload"),
         ("torch.Tensor._is_view", "whether a tensor is a view", f"{_R} {_S}"),
@@ -103,15 +104,15 @@ INTERNALS = tuple(
         (f"{_C}_disabled_torch_function_impl", "a tensor that defers to nobody", "optimizers"),
         (f"{_C}_disabled_torch_dispatch_impl", "whether a class has operators of its own", _S),
         ("torch.Tensor._make_wrapper_subclass", "tensors without memory", f"optimizers {_T}tile"),
-        (f"{_FAKE}FakeTensor", "tensors that somebody else simulates", f"{_R} runtime {_T}offload {_T}tile"),
+        (f"{_FAKE}FakeTensor", "tensors that somebody else simulates", f"{_R} runtime {_S} {_T}offload {_T}tile"),
         (f"{_FAKE}FakeTensorMode", "the layout that an operator gives", f"{_S} {_T}tile"),
         (f"{_FAKE}DataDependentOutputException", "what needs values to go on", _S),
         (f"{_FAKE}DynamicOutputShapeException", "what needs values to go on", _S),
         ("torch._prims_common.suggest_memory_format", "the layout of a result", _S),
         # Trees of what a model takes and returns.
         ("torch.utils._pytree.TreeSpec", "trees under torch.compile", "core"),
-        ("torch.utils._pytree.tree_flatten", "trees under torch.compile", "core"),
-        ("torch.utils._pytree.tree_unflatten", "trees under torch.compile", "core"),
+        ("torch.utils._pytree.tree_flatten", "trees under torch.compile", f"core {_S}"),
+        ("torch.utils._pytree.tree_unflatten", "trees under torch.compile", f"core {_S}"),
         ("torch.utils._pytree.tree_leaves", "an operator's tensors", f"{_S} {_T}tile"),
         ("torch.utils._pytree.tree_map", "an operator's tensors", _S),
         ("torch.utils._pytree.tree_map_only", "an operator's tensors", f"{_T}tile"),
@@ -143,8 +144,19 @@ INTERNALS = tuple(
         (f"{_C}_dynamo.eval_frame.set_code_exec_strategy", "hooks that stay uncompiled", _R, "it may compile them"),
         (f"{_C}_dynamo.eval_frame._FrameExecStrategy", "hooks that stay uncompiled", _R, "it may compile them"),
         (f"{_C}_dynamo.eval_frame._FrameAction", "hooks that stay uncompiled", _R, "it may compile them"),
+        # Compiled modules in a simulated step.
+        ("torch.nn.Module._call_impl", "what a compiled module compiles", _S, _AS_WRITTEN),
+        ("torch.nn.utils.stateless._reparametrize_module", "a module as a function", _S, _AS_WRITTEN),
+        ("torch._functorch.partitioners.min_cut_rematerialization_partition", "what a graph keeps", _S, _AS_WRITTEN),
+        ("torch._guards.tracing", "where a graph is told how its tensors lie", _S, _AS_WRITTEN),
+        ("torch._prims.TensorMeta", "the layout of a random seed", _S, _AS_WRITTEN),
+        ("torch._inductor.compile_fx._recursive_joint_graph_passes", "a graph as it is divided", _S, _AS_WRITTEN),
+        ("torch._inductor.compile_fx.compile_fx_inner", "what runs in place of a graph", _S, _AS_WRITTEN),
+        ("torch._inductor.config", "the compiler's settings", _S, _AS_WRITTEN),
+        ("torch._inductor.decomposition.select_decomp_table", "operators as the compiler has them", _S, _AS_WRITTEN),
+        ("torch._inductor.virtualized.V", "the fakes of a graph", _S, _AS_WRITTEN),
         ("torch._dynamo.graph_break", "regions between two graphs", _R, "asked for under torch.compile only"),
-        ("torch._guards.TracingContext", "whether a compiler describes a parameter", "optimizers"),
+        ("torch._guards.TracingContext", "whether a compiler describes a parameter", f"optimizers {_S}"),
         ("torch._dynamo.config", "floats that are constants", _R, "dynamic=True around tile() is an AssertionError"),
         (
             "torch._dynamo.decorators.DynamoConfigPatchProxy",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memscale.core import ConfigError, batches, check_count, shown
+from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 
 
 def check_followed(model: Any) -> None:
@@ -28,18 +29,26 @@ def check_followed(model: Any) -> None:
         )
 
 
-def about_compiled(modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """A note, where modules are compiled: which tensors a graph keeps is its compiler's choice."""
-    compiled = sum(
-        "_orig_mod" in each._modules or vars(each).get("_compiled_call_impl") is not None for each in modules
-    )
-    if not compiled:
-        return ()
-    are = "s are" if compiled > 1 else " is"
-    return (
-        f"{compiled} module{are} compiled, and simulated as written: a graph frees a tensor after its last use and "
-        "chooses what it keeps for backward, so a real step may take less, or more",
-    )
+def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None) -> tuple[str, ...]:
+    """Notes where modules are compiled: which run as their graphs, and why others do not."""
+    compiled, followed = len(compiled_of(modules)), 0 if graphs is None else len(graphs.followed)
+
+    def those(count: int) -> str:
+        return f"{count} module{'s are' if count > 1 else ' is'} compiled, and simulated as "
+
+    found = []
+    if followed:
+        found.append(
+            f"{those(followed)}the graphs that inductor makes for this card, each in one piece: a graph break, "
+            "CUDA graphs or max-autotune would take other memory"
+        )
+    if compiled > followed:
+        why = "" if graphs is None or not graphs.reasons else f" ({next(iter(graphs.reasons))})"
+        found.append(
+            f"{those(compiled - followed)}written{why}: a graph frees a tensor after its last use and chooses what it "
+            "keeps for backward, so a real step may take less, or more"
+        )
+    return tuple(found)
 
 
 def check_call(model: Any, batch: Any, accumulate: int) -> None:

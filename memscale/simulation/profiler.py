@@ -311,7 +311,7 @@ class MemoryProfiler:
             *simulation.mode.values.assumptions,
             *([PYTHON_DRAWN] if drawn else []),
             *self.kernels.notes(simulation.scope.modules),
-            *about_compiled(simulation.scope.modules),
+            *about_compiled(simulation.scope.modules, simulation.compiled),
             *runtimes.notes(),
         )
         by_draws = drawn or simulation.mode.values.goes_by_draws

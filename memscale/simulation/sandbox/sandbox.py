@@ -33,6 +33,7 @@ from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.sandbox.answers import Answers
 from memscale.simulation.sandbox.calls_followed import calls_followed
 from memscale.simulation.sandbox.carried import CarriedValues
+from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 from memscale.simulation.sandbox.draws import Draws, states_seen
 from memscale.simulation.sandbox.process_state import begin_alike, process_kept
 from memscale.simulation.sandbox.reads import reads_checked
@@ -77,6 +78,7 @@ class Simulation:
         self._draws = draws
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
+        self.compiled: CompiledModules | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         inputs = with_storages(batches.tensors(batch))
@@ -128,6 +130,9 @@ class Simulation:
                 stack.enter_context(states_seen())
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
+                self.compiled = CompiledModules(self._kernels.hardware, self._kernels.capability)
+                stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
             beside = with_storages(self._sharded.offloaded)
             for tensor in beside:

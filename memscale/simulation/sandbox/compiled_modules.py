@@ -1,0 +1,225 @@
+"""The compiled modules of a step, which run as the graphs that PyTorch's compiler makes of them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memscale.core import internals
+from memscale.hardware import Hardware
+from memscale.simulation.sandbox.inductor import Inductor
+from memscale.simulation.sandbox.process_state import patched
+
+_CPU = torch.device("cpu")
+_TENSOR = object()
+
+
+def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that `torch.compile` or `Module.compile` compiled."""
+    return [
+        each for each in modules if "_orig_mod" in each._modules or vars(each).get("_compiled_call_impl") is not None
+    ]
+
+
+class CompiledModules:
+    """Runs modules that `torch.compile` compiled as the graphs that its compiler makes of them for `hardware`.
+
+    Attributes:
+        followed: the modules that ran so.
+        reasons: why modules ran as they are written instead, each once.
+    """
+
+    def __init__(self, hardware: Hardware, capability: tuple[int, int]) -> None:
+        self.followed: set[int] = set()
+        self.reasons: dict[str, None] = {}
+        self._inductor = _compiler(hardware, capability)
+        self._programs: dict[Any, _Program | None] = {}
+
+    @contextmanager
+    def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Run them so in the body."""
+        with ExitStack() as stack:
+            for module in modules:
+                if (compiled := vars(module).get("_compiled_call_impl")) is not None:
+                    run = partial(self._run, module, module._call_impl, compiled)
+                    stack.enter_context(patched(module, "_compiled_call_impl", run))
+                elif isinstance(below := module._modules.get("_orig_mod"), nn.Module):
+                    run = partial(self._run, below, below.__call__, module)
+                    stack.enter_context(patched(module, "forward", run))
+            yield
+
+    def _run(self, module: nn.Module, call: Callable[..., Any], compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
+        tensors = [*state.values(), *filter(torch.is_tensor, leaves)]
+        key = (
+            id(module),
+            tuple(part.training for part in module.modules()),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            tuple(map(_layout, tensors)),
+            repr([leaf for leaf in leaves if not torch.is_tensor(leaf)]),
+        )
+        if key not in self._programs:
+            try:
+                with _disable_current_modes(), _hooks_away(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # those of the compiler's imports, and about the speed of kernels
+                    settings = _settings(module, compiled)
+                    program = _Program(self._inductor, settings, module, call, list(state), leaves, spec)
+                self.followed.add(id(module))
+            except Exception as error:
+                # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
+                told = next(iter(str(error).splitlines()), "")
+                self.reasons[told if isinstance(error, AsWritten) else f"{type(error).__name__}: {told}"] = None
+                program = None
+            self._programs[key] = program
+        found = self._programs[key]
+        return call(*args, **kwargs) if found is None else found(tensors)
+
+
+class AsWritten(Exception):
+    """Why a module is not run as a graph."""
+
+
+class _Program:
+    """The graphs of a module, for arguments of certain layouts."""
+
+    def __init__(
+        self,
+        inductor: Inductor,
+        settings: dict[str, Any],
+        module: nn.Module,
+        call: Callable[..., Any],
+        names: list[str],
+        leaves: list[Any],
+        spec: Any,
+    ) -> None:
+        from functorch.compile import aot_function  # type: ignore[import-untyped]  # 2 s
+        from torch._guards import TracingContext, tracing
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        state = dict(module.named_parameters()) | dict(module.named_buffers())
+        passed = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        # Without the tensors: what stays with the program must not keep them.
+        rest = [_TENSOR if torch.is_tensor(leaf) else leaf for leaf in leaves]
+
+        failures: list[Exception] = []
+
+        def flat(*given: torch.Tensor) -> tuple[Any, ...]:
+            args, kwargs = pytree.tree_unflatten(_filled(rest, given[len(names) :]), spec)
+            with _reparametrize_module(module, dict(zip(names, given, strict=False))), _OnCpu():
+                results, self._spec = pytree.tree_flatten(call(*args, **kwargs))
+            self._results = [_TENSOR if torch.is_tensor(result) else result for result in results]
+            return tuple(result for result in results if torch.is_tensor(result))
+
+        def compiler(*, backward: bool) -> Callable[..., Any]:
+            def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+                made = [_like(node) for node in cast(list[Any], graph.graph.output_node().args[0])]
+                try:
+                    run = inductor.compiled(graph, inputs, settings, backward=backward)
+                except Exception as error:
+                    failures.append(error)  # which is caught, for backward to be compiled when it comes
+                    raise
+
+                def either(args: list[Any]) -> Any:
+                    is_traced = any(isinstance(arg, FakeTensor) for arg in args)
+                    return [make() for make in made] if is_traced else run(args)
+
+                either._boxed_call = True  # type: ignore[attr-defined]
+                return either
+
+            return compiled
+
+        self._function = aot_function(
+            flat,
+            fw_compiler=compiler(backward=False),
+            bw_compiler=compiler(backward=True),
+            partition_fn=partial(inductor.partition, fixed=len(names)),
+            decompositions=inductor.decompositions(),
+            keep_inference_input_mutations=True,
+        )
+        with FakeTensorMode() as mode, tracing(TracingContext(mode)):
+            self._function(*map(_fake, (*state.values(), *passed)))
+        if failures:
+            raise failures[0]
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        return pytree.tree_unflatten(_filled(self._results, self._function(*tensors)), self._spec)
+
+
+def _settings(module: nn.Module, compiled: Any) -> dict[str, Any]:
+    """Those of inductor that `torch.compile` was given; an error where it compiles nothing, or another backend does."""
+    settings = compiled.get_compiler_config()
+    if settings is None:
+        raise AsWritten("another backend than inductor compiles")
+    if not isinstance(compiled, nn.Module) and type(module).forward.__module__.startswith("torch.nn."):
+        raise AsWritten(f"compile() of PyTorch's own {type(module).__name__} leaves its forward to Python")
+    return cast(dict[str, Any], settings)
+
+
+@functools.lru_cache(maxsize=4)
+def _compiler(hardware: Hardware, capability: tuple[int, int]) -> Inductor:
+    return Inductor(hardware, capability)
+
+
+@contextmanager
+def _hooks_away() -> Iterator[None]:
+    """No hook sees what autograd keeps while a module is traced, and none may come in: the compiler has its own way."""
+    hooks, push = [], internals.autograd._push_saved_tensors_default_hooks
+    while (top := internals.autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        internals.autograd._pop_saved_tensors_default_hooks()
+
+    def refuse(*hooks: Any) -> None:
+        raise AsWritten("it recomputes or moves what it keeps for backward, within the compiled module")
+
+    try:
+        with patched(internals.autograd, "_push_saved_tensors_default_hooks", refuse):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            push(pack, unpack)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Makes on the CPU what a traced module makes on the card, where its fakes are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_on_cpu, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    return _CPU if isinstance(value, torch.device | str) and str(value).startswith("cuda") else value
+
+
+def _like(node: Any) -> Callable[[], Any]:
+    value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return lambda: value
+    return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype)
+
+
+def _filled(leaves: list[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
+    following = iter(tensors)
+    return [next(following) if leaf is _TENSOR else leaf for leaf in leaves]
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
