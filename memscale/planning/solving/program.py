@@ -54,7 +54,6 @@ class Program:
             ("mip_max_nodes", _NODES),
             ("mip_feasibility_tolerance", _TOLERANCE),
             ("mip_allow_restart", False),  # where most columns are fixed it only makes its cuts again
-            ("mip_heuristic_run_feasibility_jump", False),  # rounding has jumped already: 0.7 of the time without
         ):
             self._highs.setOptionValue(option, value)
         self.values: Floats = np.zeros(0)
