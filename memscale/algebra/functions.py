@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -117,6 +118,18 @@ def _copy_dict(source: dict[str, Any], target: dict[str, Any], memo: dict[int, n
             target[key] = remapped(value, memo)
 
 
+def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[..., Any]:
+    """What `torch.compile` makes of `method` with the settings of `fn`, which it made of the original's."""
+    settings = inspect.getclosurevars(fn).nonlocals.get("self")
+    if settings is None:
+        raise TransformError(
+            f"a module inside is compiled in a way of its own ({fn.__qualname__}), and would run as the original does "
+            "in what transform() returns; transform the model first, and compile what comes of it"
+        )
+    compiled: Callable[..., Any] = settings(method)
+    return compiled
+
+
 def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
     """`value` with every reference to a module of the tree replaced by its copy."""
     kind: Any = type(value)
@@ -126,6 +139,8 @@ def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
         return memo.get(id(value), value)
     if kind is types.MethodType and id(value.__self__) in memo:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if kind is types.FunctionType and (inner := vars(value).get("_torchdynamo_orig_callable")) is not None:
+        return _compiled(value, remapped(inner, memo)) if id(getattr(inner, "__self__", None)) in memo else value
     if kind is functools.partial:
         return functools.partial(
             remapped(value.func, memo),

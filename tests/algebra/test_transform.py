@@ -302,6 +302,61 @@ def test_compiled_side_effects_happen_once():
     assert fit[0].calls == 2
 
 
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.sin(self.up(x)))
+
+
+def compiled_in_place(model):
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def compiled_around(model):
+    return nn.Sequential(*(torch.compile(block, backend="aot_eager", fullgraph=True) for block in model))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")  # the compiler's own
+@pytest.mark.parametrize(
+    ("compiled", "path"), [(compiled_in_place, "*"), (compiled_around, "*"), (compiled_around, "*._orig_mod")]
+)
+def test_modules_that_were_compiled_before_run_their_copies(compiled, path):
+    """With the settings that they were compiled with, and no longer the original's own code without the plan."""
+    model, x = compiled(nn.Sequential(Wide(), Wide())), torch.randn(5, 8)
+    fit = ms.transform(model, {path: checkpoint()})
+
+    def kept_and_gradients(module):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t):
+            out = module(x).square().sum()
+        return kept, torch.autograd.grad(out, list(module.parameters()))
+
+    (as_it_is, expected), (kept, found) = kept_and_gradients(model), kept_and_gradients(fit)
+    assert (5, 24) in as_it_is
+    assert (5, 24) not in kept
+    assert all(map(torch.equal, expected, found))
+    assert not {id(m) for m in fit.modules()} & {id(m) for m in model.modules()}
+
+
+def test_what_is_compiled_in_an_unknown_way_is_refused():
+    model = compiled_in_place(nn.Sequential(Wide()))
+    known = model[0]._compiled_call_impl
+
+    @functools.wraps(known)
+    def unknown(*args):
+        return known(*args)
+
+    model[0]._compiled_call_impl = unknown
+    with pytest.raises(ms.TransformError, match="transform the model first, and compile what comes of it"):
+        ms.transform(model, {"*": checkpoint()})
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("fullgraph", [True, False])
