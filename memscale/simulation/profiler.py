@@ -241,11 +241,32 @@ class MemoryProfiler:
         return found[0] if len(found) == 1 else max(found, key=lambda step: step.profile().taken_bytes)
 
     def _with_draws(self, steps: Sequence[Callable[[], object]], batch: Any, draws: Draws) -> SimulatedStep:
+        """The step, its compiled modules as graphs; as they are written where a graph fails as it runs."""
+        followed: set[int] = set()
+        try:
+            return self._on_the_device(steps, batch, draws, (), followed)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not followed:
+                raise
+            told = next(iter(str(error).splitlines()), "")
+            note = f"what the compiler makes of this step fails in the simulation ({type(error).__name__}: {told})"
+            return self._on_the_device(steps, batch, draws, (note,), None)
+
+    def _on_the_device(
+        self,
+        steps: Sequence[Callable[[], object]],
+        batch: Any,
+        draws: Draws,
+        notes: tuple[str, ...],
+        followed: set[int] | None,
+    ) -> SimulatedStep:
         """The step on the device, and if its code goes where this machine cannot follow, the way that it goes here."""
         asked: list[str] = []
         try:
             with few_collections():
-                return self._simulated_once(steps, batch, (), asked, draws)
+                return self._simulated_once(steps, batch, notes, asked, draws, followed)
         except ConfigError:
             raise
         except Exception as error:
@@ -258,7 +279,7 @@ class MemoryProfiler:
             )
             try:
                 with few_collections():
-                    return self._simulated_once(steps, batch, (note,), None, draws)
+                    return self._simulated_once(steps, batch, (*notes, note), None, draws, followed)
             except Exception:
                 raise error from None  # it fails on a CPU, too
 
@@ -269,8 +290,13 @@ class MemoryProfiler:
         notes: tuple[str, ...],
         asked: list[str] | None,
         draws: Draws,
+        followed: set[int] | None,
     ) -> SimulatedStep:
-        """The last of `steps`; `asked` receives what it asks about its device, None leaves that without an answer."""
+        """The last of `steps`.
+
+        `asked` receives what it asks about its device, None leaves that without an answer; `followed` receives the
+        compiled modules that ran as graphs, None has them run as they are written.
+        """
         model = self.model if isinstance(self.model, nn.Module) else None
         host = HostTime(own_cost()) if self.kernels.is_timed else None
         simulation = Simulation(
@@ -281,6 +307,7 @@ class MemoryProfiler:
             kernels=self.kernels,
             host=host,
             answering=asked is not None,
+            as_graphs=followed is not None,
             draws=draws,
         )
         try:
@@ -300,6 +327,8 @@ class MemoryProfiler:
             self.kernels.save()
             if asked is not None and simulation.answers is not None:
                 asked += simulation.answers.asked
+            if followed is not None and simulation.compiled is not None:
+                followed |= simulation.compiled.followed
         if simulation.answers is not None:
             notes = (*notes, *simulation.answers.notes)
         simulation.mode.ledger.add_in_place()

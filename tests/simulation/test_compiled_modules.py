@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import memscale as ms
+from memscale.simulation.sandbox import compiled_modules
 
 # `torch.compile` says so when it loads its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
@@ -64,3 +65,23 @@ def test_a_compiled_block_that_recomputes_runs_as_written():
     (note,) = profiled(Waves(Region)).notes
     assert note.startswith("4 modules are compiled, and simulated as written (it recomputes or moves what it keeps")
     assert profiled(Waves(Region)).peak_bytes == profiled(Waves(Region, compiles=False)).peak_bytes
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("expected stride 24")
+
+
+def test_a_step_whose_graphs_fail_as_they_run_is_simulated_as_written(monkeypatch):
+    monkeypatch.setattr(compiled_modules, "_compiler", lambda *card: None)
+    monkeypatch.setattr(compiled_modules._Program, "__init__", lambda self, *made_of: None)
+    monkeypatch.setattr(compiled_modules._Program, "__call__", lambda self, tensors: FailsInBackward.apply(tensors[-1]))
+    found, written = profiled(Waves()), profiled(Waves(compiles=False))
+    assert found.peak_bytes == written.peak_bytes
+    assert "fails in the simulation (AssertionError: expected stride 24)" in found.notes[0]
+    assert any(note.startswith("4 modules are compiled, and simulated as written") for note in found.notes)

@@ -59,6 +59,7 @@ class Simulation:
         kernels: those of the device that is simulated.
         answering: whether the step's own code is told that it is on that device, where it asks.
         draws: which random numbers the step draws.
+        as_graphs: whether compiled modules run as the graphs that the compiler makes of them for a card.
         host: times what the step does between its operators; None if nobody asks.
     """
 
@@ -73,8 +74,10 @@ class Simulation:
         host: HostTime | None = None,
         answering: bool = True,
         draws: Draws = Draws.SEEDED,
+        as_graphs: bool = True,
     ) -> None:
         self._host = host
+        self._as_graphs = as_graphs
         self._draws = draws
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
@@ -130,7 +133,7 @@ class Simulation:
                 stack.enter_context(states_seen())
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
+            if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
                 self.compiled = CompiledModules(self._kernels.hardware, self._kernels.capability)
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
