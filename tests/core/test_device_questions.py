@@ -44,6 +44,7 @@ MAY_ASK = {
     "simulation/dispatch/operators.py": "of the kernels, which are those of the device that is simulated",
     "simulation/measured/allocator_trace.py": "measures the device at hand",
     "simulation/measured/empirical.py": "measures the device at hand",
+    "simulation/sandbox/inductor.py": "whether a fake of the compiler's is of the CPU that it is traced on",
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
     "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
     "simulation/dispatch/hollow_mode.py": "meta, which computes nothing, is left alone",

@@ -46,8 +46,10 @@ def test_the_projection_is_cut_though_its_module_could_be_recomputed():
 def test_without_tiles_the_module_is_recomputed_as_a_whole():
     model, words = _Masked(), torch.zeros(8, 64, dtype=torch.long)
     config = ms.Config(mode="conservative")
-    plan = ms.DecisionEngine(model, words, loss=_loss, config=config, hardware="cpu").smallest()
-    assert "head" in {each.path for each in plan.evidence.decisions}
+    engine = ms.DecisionEngine(model, words, loss=_loss, config=config, hardware="cpu")
+    engine.smallest()
+    costs = engine.searches[0].uncut.costs
+    assert "checkpoint()" in map(str, costs.candidates[costs.paths.index("head")])
 
 
 class _Speaker(nn.Module):

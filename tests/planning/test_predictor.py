@@ -647,7 +647,7 @@ BAD = {
     "model": (lambda: predictor(model=3), r"OOMPredictor\(model=\.\.\.\) takes a torch.nn.Module, got int"),
     "a function": (lambda: predictor(model=lambda: None), r"got function; .* compare memscale.profile"),
     "card": (lambda: predictor(hardware="h1000"), r"no card is called 'h1000'; the nearest are 'h100'"),
-    "optimizer": (lambda: predictor(optimizer="adam"), r"must be a torch.optim.Optimizer or None, got str"),
+    "optimizer": (lambda: predictor(optimizer="adam"), r"torch.optim.Optimizer or None; pass the optimizer itself"),
     "other parameters": (
         lambda: predictor(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
         r"updates 2 parameters and none of them is the model's",
