@@ -241,6 +241,23 @@ class Ledger:
         self.event_ops = [self.event_ops[at] for at in kept]
         self.events = [self.events[at] for at in kept]
         self.sums = []
+        self._order_deaths({*self.trims, *self.trims_if_grown, *(event for event, _ in self.steps)})
+
+    def _order_deaths(self, marks: set[int]) -> None:
+        # What dies between two operators dies at once. Some of it does in an order of addresses, which no other
+        # process has: what autocast narrowed, as its cache is cleared.
+        at = 0
+        while at < len(self.events):
+            end = at + 1
+            if self.events[at] < 0:
+                op = self.event_ops[at]
+                while (
+                    end < len(self.events) and self.events[end] < 0 and self.event_ops[end] == op and end not in marks
+                ):
+                    end += 1
+                if end > at + 1:
+                    self.events[at:end] = sorted(self.events[at:end], reverse=True)
+            at = end
 
     def _merge(self, total: Sum, operand: int, death: int, deaths: dict[int, int]) -> None:
         self.events[total.event] = 0

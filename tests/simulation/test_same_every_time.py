@@ -51,6 +51,20 @@ class Conv(nn.Module):
         return self.norm(F.relu(self.conv(x.mT).mT)) + x
 
 
+class Narrowed(nn.Module):
+    """Autocast keeps what it narrowed in a table by address, and lets go of it in the order of that table."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for row in self.rows:
+                x = row(x)
+        return x.float()
+
+
 PLANS = {
     "plain": None,
     "offload": ms.offload(min_bytes=0),
@@ -125,6 +139,14 @@ def test_a_simulation_does_not_depend_on_what_was_before(block, plan, hardware):
         assert simulated(block, PLANS[plan], hardware) == expected, before
     with ThreadPoolExecutor(1) as new:  # where autograd has numbered no node yet
         assert new.submit(simulated, block, PLANS[plan], hardware).result() == expected
+
+
+def test_what_ends_with_autocast_ends_in_an_order_of_its_own():
+    held, found = [], set()
+    for each in range(6):
+        held.append([torch.empty(8) for _ in range(37 * each)])  # addresses are others every time
+        found.add(simulated(Narrowed, None, "cpu"))
+    assert len(found) == 1
 
 
 @pytest.fixture(autouse=True)
