@@ -89,6 +89,7 @@ class Homes:
         """Forget a home that nothing refers to any more; what may still read its bytes. The engine's lock is held."""
         self._let_go(home)
         home.buffer = None
+        self._homes.pop(home.number, None)  # what was learned of its region would have it loaded ahead
         self._awaited.discard(home)
         reading = self._reading.pop(home, None)  # the compute stream has waited for it, this thread has not
         return [] if reading is None else [reading]

@@ -311,6 +311,8 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[torch.Tensor | None, ...]:
+        if not any(ctx.differentiable):  # as where the region returns its argument, which is no output of this
+            return tuple(None for _ in ctx.differentiable)
         inputs = ctx.saved_tensors
         wanted = [index for index in range(len(inputs)) if tangents[index + 1] is not None]
         with ctx.call.environment.reinstate():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves as pytree_leaves
 
 import memscale as ms
 from memscale import checkpoint, compose, policies
@@ -167,3 +168,10 @@ def test_dropout_under_grad():
         return grad(lambda w: how(lambda x: nn.functional.dropout(x @ w).sin())(X).sum())(W), torch.get_rng_state()
 
     assert bits(run(checkpoint())) == bits(run(ms.identity))
+
+
+@pytest.mark.parametrize("fn", [lambda x: (x, x.argmax()), lambda x: x], ids=["counts", "nothing"])
+def test_forward_mode_through_a_region_that_returns_what_it_is_given(fn):
+    value, slope = jvp(lambda x: pytree_leaves(checkpoint()(fn)(x))[0], (X,), (W[:3],))
+    assert torch.equal(value, X)
+    assert torch.equal(slope, W[:3])

@@ -8,6 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
+from memscale.algebra import install
 from memscale.runtime import Runtime, home_of
 from memscale.runtime.parameters.home import is_used
 from tests.support.adversarial_device import AdversarialDevice
@@ -162,3 +163,13 @@ def check_a_gradient_that_others_have_too_may_be_changed_in_place():
 
 def test_a_gradient_that_others_have_too_may_be_changed_in_place():
     check_a_gradient_that_others_have_too_may_be_changed_in_place()
+
+
+def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
+    model = layers()
+    install(model, {"*": PARAMS}, runtime=runtime_of(2))
+    for _ in range(2):
+        model(rows()).sum().backward()
+    model[1] = layers()[1]
+    model.zero_grad()
+    assert trained(model) == trained(layers())
