@@ -50,7 +50,8 @@ INTERNALS = tuple(
         (f"{_C}_current_graph_task_id", "which backward runs here", f"runtime optimizers {_S} {_T}checkpoint legacy"),
         (f"{_A}_get_current_graph_task_keep_graph", "whether it keeps the graph", f"{_T}checkpoint {_T}tile"),
         (f"{_C}_current_autograd_node", "whose backward an operator is part of", _S),
-        (f"{_A}_get_sequence_nr", "which module's forward made a node", _S),
+        (f"{_A}_get_sequence_nr", "which module's forward made a node, and where backward did", _S),
+        ("torch.autograd.graph._engine_run_backward", "the order of a backward through a backward, on a card", _S),
         (
             "torch.autograd.Variable._execution_engine",
             "to be called when it ends",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ QUESTIONS = {
     "dtype": lambda m, x: x.to(x.device, torch.float16).dtype == torch.float16,
     "context": lambda m, x: _under(torch.device("cuda")).is_cuda,
     "autocast": lambda m, x: _narrowed(m, x, x.device.type) == torch.bfloat16,
+    "what autocast hands to a function of its own": lambda m, x: _given(x) == torch.bfloat16,
     "autocast begun without a graph": lambda m, x: _narrowed_twice(m, x).requires_grad,
     "histogram": lambda m, x: torch.histc(x.argmax(-1).int(), 4, 0, 3).dtype == torch.int32,
     "off": lambda m, x: not torch.is_autocast_enabled("cuda"),
@@ -74,6 +76,15 @@ def test_what_attention_does_itself_is_not_cast_by_autocast():
 def _narrowed(m, x, kind):
     with torch.autocast(kind, dtype=torch.bfloat16):
         return m.first(x).dtype
+
+
+def _given(x):
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.bfloat16)
+    def dtype(ctx, x):
+        return x.dtype
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return dtype(SimpleNamespace(), x)
 
 
 def _narrowed_twice(m, x):

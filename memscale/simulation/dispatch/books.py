@@ -37,6 +37,7 @@ class Books:
         settled: whether the next step goes the way of this one, as far as regions have said.
         used: what the operator that is being answered reads, and how many bytes of each, where `host` is there.
         graphs: of the backwards that ran.
+        made_as: the numbers that autograd nodes were made with, where they have others now.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
     """
 
@@ -56,6 +57,7 @@ class Books:
         self._first_nodes: list[int] = []
         self._node_paths: list[str] = []
         self._next_node = torch._C._autograd._get_sequence_nr()  # the first that no module has made yet
+        self.made_as: dict[int, int] = {}
         self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
         self.graphs = Graphs()
         self.first_of_node = 0
@@ -73,6 +75,7 @@ class Books:
 
     def _path_of(self, node: int) -> str:
         """Of the module that made the autograd node of this number, "" where it was made by none of the step's."""
+        node = self.made_as.get(node, node)
         place = bisect_right(self._first_nodes, node)
         return self._node_paths[place - 1] if place and node < self._next_node else ""
 

@@ -23,10 +23,12 @@ from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
 from memscale.simulation.sandbox.process_state import answers_forgotten, patched
 
-# The folders of PyTorch and of memscale, whose code is told where tensors are. PyTorch's optimizers are told as a user
-# is: they decide by it where they count their steps, and whether that may be captured in a graph.
-_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
-_INSIDERS = (os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(str(Path(__file__).parents[2]), ""))
+# The folders of PyTorch and of memscale, whose code is told where tensors are. Of PyTorch's, optimizers are told as a
+# user is: they decide by it where they count their steps, and whether that may be captured in a graph. And so is what
+# casts arguments for autocast (`custom_fwd`), since it compares a tensor's device with the one that it is told.
+_TORCH = os.path.dirname(torch.__file__)
+_INSIDERS = (os.path.join(_TORCH, ""), os.path.join(str(Path(__file__).parents[2]), ""))
+_TOLD = (os.path.join(_TORCH, "optim", ""), os.path.join(_TORCH, "amp", "autocast_mode.py"))
 _DEVICE = torch.device("cuda", 0)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -105,7 +107,7 @@ class Answers:
 
         def read(tensor: torch.Tensor) -> Any:
             code = sys._getframe(1).f_code
-            inside = self._is_insider(code) and not code.co_filename.startswith(_OPTIMIZERS)
+            inside = self._is_insider(code) and not code.co_filename.startswith(_TOLD)
             if inside or not self._on_device(tensor):
                 if tensor.__class__ in _PLAIN:
                     return get(tensor)

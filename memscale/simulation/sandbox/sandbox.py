@@ -31,6 +31,7 @@ from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
 from memscale.simulation.parallel.streams import SimulatedStreams
 from memscale.simulation.sandbox.answers import Answers
+from memscale.simulation.sandbox.backward_thread import BackwardThread
 from memscale.simulation.sandbox.calls_followed import calls_followed
 from memscale.simulation.sandbox.carried import CarriedValues
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
@@ -82,6 +83,7 @@ class Simulation:
         self._answering = answering and kernels.is_cuda
         self.answers: Answers | None = None
         self.compiled: CompiledModules | None = None
+        self._thread: BackwardThread | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         inputs = with_storages(batches.tensors(batch))
@@ -141,6 +143,9 @@ class Simulation:
             for tensor in beside:
                 self.mode.storages.send_away(tensor)
             stack.enter_context(reads_checked(self.mode))
+            if self._kernels.is_cuda:
+                self._thread = BackwardThread(self.mode.books)
+                stack.enter_context(self._thread.installed())
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             capability, choices = self._kernels.capability, self.mode.choices
             stack.enter_context(simulation(self._kernels.device_type, device_type, capability, choices))
@@ -175,6 +180,8 @@ class Simulation:
         self.clock.begin_step()
         self.mode.books.course = Course()
         self.mode.values.begin_step()
+        if self._thread is not None:
+            self._thread.begin_step()
         with nullcontext() if self._host is None else self._host.running():
             step()
         self.mode.books.graphs.let_go()
