@@ -196,7 +196,7 @@ INTERNALS = tuple(
         (f"{_F}_wrap_for_grad", "offload there", f"{_T}offload"),
         (f"{_F}get_single_level_autograd_function_allowed", "offload there", f"{_T}offload"),
         (f"{_F}set_single_level_autograd_function_allowed", "offload there", f"{_T}offload"),
-        (f"{_F}get_unwrapped", "offload there", f"{_T}offload"),
+        (f"{_F}get_unwrapped", "offload there; where a tensor is, on a card", f"{_S} {_T}offload"),
         (f"{_F}is_batchedtensor", "offload there", f"{_T}offload"),
         (f"{_F}maybe_get_bdim", "offload there", f"{_T}offload"),
         (f"{_F}unwrap_if_dead", "offload there", f"{_T}offload"),

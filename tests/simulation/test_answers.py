@@ -50,6 +50,7 @@ QUESTIONS = {
     "context": lambda m, x: _under(torch.device("cuda")).is_cuda,
     "autocast": lambda m, x: _narrowed(m, x, x.device.type) == torch.bfloat16,
     "what autocast hands to a function of its own": lambda m, x: _given(x) == torch.bfloat16,
+    "autocast inside of torch.func": lambda m, x: _within(m, x) == torch.bfloat16,
     "autocast begun without a graph": lambda m, x: _narrowed_twice(m, x).requires_grad,
     "histogram": lambda m, x: torch.histc(x.argmax(-1).int(), 4, 0, 3).dtype == torch.int32,
     "off": lambda m, x: not torch.is_autocast_enabled("cuda"),
@@ -76,6 +77,17 @@ def test_what_attention_does_itself_is_not_cast_by_autocast():
 def _narrowed(m, x, kind):
     with torch.autocast(kind, dtype=torch.bfloat16):
         return m.first(x).dtype
+
+
+def _within(m, x):
+    dtypes = []
+
+    def mean(x):
+        dtypes.append(_narrowed(m, x, x.device.type))
+        return x.square().mean()
+
+    torch.func.grad(mean)(x)
+    return dtypes[0]
 
 
 def _given(x):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -352,6 +353,8 @@ def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -
     """Of the device that is simulated, but for what lies beside it."""
     if tensor.is_meta:
         return "meta"
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return "cpu" if plain and storages.is_away(tensor) else simulated
 
