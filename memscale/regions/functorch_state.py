@@ -35,6 +35,10 @@ def active() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+# Dynamo enters the transforms that it traces, and has a guard for those that it was called in.
+active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def forward_ad() -> bool:
     """Whether tensors here may carry tangents: inside `torch.autograd.forward_ad.dual_level`, or under `jvp`."""
     return torch.autograd.forward_ad._current_level >= 0

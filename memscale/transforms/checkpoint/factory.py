@@ -74,6 +74,8 @@ class Checkpointed(Transformed):
         # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.
         try:
             if torch.compiler.is_compiling():
+                if functorch_state.active():  # which is traced itself: what a backward would keep is the compiler's
+                    return self.fn(*args, **kwargs)
                 return _traced(self.fn, self.how.policy, args, kwargs)
         finally:
             pass

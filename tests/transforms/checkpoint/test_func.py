@@ -175,3 +175,9 @@ def test_forward_mode_through_a_region_that_returns_what_it_is_given(fn):
     value, slope = jvp(lambda x: pytree_leaves(checkpoint()(fn)(x))[0], (X,), (W[:3],))
     assert torch.equal(value, X)
     assert torch.equal(slope, W[:3])
+
+
+def test_a_transform_that_is_compiled_around_a_region():
+    region = checkpoint()(lambda x: layer(x, W) * W.sum())
+    slope = grad(lambda x: region(x).sum())
+    assert torch.equal(torch.compile(slope, fullgraph=True, backend="eager")(X), slope(X))
