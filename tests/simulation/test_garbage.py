@@ -9,9 +9,12 @@ from memscale.simulation.sandbox.garbage import few_collections
 
 
 @pytest.fixture(autouse=True)
-def _nothing_frozen():
+def _as_python_collects():
+    before = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
     yield
+    gc.set_threshold(*before)
     gc.freeze()  # as all tests are, so that their collections are quick
 
 

@@ -82,7 +82,8 @@ class _Pool:
     """The bytes of a tier, handed out first fit, from those that were given back last where they fit."""
 
     def __init__(self, cap: int) -> None:
-        self.bytes = torch.full((cap,), _POISON, dtype=torch.uint8)
+        self.bytes = torch.empty(cap, dtype=torch.uint8)
+        self.poisoned = 0  # up to here: pages that nobody takes cost nothing
         self.taken: dict[Slot, None] = {}
         self.leaving: list[tuple[Slot, Sequence[Event]]] = []
         self.high_water = 0
@@ -96,6 +97,8 @@ class _Pool:
             start = max(start, stop)
         if start + nbytes > len(self.bytes):
             return None
+        self.bytes[self.poisoned : start + nbytes].fill_(_POISON)
+        self.poisoned = max(self.poisoned, start + nbytes)
         buffer = Slot(tier, nbytes, start)
         self.taken[buffer] = None
         self.high_water = max(self.high_water, sum(taken.nbytes for taken in self.taken))
