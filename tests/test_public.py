@@ -87,9 +87,9 @@ memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
 memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted faults folder
     give_consent schema take_consent_back uncounted week_of
-memscale.transforms: cast checkpoint listeners may_be_proven name offload proven_rows tile
+memscale.transforms: Cut cast checkpoint layers listeners may_be_proven name offload proven_rows tile
 memscale.transforms.cast:
-memscale.transforms.checkpoint: Checkpoint Checkpointed checkpoint is_view recomputed_regions
+memscale.transforms.checkpoint: Checkpoint Checkpointed Cut checkpoint is_view layers recomputed_regions
 memscale.transforms.offload:
 memscale.transforms.tile:
 memscale.transforms.tile.head:

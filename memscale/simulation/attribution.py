@@ -119,6 +119,34 @@ class SimulatedStep:
         within = [f"{op.path}.".startswith(inside) for op in self.ledger.ops[first_op:] if op.phase is Phase.FORWARD]
         return sum(now and not before for before, now in itertools.pairwise([False, *within]))
 
+    def given_bytes(self, paths: Sequence[str]) -> list[int]:
+        """The bytes that each of the modules at `paths`, which run one after the other, is given by those before it.
+
+        That is the last that these made which is still there when the module begins; 0 if nothing is.
+        """
+        ledger, owners = self.ledger, Owners(paths)
+        begin, first_op = ledger.steps[-1]
+        firsts: dict[int, int] = {}
+        for at, op in enumerate(ledger.ops[first_op:], first_op):
+            if op.phase is Phase.FORWARD and (part := owners.of(op.path)) != OUTSIDE:
+                firsts.setdefault(part, at)
+        given = [0] * len(paths)
+        waiting = sorted(((at, part) for part, at in firsts.items()), reverse=True)
+        there: dict[int, None] = {}
+        for event, now in zip(ledger.events[begin:], ledger.event_ops[begin:], strict=True):
+            while waiting and now >= waiting[-1][0]:
+                made = [ledger.records[number] for number in there]
+                last = max((record.op for record in made), default=-1)
+                # Beside its values an operator may give indices or statistics.
+                given[waiting.pop()[1]] = max((record.nbytes for record in made if record.op == last), default=0)
+            number = abs(event) - 1
+            record = ledger.records[number]
+            if event < 0:
+                there.pop(number, None)
+            elif "float" in record.dtype and owners.of(record.path) != OUTSIDE:
+                there[number] = None
+        return given
+
     def attribution(self, paths: Sequence[str]) -> Attribution:
         """What the modules at `paths`, none of which is inside another, hold of its last step, and when."""
         return attribute(self.ledger, self.clock, paths)

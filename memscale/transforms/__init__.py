@@ -1,10 +1,21 @@
 """The transforms: one file each, and the policies they take."""
 
 from memscale.transforms.cast.factory import cast
-from memscale.transforms.checkpoint import checkpoint
+from memscale.transforms.checkpoint import Cut, checkpoint, layers
 from memscale.transforms.labels import listeners, name
 from memscale.transforms.offload.factory import offload
 from memscale.transforms.tile.factory import tile
 from memscale.transforms.tile.independence import may_be_proven, proven_rows
 
-__all__ = ["cast", "checkpoint", "listeners", "may_be_proven", "name", "offload", "proven_rows", "tile"]
+__all__ = [
+    "Cut",
+    "cast",
+    "checkpoint",
+    "layers",
+    "listeners",
+    "may_be_proven",
+    "name",
+    "offload",
+    "proven_rows",
+    "tile",
+]

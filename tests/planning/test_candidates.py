@@ -8,6 +8,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.planning.engine import DecisionEngine
+from memscale.planning.parts.rows import cuts_of_row
 from tests.planning.test_plan import CPU
 from tests.support.models import TransformerBlock
 
@@ -117,3 +118,31 @@ def test_a_row_of_single_operations_is_cut_behind_convolutions():
     (rule,) = plan
     assert rule.transform.cuts
     assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
+
+
+def test_a_stretch_of_a_convnet_begins_in_one_module_and_ends_in_the_next():
+    """What a convolution gives is worth keeping, and is inside a module: plans ran every second one again, for 1.12."""
+
+    def layer(cin, cout):
+        return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1), nn.BatchNorm2d(cout), nn.ReLU(inplace=True))
+
+    model = nn.Sequential(layer(3, 16), layer(16, 16), nn.MaxPool2d(2), layer(16, 32), layer(32, 32))
+    engine = DecisionEngine(model, torch.ones(8, 3, 64, 64), loss=lambda y, _: y.square().mean(), hardware=CPU)
+    plan = engine.plan(int(0.85 * engine.plain.peak_bytes))
+    (rule,) = plan
+    assert any(isinstance(cut, tuple) for cut in rule.transform.cuts)
+    assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
+    assert plan.evidence.planned.step_seconds < 1.1 * plan.evidence.plain.step_seconds
+
+
+def test_cuts_of_a_row_take_less_time_for_more_bytes():
+    layers = [[nn.Conv2d(8 if at else 3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()] for at in range(4)]
+    model, batch = nn.Sequential(*[each for layer in layers for each in layer]), torch.ones(8, 3, 64, 64)
+    step = {"loss": lambda y, _: y.square().mean()}
+    plain = DecisionEngine(model, batch, hardware=CPU, **step).searches[0].plain
+    plans = [ms.Plan({"": ms.checkpoint(cuts=cuts)}) for cuts in cuts_of_row(model, "", plain)]
+    steps = [ms.profile(model, batch, plan=plan, hardware=plain.clock.hardware, **step) for plan in plans]
+    times, peaks = [each.step_seconds for each in steps], [each.peak_bytes for each in steps]
+    assert len(plans) > 2
+    assert times[0] > 1.1 * min(times)
+    assert peaks[0] < peaks[-1] < plain.profile().peak_bytes

@@ -14,12 +14,12 @@ from torch import nn
 from memscale import policies
 from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
-from memscale.planning.parts.blocks import could_be_block
 from memscale.planning.parts.heads import is_tied, loss_head
 from memscale.planning.parts.parts import Part
+from memscale.planning.parts.rows import cuts_of_row
 from memscale.runtime import AsyncOffloadConfig
 from memscale.simulation import SimulatedStep
-from memscale.transforms import cast, checkpoint, may_be_proven, offload, tile
+from memscale.transforms import Cut, cast, checkpoint, may_be_proven, offload, tile
 
 # Into how many pieces rows are cut: enough for what is alive at once to be small, few enough for large products. Finer
 # where nothing fits otherwise: as many pieces take as many times as long to simulate.
@@ -28,8 +28,6 @@ _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
 # time than pieces of two, and the step held 3 % less.
 _FEWEST_ROWS = 2
-# A row of single operations is cut at each of so many with a weight.
-_EVERY = (1, 2, 4)
 # What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
 # next to nothing, and are many to simulate (of 24 rounds of two cells, the smallest plan took 5 s instead of 28).
 _MANY_TURNS = 8
@@ -159,7 +157,7 @@ class Menu:
                 yield Candidate(((child, again),))
             if len(part.children) > 1:
                 yield Candidate(tuple((child, again) for child in part.children))
-            for cuts in _cuts(part.module):
+            for cuts in self._cuts(part, step):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
         for child in cut:
             yield Candidate(((child, pieces),))
@@ -209,7 +207,7 @@ class Menu:
             twice = tuple((path, again) for path in inside if len(inside) > 1)
             if twice:
                 yield Candidate(((whole, again), *twice))
-            for cuts in _stretches(group.module):
+            for cuts in self._cuts(group, step):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
             for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):
                 yield Candidate(((whole, pieces), *twice))
@@ -249,6 +247,9 @@ class Menu:
         may = self.tiles and step.turns(part.path) < _MANY_TURNS and may_be_proven(step.operators(part.path))
         return min(_CHUNKS, self.rows // _FEWEST_ROWS) if may and self.rows >= 2 * _FEWEST_ROWS else 0
 
+    def _cuts(self, part: Part, step: SimulatedStep) -> Iterator[tuple[Cut, ...]]:
+        return cuts_of_row(part.module, part.path, step) if step.turns(part.path) < _MANY_TURNS else iter(())
+
     def _tile(self, chunks: int) -> Transform:
         # One row has nothing to cut, and its positions are rows to what works on each alone.
         return tile(chunks=chunks) if self.rows >= chunks else tile(chunks=chunks, dim=1)
@@ -261,32 +262,6 @@ class Menu:
             for inside, each in candidate.rules
         ]
         return Candidate(tuple(rules))
-
-
-def _cuts(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Where a row of single operations is cut: behind those with a weight, whose results are kept then, or before them,
-    which keeps less and runs them again; at each, every second, every fourth, or early ones only, behind which the row
-    is as it is."""
-    row = list(module.children())
-    if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
-        return
-    weighty = [at for at, each in enumerate(row) if any(one.ndim >= 2 for one in each.parameters())]
-    for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
-        for every in _EVERY if len(weighty) > 1 else ():
-            cuts = places[every - 1 :: every]
-            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
-                if count:
-                    yield tuple(cuts[:count])
-
-
-def _stretches(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Where a row of blocks is cut into stretches of several that are run again each: all of it, or the early ones."""
-    if type(module).forward is nn.Sequential.forward:
-        for every in _EVERY[1:]:
-            cuts = range(every, len(list(module.children())), every)
-            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
-                if count:
-                    yield tuple(cuts[:count])
 
 
 def _dims(module: nn.Module) -> dict[str, Any]:

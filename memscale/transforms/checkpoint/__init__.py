@@ -3,5 +3,6 @@
 from memscale.transforms.checkpoint.factory import Checkpoint, Checkpointed, checkpoint
 from memscale.transforms.checkpoint.recompute import recomputed_regions
 from memscale.transforms.checkpoint.selective import is_view
+from memscale.transforms.checkpoint.stretches import Cut, layers
 
-__all__ = ["Checkpoint", "Checkpointed", "checkpoint", "is_view", "recomputed_regions"]
+__all__ = ["Checkpoint", "Checkpointed", "Cut", "checkpoint", "is_view", "layers", "recomputed_regions"]

@@ -28,7 +28,7 @@ from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
 from memscale.transforms.checkpoint.selective import Recorder
-from memscale.transforms.checkpoint.stretches import check_cuts, check_row, stretches
+from memscale.transforms.checkpoint.stretches import Cut, check_cuts, check_row, stretches
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,7 +39,7 @@ class Checkpoint(Transform):
     uses_runtime: ClassVar[bool] = True
 
     policy: Policy = nothing_saveable
-    cuts: tuple[int, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if self.cuts:
@@ -85,7 +85,7 @@ class Checkpointed(Transformed):
 
 
 @by_name
-def checkpoint(*, policy: Policy | None = None, cuts: tuple[int, ...] = ()) -> Transform:
+def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> Transform:
     """A transform that keeps a function's inputs for backward and recomputes the rest.
 
     ``checkpoint()(f)`` computes what ``f`` computes, bit for bit, as do its gradients of any order:
@@ -108,8 +108,9 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[int, ...] = ()) -> T
         policy: which intermediate values to keep all the same, one of `memscale.policies`; `None` is
             `policies.nothing_saveable`. Under `torch.func` every policy but `everything_saveable` keeps inputs only,
             and under `torch.compile`, which does not see labels, policies by name do.
-        cuts: for an `nn.Sequential`: before which of its children, counted from 0, another region begins. Each stretch
-            up to a cut keeps its input and is recomputed by itself; behind the last cut all is as it is. Under
+        cuts: for an `nn.Sequential`: before which of its children, counted from 0, another region begins; ``(2, 1)`` is
+            before child 1 of child 2, an `nn.Sequential` too, so that a region begins in one and ends in the next. Each
+            stretch up to a cut keeps its input and is recomputed by itself; behind the last cut all is as it is. Under
             `torch.compile` it is one region, of which the compiler decides.
 
     Cuts behind layers with weights keep what those give, and recompute what is cheap:
@@ -127,9 +128,9 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[int, ...] = ()) -> T
         CorrectnessError: in backward, when what the region depends on was changed in place, or when the recompute
             differs from the run; in forward, when the region changes something that cannot be brought back.
         RuntimeUnavailable: in forward, when the policy moves a value of a device that nothing here can move from.
-        TransformError: when what has `cuts` is no `nn.Sequential`, or too short; when the policy moves a value under
-            `torch.compile`, when a region under `torch.func` changes a tensor that it is given in place, or when an
-            argument leads to more than 4,096 objects.
+        TransformError: when what has `cuts` is no `nn.Sequential`, or too short, or what they go through has hooks;
+            when the policy moves a value under `torch.compile`, when a region under `torch.func` changes a tensor that
+            it is given in place, or when an argument leads to more than 4,096 objects.
 
     Cost: saves the region's residuals; pays its forward again, up to the last value that backward needs.
 

@@ -1,14 +1,15 @@
 """Where an `nn.Sequential` is cut into regions: stretches of its children, each but the last checkpointed by itself.
 
 What a stretch keeps is its input, so where to cut says what is kept: behind each convolution of a VGG, that is what the
-convolutions give, and BatchNorm, activation and pooling are computed again, up to the next convolution's input.
+convolutions give, and BatchNorm, activation and pooling are computed again, up to the next convolution's input. Where
+such layers are in nn.Sequentials of their own, a stretch begins in one and ends in the next: a cut goes through them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,23 +18,27 @@ from torch import nn
 from memscale.algebra import Transformed
 from memscale.core import ConfigError, TransformError
 
+#: Before which child another stretch begins: of the row, or of one in it, by the numbers on the way there.
+Cut = int | tuple[int, ...]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-def check_cuts(cuts: Any) -> tuple[int, ...]:
+
+def check_cuts(cuts: Any) -> tuple[Cut, ...]:
     """The cuts as a tuple.
 
     Raises:
         ConfigError: they are no places between children, in their order.
     """
-    counted = isinstance(cuts, (tuple, list)) and all(type(at) is int and at > 0 for at in cuts)
-    if not counted or any(one >= two for one, two in pairwise(cuts)):
+    counted = isinstance(cuts, (tuple, list)) and all(map(_is_cut, cuts))
+    if not counted or any(_place(one) >= _place(two) for one, two in pairwise(cuts)):
         raise ConfigError(
             f"checkpoint(cuts={cuts!r}) must be a tuple of increasing ints of at least 1: before which children of an "
-            "nn.Sequential another region begins"
+            "nn.Sequential another region begins; (2, 1) is before child 1 of child 2"
         )
-    return tuple(cuts)
+    return tuple(at if isinstance(at, int) else tuple(at) for at in cuts)
 
 
-def check_row(fn: Callable[..., Any], cuts: tuple[int, ...]) -> None:
+def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
     """Raise TransformError unless `fn` is an `nn.Sequential`, or the forward of one, that can be cut there."""
     row = _row(fn)
     if row is None:
@@ -41,18 +46,86 @@ def check_row(fn: Callable[..., Any], cuts: tuple[int, ...]) -> None:
             f"checkpoint(cuts={cuts}) is for an nn.Sequential with the forward of its class and nothing around it, and "
             f"this is {fn!r}; name its children, or leave cuts out"
         )
-    if cuts[-1] >= len(row):
-        raise TransformError(
-            f"checkpoint(cuts={cuts}) cuts before child {cuts[-1]}, and this nn.Sequential has {len(row)} children, "
-            f"from 0 to {len(row) - 1}"
-        )
+    for cut in cuts:
+        at, *inside = _place(cut)
+        within, where = row, "this nn.Sequential"
+        for deeper in (*inside, None):
+            if at >= len(within):
+                raise TransformError(
+                    f"checkpoint(cuts={cuts}) cuts before child {at}, and {where} has {len(within)} children, from 0 "
+                    f"to {len(within) - 1}"
+                )
+            if deeper is not None:
+                within, where, at = _opened(within[at], at, cuts), f"child {at} of it", deeper
 
 
-def stretches(fn: Callable[..., Any], cuts: tuple[int, ...]) -> list[Callable[..., Any]]:
+def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """The functions, one after the other, that `fn` is, with the children that it has now."""
     check_row(fn, cuts)
-    children = tuple(_row(fn) or ())
-    return [functools.partial(_in_a_row, children[begin:end]) for begin, end in pairwise((0, *cuts, len(children)))]
+    row = _row(fn)
+    assert row is not None
+    places = [_place(cut) for cut in cuts]
+    found: list[list[nn.Module]] = [[]]
+    opened = {place[:depth] for place in places for depth in range(1, len(place))}
+    for place, child in _in_order(row, opened):
+        # A cut before a child that is cut itself is before the first one in it.
+        while places and place >= places[0]:
+            del places[0]
+            found.append([])
+        found[-1].append(child)
+    return [functools.partial(_in_a_row, tuple(children)) for children in found]
+
+
+def layers(module: nn.Module) -> list[tuple[Cut, nn.Module]]:
+    """What runs in `module` one after the other, each with the cut before it, as deep as cuts go; else nothing."""
+    row = _row(module)
+    if row is None:
+        return []
+    found: list[tuple[Cut, nn.Module]] = []
+    for number, child in enumerate(row):
+        inside = layers(child) if _opens(child) else []
+        found += [((number, *_place(cut)) if at else number, each) for at, (cut, each) in enumerate(inside)]
+        found += [] if inside else [(number, child)]
+    return found
+
+
+def _opens(module: nn.Module) -> bool:
+    """Whether a cut may go through `module`: an nn.Sequential in which nothing runs but its children."""
+    hooked = any(getattr(module, name) for name in _HOOKS) or vars(module).get("_compiled_call_impl") is not None
+    return _row(module) is not None and type(module).__call__ is nn.Module.__call__ and not hooked
+
+
+def _opened(module: nn.Module, at: int, cuts: tuple[Cut, ...]) -> nn.Sequential:
+    if not _opens(module):
+        raise TransformError(
+            f"checkpoint(cuts={cuts}) cuts through child {at}, a {type(module).__name__}, and can do so only where "
+            "that is an nn.Sequential with the forward of its class, no transform, no hooks and no compiler around it; "
+            "cut before it or behind it"
+        )
+    assert isinstance(module, nn.Sequential)
+    return module
+
+
+def _is_cut(cut: Any) -> bool:
+    place = cut if isinstance(cut, (tuple, list)) and len(cut) > 1 else (cut,)
+    # What is before the first child of a child is before that child, which has one way to be written.
+    return all(type(at) is int and at >= 0 for at in place) and place[-1] > 0
+
+
+def _place(cut: Cut) -> tuple[int, ...]:
+    return (cut,) if isinstance(cut, int) else tuple(cut)
+
+
+def _in_order(
+    row: nn.Sequential, opened: set[tuple[int, ...]], at: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], nn.Module]]:
+    """The modules that run one after the other, and where they are, with what is in the rows at `opened`."""
+    for number, child in enumerate(row):
+        place = (*at, number)
+        if place in opened and isinstance(child, nn.Sequential):
+            yield from _in_order(child, opened, place)
+        else:
+            yield place, child
 
 
 def _row(fn: Callable[..., Any]) -> nn.Sequential | None:

@@ -29,6 +29,18 @@ def row():
     )
 
 
+def rows_in_a_row():
+    """The same layers, in rows of their own; the last of them is of a class that says nothing new."""
+    layers = list(row())
+    own = type("Own", (nn.Sequential,), {})
+    return nn.Sequential(
+        nn.Sequential(*layers[:3]),
+        layers[3],
+        nn.Sequential(nn.Sequential(*layers[4:6]), *layers[6:9]),
+        own(*layers[9:]),
+    )
+
+
 def step(model):
     torch.manual_seed(1)
     x = torch.rand(4, 3, 12, 12, requires_grad=True)
@@ -51,6 +63,40 @@ def test_stretches_compute_what_the_row_does(policy):
         assert_same(step(fit), step(model))
     for other in (copy.deepcopy(fit), pickle.loads(pickle.dumps(fit))):
         assert_same(step(other), step(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("cuts", [((0, 1), (2, 1), (2, 2)), (1, (2, 0, 1), (3, 1))])
+def test_a_stretch_begins_in_one_row_and_ends_in_the_next(cuts):
+    model = rows_in_a_row()
+    fit = ms.transform(rows_in_a_row(), {"": ms.checkpoint(cuts=cuts)})
+    assert fit.state_dict().keys() == model.state_dict().keys()
+    for _ in range(2):
+        assert_same(step(fit), step(model))
+    assert ms.Plan.from_json(ms.Plan({"": ms.checkpoint(cuts=cuts)}).to_json()) == ms.Plan(
+        {"": ms.checkpoint(cuts=cuts)}
+    )
+
+
+def test_rows_in_a_row_keep_what_one_row_does():
+    x = torch.rand(4, 3, 12, 12)
+
+    def kept(model, cuts):
+        found = ms.saved_residuals(ms.transform(model, {"": ms.checkpoint(cuts=cuts)}), x)
+        return sum(each.nbytes for each in found if each.source == "intermediate")
+
+    assert kept(rows_in_a_row(), ((0, 1), (2, 0, 1), (2, 2))) == kept(row(), (1, 5, 7))
+
+
+def test_what_runs_around_the_children_of_a_row_is_not_passed_over():
+    fit = ms.transform(rows_in_a_row(), {"": ms.checkpoint(cuts=((0, 1),))})
+    handle = fit[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ms.TransformError, match="cuts through child 0, a Sequential"):
+        step(fit)
+    handle.remove()
+    assert_same(step(fit), step(rows_in_a_row()))
+    for plan in ({"0": ms.checkpoint(), "": ms.checkpoint(cuts=((0, 1),))}, {"": ms.checkpoint(cuts=((1, 1),))}):
+        with pytest.raises(ms.TransformError, match="cuts through child"):
+            step(ms.transform(rows_in_a_row(), plan))
 
 
 def test_behind_a_cut_its_layers_output_is_kept_and_nothing_else():
@@ -82,7 +128,7 @@ def test_what_cannot_be_cut_is_told_before_it_runs():
         def forward(self, x):
             return super().forward(x)
 
-    for cuts in ((0,), (2, 1), (1, 1), (True,), 3, "12"):
+    for cuts in ((0,), (2, 1), (1, 1), (True,), 3, "12", ((1,),), ((1, 0),), ((-1, 1),), ((1, 2), 1), ((0, True),)):
         with pytest.raises(ms.ConfigError, match="increasing ints"):
             ms.checkpoint(cuts=cuts)
     layers = [nn.Linear(3, 3), nn.Tanh()]
@@ -91,6 +137,7 @@ def test_what_cannot_be_cut_is_told_before_it_runs():
         (Own(*layers), ms.checkpoint(cuts=(1,)), r"for an nn\.Sequential"),
         (nn.Sequential(*layers), ms.compose(ms.checkpoint(cuts=(1,)), ms.tile(chunks=2)), "nothing around it"),
         (nn.Sequential(*layers), ms.checkpoint(cuts=(1, 2)), "has 2 children, from 0 to 1"),
+        (nn.Sequential(nn.Sequential(*layers)), ms.checkpoint(cuts=((0, 2),)), "child 0 of it has 2 children"),
     ):
         with pytest.raises(ms.TransformError, match=reason):
             ms.transform(nn.ModuleDict({"a": module}), {"a": how})
