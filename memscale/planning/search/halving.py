@@ -8,7 +8,6 @@ only, and the smaller one among slower ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from memscale.planning.search.ladder import FASTER, USED, WORTH, Ladder, Shown
@@ -24,6 +23,7 @@ _ABOVE, _BELOW = 1.06, (0.85, 0.6, 0.0)
 def halve(
     ladder: Ladder,
     prove: Callable[[Assignment], Shown],
+    is_too_large: Callable[[Assignment], bool],
     limit_bytes: int,
     below: float,
     rounds: int,
@@ -32,6 +32,7 @@ def halve(
 
     Args:
         ladder: of the choices.
+        is_too_large: whether a step takes more than the limit so surely that it need not be simulated.
         prove, limit_bytes, below, rounds: as in `Ladder.look`.
 
     Returns:
@@ -40,33 +41,37 @@ def halve(
     bound: list[float] = []
     shown, surely = set[Assignment](), set[Assignment]()
     fitted = False  # a surer form that fits says nothing of the rungs further down
-    late = math.inf  # by how much steps are later than is thought, at least
+    late: float | None = None  # by how much steps are later than is thought, at least
 
-    def simulated(assignment: Assignment) -> Shown:
+    def fitting(assignment: Assignment) -> Shown | None:
+        """The step, if it fits."""
         nonlocal late
+        if is_too_large(assignment):
+            return None
         found = prove(assignment)
-        late = min(late, found.seconds - ladder.seconds(assignment))
-        return found
+        later = found.seconds - ladder.seconds(assignment)
+        late = later if late is None else min(late, later)
+        return found if found.taken_bytes <= limit_bytes else None
 
     over = ladder.rung(_ABOVE * limit_bytes) - 1  # the lowest rung that takes more, as far as is known
     for share in _BELOW:
         fits = min(ladder.rung(share * limit_bytes), ladder.last + 1)  # the highest that does not
         while (rung := between(over, fits, GRAIN if share else 1)) is not None:  # the last one is a choice of its own
             choice = ladder.choice(rung)
-            if ladder.seconds(choice.assignment) + (late if shown else 0.0) >= below * (1 - FASTER):
+            if ladder.seconds(choice.assignment) + (late or 0.0) >= below * (1 - FASTER):
                 fits = rung  # there is one that is as fast
                 continue
             if choice.assignment not in shown and len(shown) == rounds:
                 return bound
             shown.add(choice.assignment)
-            found = simulated(choice.assignment)
-            if found.taken_bytes > limit_bytes:
+            found = fitting(choice.assignment)
+            if found is None:
                 over = ladder.until(choice, rung)
-                surer = ladder.surer(choice.assignment, below - late)
+                surer = ladder.surer(choice.assignment, below - (late or 0.0))
                 if surer is not None and surer not in shown | surely:
                     surely.add(surer)
-                    sure = simulated(surer)
-                    if sure.taken_bytes <= limit_bytes:
+                    sure = fitting(surer)
+                    if sure is not None:
                         below, bound = min(below, sure.seconds), bound or [choice.bound]
                 continue
             fits, below, bound, fitted = rung, min(below, found.seconds), [choice.bound], True
