@@ -39,6 +39,8 @@ class Offloaded(Transformed):
     how: Offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and functorch_state.active():
+            return self.fn(*args, **kwargs)  # one graph with its derivative: nothing is kept that could move
         why = "offload() decides tensor by tensor, while the region runs, what to move"
         return uncompiled(_eager, why, self, args, kwargs)
 

@@ -121,3 +121,13 @@ def test_a_region_inside_the_checkpoint_keeps_nothing_of_its_own():
     expected = torch.func.grad(chain([lambda x, w: layer(x.exp(), w)]))(*inputs())
     assert bits(torch.func.grad(chain([outer]))(*inputs())) == bits(expected)
     assert where.stats() == {}
+
+
+def test_a_transform_that_is_compiled_around_a_region():
+    region = ms.offload(min_bytes=0)(lambda x: x.sin() * x)
+    x = torch.randn(3)
+
+    def slope(x):
+        return torch.func.vjp(lambda x: region(x * 2).sum(), x)[1](torch.ones(()))[0]
+
+    assert torch.equal(torch.compile(slope, fullgraph=True, backend="eager")(x), slope(x))
