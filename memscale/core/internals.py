@@ -257,6 +257,7 @@ INTERNALS = tuple(
         (f"{_ATEN}_euclidean_dist", "to know it", _S),
         (f"{_ATEN}_trilinear", "to know it", _S),
         (f"{_ATEN}_unsafe_masked_index", "to know it", _S),
+        (f"{_ATEN}_embedding_bag", "bags of a card", _S),
         (f"{_ATEN}_softmax", "a softmax on a card", _S),
         (f"{_ATEN}_log_softmax", "a softmax on a card", _S),
         (f"{_ATEN}_fused_rms_norm", "a norm on a card", _S),

@@ -34,6 +34,20 @@ def _in_one_format(*images: torch.Tensor) -> list[int]:
     return [0 if image.is_contiguous(memory_format=kept) else image.nbytes for image in images]
 
 
+def _as_forward_had(grad: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, *, with_weight: bool) -> list[int]:
+    """What it takes to bring the image, which only the weight's gradient reads, and then the gradient into one format.
+
+    That is the one of forward: a gradient that lies otherwise, after a permute, is copied.
+
+    Source: ``determine_backend_memory_format`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    copy, _ = _in_one_format(image, kernel)
+    if not any(map(has_channels_last, (image, kernel))):
+        return [copy * with_weight, copied(grad)]
+    kept = CHANNELS_LAST[grad.dim()]
+    return [copy * with_weight, 0 if grad.is_contiguous(memory_format=kept) else grad.nbytes]
+
+
 def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """Source: ``_convolution`` in aten/src/ATen/native/Convolution.cpp, and Conv_v8.cpp."""
     if without_cudnn(args, capability):
@@ -124,7 +138,7 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
         return *copies, *_products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
     of_image = of_weight = 0
     if not without_cudnn(given, capability):
-        copies, convolved = taken(*_in_one_format(*args[:3])[:2]), _convolved(given, grad)
+        copies, convolved = taken(*_as_forward_had(*args[:3], with_weight=wanted[1])), _convolved(given, grad)
         of_image = convolved.result_bytes(capability) if args[7] else convolved.image_bytes(capability)
         of_weight = convolved.weight_bytes(capability, multiprocessors)
     parts: list[Program] = [(Result(0), *briefly(of_image * wanted[0])), (Result(1), *briefly(of_weight * wanted[1]))]

@@ -218,6 +218,16 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), x.new_empty(0)  # a buffer is for CPUs
 
 
+def _bags(
+    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scales: bool = False, mode: int = 0, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """The bag of each index, for all modes, and the largest of each bag for one (``_embedding_bag_cuda``)."""
+    ends_with_offset = len(rest) > 2 and rest[2]
+    bags = offsets.size(0) - bool(ends_with_offset)
+    largest = (bags, weight.size(1)) if mode == 2 else (0,)
+    return weight.new_empty(bags, weight.size(1)), *map(indices.new_empty, (indices.shape, offsets.shape, largest))
+
+
 def _margin_loss(
     x: torch.Tensor, target: torch.Tensor, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = 1
 ) -> torch.Tensor:
@@ -238,6 +248,7 @@ RESULTS_OF_FUSED: Mapping[OpOverload, Callable[..., Any]] = {
     _GRU_CELL: _gru_state,
     _GRU_CELL_BACKWARD: _gru_gradients,
     aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten._embedding_bag.default: _bags,
     aten.multi_margin_loss.default: _margin_loss,
     aten.multi_margin_loss_backward.default: _margin_gradient,
     **COMPUTED,

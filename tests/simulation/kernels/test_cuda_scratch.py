@@ -12,6 +12,7 @@ from memscale.simulation.kernels.cuda_scratch import (
     cublaslt_workspace_bytes,
 )
 from memscale.simulation.kernels.programs import RESULTS, Result, briefly, most_held, taken
+from memscale.simulation.kernels.shapes import FakeKernels
 from tests.support.kernels import scratch_bytes
 
 MIB = 1 << 20
@@ -394,3 +395,33 @@ def test_a_batch_norm_of_rows_puts_down_the_parts_of_its_sums(shape, parts):
     program = cuda_program("aten.native_batch_norm_backward.default", given, None, (9, 0), 132)
     halves = briefly(parts[0] // 2, parts[1]) if parts else ()
     assert program == (weight.nbytes, weight.nbytes, Result(1), Result(2), *halves, Result(0))
+
+
+def test_a_gradient_in_another_order_than_the_image_is_copied_and_not_the_image():
+    image = torch.empty(8, 64, 56, 56, device="meta")
+    kernel = torch.empty(96, 64, 4, 4, device="meta")
+    grad = torch.empty(8, 96, 14, 14, device="meta")
+    last = torch.channels_last
+
+    def copies(grad, image, kernel, wanted=(True, True, False)):
+        args = (grad, image, kernel, None, [4, 4], [0, 0], [1, 1], False, [0, 0], 1, wanted)
+        program = cuda_program("aten.convolution_backward.default", args, None, H100, 132)
+        return program[: program.index(Result(0))]
+
+    assert copies(grad, image, kernel) == ()
+    assert copies(grad.to(memory_format=last), image, kernel) == (grad.nbytes,)
+    assert copies(grad, image.to(memory_format=last), kernel) == (grad.nbytes,)
+    assert copies(grad, image, kernel.to(memory_format=last)) == (image.nbytes, grad.nbytes)
+    assert copies(grad, image, kernel.to(memory_format=last), (True, False, False)) == (grad.nbytes,)
+
+
+def test_bags_of_a_card_know_the_bag_of_each_index():
+    args = torch.empty(50, 16), torch.empty(200, dtype=torch.int64), torch.empty(10, dtype=torch.int64)
+    for mode, offset_ends, shapes in (
+        (0, False, [(10, 16), (200,), (10,), (0,)]),
+        (1, True, [(9, 16), (200,), (10,), (0,)]),
+        (2, False, [(10, 16), (200,), (10,), (10, 16)]),
+    ):
+        given = (*args, False, mode, False, None, offset_ends)
+        layout = FakeKernels(on_cuda=True).layout(torch.ops.aten._embedding_bag.default, given, {}, args)
+        assert [output.shape for output in layout.outputs] == shapes
