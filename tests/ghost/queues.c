@@ -4,6 +4,10 @@
  * its turn comes, which chance decides, or when somebody waits for it: a copy that nobody waits for may never come. A
  * kernel does nothing, at whatever time.
  *
+ * With a clock (`ghost_clock`) it is done at once, too, and passes for done when its time has come: copies take what their
+ * bytes take on the link, one after the other in each direction, and kernels what `ghost_work` says. The time is that of
+ * a host which goes on by what it is said to take, and as far as it waits.
+ *
  * `ghost_record(1)` begins a record, `ghost_calls` reads it, `ghost_note` adds to it what no call of CUDA's tells: which
  * memory a kernel is given, and when the caching allocator hands out a block.
  */
@@ -41,7 +45,7 @@ void ghost_note(int kind, void *stream, void *at, size_t size) { tell(kind, stre
 /* ---- queues ------------------------------------------------------------------------------------------------ */
 
 typedef struct Stream Stream;
-typedef struct { struct timespec at; unsigned asked, passed; Stream *on; } Event; /* how often it was recorded, and done */
+typedef struct { struct timespec at; unsigned asked, passed; Stream *on; double due; } Event; /* how often it was recorded, and done */
 typedef struct Job {
     int kind; /* CALL_COPY, CALL_FILL, CALL_RECORD or CALL_WAIT */
     char *to;
@@ -52,7 +56,13 @@ typedef struct Job {
     unsigned time;
     struct Job *next;
 } Job;
-struct Stream { int priority, capturing; Job *first, **last; Stream *next; };
+struct Stream { int priority, capturing; Job *first, **last; Stream *next; double end; };
+
+#define MOST_QUEUED 1024
+static struct { int on; double now, copy_seconds, bytes_per_second[2], link_ends[2], ends[MOST_QUEUED]; unsigned launches; pthread_t by; } timed;
+static double later(double a, double b) { return a > b ? a : b; }
+/* The host is the thread that launches: autograd's for the CPU waits for gradients while that goes on. */
+static void wait_until(double end) { if (pthread_equal(timed.by, pthread_self())) timed.now = later(timed.now, end); }
 
 static Stream defaults[4], *streams; /* 0, and the handles that mean the default stream */
 static int stream_count;
@@ -84,7 +94,7 @@ static void step(Stream *stream) { /* the first job, and whatever that has to wa
     if (!stream->first) stream->last = &stream->first;
     free(job);
 }
-static void drain(Stream *stream) { while (stream->first) step(stream); }
+static void drain(Stream *stream) { while (stream->first) step(stream); wait_until(stream->end); }
 static void drain_all(void) { for (Stream *stream = streams; stream; stream = stream->next) drain(stream); }
 static void reach(Event *event, unsigned time) { while (event->passed < time) step(event->on); }
 
@@ -101,9 +111,19 @@ static void let_time_pass(void) {
         if (stream->first && !is_blocked(stream)) step(stream);
     }
 }
+static void take_time(Stream *stream, Job job) {
+    int back = job.how == cudaMemcpyHostToDevice;
+    if (job.kind == CALL_COPY && (back || job.how == cudaMemcpyDeviceToHost)) {
+        timed.now += timed.copy_seconds;
+        double begin = later(later(timed.now, stream->end), timed.link_ends[back]);
+        stream->end = timed.link_ends[back] = begin + 5e-6 + (double)(job.size * job.rows) / timed.bytes_per_second[back];
+    } else if (job.kind == CALL_RECORD) job.event->due = later(stream->end, timed.now);
+    else if (job.kind == CALL_WAIT) stream->end = later(stream->end, job.event->due);
+}
 static void put(cudaStream_t handle, Job job) {
     Stream *stream = stream_of(handle);
     if (!stream->last) enlist(stream);
+    if (timed.on) { take_time(stream, job); done(&job); return; }
     if (!chance && !stream->first && !(job.kind == CALL_WAIT && job.event->passed < job.time)) { done(&job); return; }
     Job *queued = malloc(sizeof *queued);
     *queued = job;
@@ -112,6 +132,31 @@ static void put(cudaStream_t handle, Job job) {
     stream->last = &queued->next;
     let_time_pass();
 }
+/* From here on there is a clock, whose copies take the host and the link so long; with 0 bytes a second there is none. */
+void ghost_clock(double copy_seconds, double out_bytes_per_second, double in_bytes_per_second) {
+    begin();
+    drain_all();
+    timed.on = out_bytes_per_second > 0;
+    timed.copy_seconds = copy_seconds;
+    timed.bytes_per_second[0] = out_bytes_per_second;
+    timed.bytes_per_second[1] = in_bytes_per_second;
+    over(cudaSuccess);
+}
+/* The host has launched a kernel: what that took it, and what it takes the stream. A launch waits while many are queued. */
+void ghost_work(void *handle, double host_seconds, double seconds) {
+    Stream *stream = stream_of(handle);
+    begin();
+    if (!stream->last) enlist(stream);
+    timed.now += host_seconds;
+    if (seconds > 0) {
+        timed.by = pthread_self();
+        double *end = &timed.ends[timed.launches++ % MOST_QUEUED];
+        wait_until(*end);
+        *end = stream->end = later(stream->end, timed.now) + seconds;
+    }
+    over(cudaSuccess);
+}
+double ghost_now(void) { return timed.now; }
 void ghost_delay(unsigned long long seed) { begin(); drain_all(); chance = seed; over(cudaSuccess); }
 
 /* ---- copies ------------------------------------------------------------------------------------------------ */
@@ -179,11 +224,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     begin();
     let_time_pass();
-    if (stream_of(stream)->first) return over(fail(cudaErrorNotReady));
+    if (stream_of(stream)->first || stream_of(stream)->end > timed.now) return over(fail(cudaErrorNotReady));
     tell(CALL_STREAM_WAITED, stream, NULL, NULL, 0);
     return over(cudaSuccess);
 }
-static void wait_for_device(void) { begin(); drain_all(); tell(CALL_DEVICE_WAITED, NULL, NULL, NULL, 0); over(cudaSuccess); }
+static void wait_for_device(void) { begin(); timed.by = pthread_self(); drain_all(); tell(CALL_DEVICE_WAITED, NULL, NULL, NULL, 0); over(cudaSuccess); }
 cudaError_t cudaDeviceSynchronize(void) { wait_for_device(); return cudaSuccess; }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call, void *data, unsigned flags) { cudaStreamSynchronize(stream); call(stream, cudaSuccess, data); return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data) { cudaStreamSynchronize(stream); call(data); return cudaSuccess; }
@@ -206,7 +251,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
     Event *event = (Event *)handle;
     begin();
     let_time_pass();
-    if (event->passed < event->asked) return over(fail(cudaErrorNotReady));
+    if (event->passed < event->asked || event->due > timed.now) return over(fail(cudaErrorNotReady));
     tell(CALL_DONE, NULL, event, NULL, 0);
     return over(cudaSuccess);
 }
@@ -214,12 +259,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     Event *event = (Event *)handle;
     begin();
     reach(event, event->asked);
+    wait_until(event->due);
     tell(CALL_EVENT_WAITED, NULL, event, NULL, 0);
     return over(cudaSuccess);
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
     const Event *first = (Event *)start, *last = (Event *)end;
     if (first->passed < first->asked || last->passed < last->asked) return fail(cudaErrorNotReady);
+    if (timed.on) { *ms = (float)((last->due - first->due) * 1e3); return cudaSuccess; }
     *ms = (float)((double)(last->at.tv_sec - first->at.tv_sec) * 1e3 + (double)(last->at.tv_nsec - first->at.tv_nsec) / 1e6);
     return cudaSuccess;
 }
