@@ -14,6 +14,7 @@ from torch import nn
 from memscale import policies
 from memscale.algebra import Transform, chain, compose
 from memscale.core import batches
+from memscale.planning.parts.blocks import could_be_block
 from memscale.planning.parts.heads import is_tied, loss_head
 from memscale.planning.parts.parts import Part
 from memscale.planning.parts.rows import cuts_of_row
@@ -28,6 +29,8 @@ _HEAD_CHUNKS, _LATE_HEAD_CHUNKS = (4, 16, 64), 16
 # Of a piece of a whole part, but for fine ones: of a GPT-2 with 4 x 512 tokens on a CPU pieces of one row took 7 % more
 # time than pieces of two, and the step held 3 % less.
 _FEWEST_ROWS = 2
+# A row of single operations is cut at each of so many with a weight, one of blocks into stretches of so many.
+_EVERY = (1, 2, 4)
 # What runs so often in a step, as a cell in a loop does, works with a small share of what it keeps: pieces of that free
 # next to nothing, and are many to simulate (of 24 rounds of two cells, the smallest plan took 5 s instead of 28).
 _MANY_TURNS = 8
@@ -157,7 +160,7 @@ class Menu:
                 yield Candidate(((child, again),))
             if len(part.children) > 1:
                 yield Candidate(tuple((child, again) for child in part.children))
-            for cuts in self._cuts(part, step):
+            for cuts in dict.fromkeys((*_at_weights(part.module), *self._cuts(part, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
         for child in cut:
             yield Candidate(((child, pieces),))
@@ -207,7 +210,7 @@ class Menu:
             twice = tuple((path, again) for path in inside if len(inside) > 1)
             if twice:
                 yield Candidate(((whole, again), *twice))
-            for cuts in self._cuts(group, step):
+            for cuts in dict.fromkeys((*_stretches(group.module), *self._cuts(group, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
             for ((_, pieces),) in (each.rules for each in self._cut_whole(group, step) if twice):
                 yield Candidate(((whole, pieces), *twice))
@@ -262,6 +265,31 @@ class Menu:
             for inside, each in candidate.rules
         ]
         return Candidate(tuple(rules))
+
+
+def _at_weights(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
+    """Where a row of single operations is cut, whatever these hold: behind those with a weight, whose results are kept
+    then, or before them, which keeps less and runs them again; at each, every second, every fourth, or early ones."""
+    row = list(module.children())
+    if type(module).forward is not nn.Sequential.forward or any(map(could_be_block, row)):
+        return
+    weighty = [at for at, each in enumerate(row) if any(one.ndim >= 2 for one in each.parameters())]
+    for places in ([at + 1 for at in weighty if at + 1 < len(row)], [at for at in weighty if at]):
+        for every in _EVERY if len(weighty) > 1 else ():
+            cuts = places[every - 1 :: every]
+            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
+                if count:
+                    yield tuple(cuts[:count])
+
+
+def _stretches(module: nn.Module) -> Iterator[tuple[Cut, ...]]:
+    """Where a row of blocks is cut into stretches of several that are run again each: all of it, or the early ones."""
+    if type(module).forward is nn.Sequential.forward:
+        for every in _EVERY[1:]:
+            cuts = range(every, len(list(module.children())), every)
+            for count in dict.fromkeys((len(cuts), 2 * len(cuts) // 3, len(cuts) // 3)):
+                if count:
+                    yield tuple(cuts[:count])
 
 
 def _dims(module: nn.Module) -> dict[str, Any]:

@@ -23,6 +23,8 @@ _LIMITS = 10
 _HALVINGS = 7
 # Of a row's forward: what a region takes by itself, so that of equal cuts the fewer are taken.
 _OF_REGION = 1 / 1000
+# Of more layers the way is long, and rows of as many blocks are cut every so many anyway: 320 took 30 s.
+_MOST_LAYERS = 100
 # At a place so many ways to come there, by what they keep.
 _WAYS = 24
 
@@ -95,6 +97,8 @@ def _fewest(ways: list[tuple[int, float, tuple[Cut, ...]]]) -> list[tuple[int, f
 
 def _row(module: nn.Module, path: str, step: SimulatedStep) -> _Row | None:
     found = layers(module)
+    if len(found) > _MOST_LAYERS:
+        return None
     names = {id(each): f"{path}.{name}".lstrip(".") for name, each in module.named_modules()}
     paths = [names[id(each)] for _, each in found]
     weighty = [any(one.ndim >= 2 for one in each.parameters()) for _, each in found]
