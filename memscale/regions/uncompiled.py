@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from memscale.core import internals
+from memscale.core import TransformError, internals
+from memscale.regions import functorch_state
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -19,6 +20,9 @@ def uncompiled(run: Callable[..., Any], why: str, *arguments: Any, **named: Any)
     # In a `try`, because Dynamo cannot resume in the middle of one, and so leaves this whole frame to Python.
     try:
         if torch.compiler.is_compiling():
+            if functorch_state.active():
+                # Dynamo leaves all of the transform to Python. After a break inside a `vjp` PyTorch 2.10 gives zeros.
+                raise TransformError(f"{why}, which torch.compile cannot trace inside a transform of torch.func")
             torch._dynamo.graph_break(msg=why)
     finally:
         pass

@@ -131,3 +131,13 @@ def test_a_transform_that_is_compiled_around_a_region():
         return torch.func.vjp(lambda x: region(x * 2).sum(), x)[1](torch.ones(()))[0]
 
     assert torch.equal(torch.compile(slope, fullgraph=True, backend="eager")(x), slope(x))
+
+
+def test_a_transform_that_is_compiled_around_streamed_parameters():
+    fit = ms.transform(torch.nn.Linear(3, 2), {"": ms.offload(what="params", min_bytes=0)})
+    x = torch.randn(3)
+
+    def slope(x):
+        return torch.func.vjp(lambda x: fit(x * 2).sum(), x)[1](torch.ones(()))[0]
+
+    assert torch.equal(torch.compile(slope, backend="eager")(x), slope(x))
