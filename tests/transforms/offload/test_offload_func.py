@@ -133,6 +133,7 @@ def test_a_transform_that_is_compiled_around_a_region():
     assert torch.equal(torch.compile(slope, fullgraph=True, backend="eager")(x), slope(x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo's own look at tensors, in PyTorch 2.10
 def test_a_transform_that_is_compiled_around_streamed_parameters():
     fit = ms.transform(torch.nn.Linear(3, 2), {"": ms.offload(what="params", min_bytes=0)})
     x = torch.randn(3)
