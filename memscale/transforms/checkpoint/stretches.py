@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from memscale.algebra import Transformed
+from memscale.algebra import OwnForward, Transformed
 from memscale.core import ConfigError, TransformError
 
 #: Before which child another stretch begins: of the row, or of one in it, by the numbers on the way there.
@@ -131,7 +131,9 @@ def _in_order(
 def _row(fn: Callable[..., Any]) -> nn.Sequential | None:
     if isinstance(fn, Transformed):
         return None
-    forward = getattr(fn, "forward", None) if isinstance(fn, nn.Module) else inspect.unwrap(fn)
+    forward = getattr(fn, "forward", None) if isinstance(fn, nn.Module) else fn
+    if forward is fn or isinstance(forward, OwnForward):  # as `wrap` puts before the class's while it plans
+        forward = inspect.unwrap(forward)
     row = getattr(forward, "__self__", None)
     is_own = getattr(forward, "__func__", None) is nn.Sequential.forward
     return row if is_own and isinstance(row, nn.Sequential) else None
