@@ -277,7 +277,7 @@ def test_the_evidence_says_what_was_decided(planned):
     assert evidence.planned.taken_bytes <= BUDGET < evidence.plain.taken_bytes
     assert evidence.planned.step_seconds > evidence.plain.step_seconds
     assert evidence.gap < 0.01
-    assert [each.path for each in evidence.decisions] == [*map(str, range(6)), ""]
+    assert [each.path for each in evidence.decisions] == [""]  # the row is cut as a whole
     text = plan.explain()
     assert "memory pressure" in text
     assert "proof" in text
