@@ -158,6 +158,7 @@ def _serve() -> None:
     torch.set_num_threads(1)
     values.not_packed()
     values.float_masks_are_of_ones()
+    values.regions_compare_buffers()
     # Copies are done at once here, and a runtime that measured that would keep less than `prefetch_depth` on the card;
     # a profile is of the most that it may keep. With no times it goes by the depth, too.
     CudaEvent.span = lambda self: None  # type: ignore[method-assign]

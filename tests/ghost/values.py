@@ -52,6 +52,24 @@ def float_masks_are_of_ones():
         setattr(masks, name, seen(getattr(masks, name)))
 
 
+def regions_compare_buffers():
+    """Tell regions whether they changed a buffer in their first run: a comparison finds that all of them did."""
+    from unittest import mock
+
+    import memscale.regions.snapshot as snapshot
+
+    same = snapshot.Snapshot._same
+
+    def answered(self, piece):
+        for tensor, old in piece.pairs():
+            if tensor.shape == old.shape and not snapshot.simulating():
+                torch.equal(old, tensor)  # which takes memory
+        with mock.patch.object(snapshot, "simulating", return_value=True):  # by what their modules are
+            return same(self, piece)
+
+    snapshot.Snapshot._same = answered
+
+
 def on_host(x):
     """A CPU tensor over the memory of a ghost tensor."""
     storage = x.untyped_storage()
