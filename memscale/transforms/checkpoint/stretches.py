@@ -32,8 +32,9 @@ def check_cuts(cuts: Any) -> tuple[Cut, ...]:
     counted = isinstance(cuts, (tuple, list)) and all(map(_is_cut, cuts))
     if not counted or any(_place(one) >= _place(two) for one, two in pairwise(cuts)):
         raise ConfigError(
-            f"checkpoint(cuts={cuts!r}) must be a tuple of increasing ints of at least 1: before which children of an "
-            "nn.Sequential another region begins; (2, 1) is before child 1 of child 2"
+            f"checkpoint(cuts={cuts!r}) must be a tuple of places in increasing order, before which another region "
+            "begins: ints of at least 1 for children of an nn.Sequential, and tuples that do not end in 0 for children "
+            "of its children, such as (2, 1) for child 1 of child 2"
         )
     return tuple(at if isinstance(at, int) else tuple(at) for at in cuts)
 
