@@ -105,8 +105,8 @@ def profile(
 def plan(
     model: nn.Module,
     batch: Any,
-    *,
     budget: Budget,
+    *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
     config: Config | None = None,

@@ -93,6 +93,20 @@ TOLD = {
         lambda: ms.profile(layer(), torch.ones(2, 4), loss=lambda y, _: {"mse": y.mean(), "l1": y.mean()}),
         "got dict with 'mse', 'l1'; return the one that backward begins from",
     ),
+    "transform(budget=)": (
+        lambda: ms.transform(layer(), budget="8GiB", batch=torch.ones(2, 4)),
+        r"takes no budget, batch; write transform\(model, plan\(model, batch, budget='8GiB'\)\)$",
+    ),
+    "transform(hardware=)": (
+        lambda: ms.transform(layer(), hardware="t4"),
+        r"batch, budget=\.\.\., hardware=\.\.\.\)\)$",
+    ),
+    "a budget as a plan": (lambda: ms.transform(layer(), "8GiB"), r"for a budget write plan\(model, batch, budget="),
+    "a file as a plan": (lambda: ms.transform(layer(), "a.json"), r"Plan\.from_json\(Path\('a\.json'\)\.read_text"),
+    "an optimizer as a budget": (
+        lambda: plan(torch.optim.SGD([torch.ones(1)])),
+        "^budget=a SGD must be bytes as an int",
+    ),
     "budget=80": (lambda: plan(80), "write budget='80GiB'"),
     "budget='8G'": (lambda: plan("8G"), "write '8GiB' or '8GB'"),
     "budget='0'": (lambda: plan("0"), r"a float in \(0, 1\]$"),
@@ -122,6 +136,8 @@ def test_what_is_meant_is_taken():
     assert ms.cast(compute="bf16") == ms.cast(compute=torch.bfloat16)
     assert plan("90%") == plan(0.9)
     assert plan(np.int64(1 << 30)) == plan(1 << 30)
+    unnamed = ms.plan(layer(), torch.ones(2, 4), "1GiB", loss=lambda y, _: y.mean(), hardware="t4")
+    assert unnamed == plan("1GiB")
 
 
 def test_a_model_that_is_partly_on_meta_is_simulated():

@@ -23,11 +23,18 @@ from memscale.algebra.functions import copy_tree
 from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, Transformed, attach, entitle, placing_in
-from memscale.core import Assembled, PlanError, TransformError, assembled_in
+from memscale.core import Assembled, PlanError, TransformError, assembled_in, shown, takes_no
 from memscale.runtime import Runtime
 from memscale.telemetry import counted
 
 PlanLike = Plan | Mapping[str, Transform] | Iterable[tuple[str, Transform]]
+
+
+def _planned_first(given: Mapping[str, Any]) -> str:
+    """What to write where `transform` was given what `plan` takes: a plan is made once, and may be applied often."""
+    budget = shown(given["budget"]) if "budget" in given else "..."
+    others = "".join(f", {name}=..." for name in given if name not in ("batch", "budget"))
+    return f"transform(model, plan(model, batch, budget={budget}{others}))"
 
 
 @overload
@@ -38,6 +45,7 @@ def transform(
 def transform(
     model: nn.Module, plan: PlanLike, *, optimizer: AnyOptimizer, runtime: Runtime | None = None
 ) -> tuple[nn.Module, AnyOptimizer]: ...
+@takes_no(("batch", "budget", "loss", "config", "hardware", "accumulate", "stepping"), _planned_first)
 @counted("transform")
 def transform(
     model: nn.Module,

@@ -194,6 +194,11 @@ class Plan:
 
 def as_plan(plan: Any) -> Plan:
     """`plan` as a `Plan`: itself, or made from a mapping or pairs."""
+    if isinstance(plan, str):
+        raise PlanError(
+            f"a plan is a Plan or a mapping from paths to transforms, got {plan!r}; for a budget write "
+            f"plan(model, batch, budget=...), and for a file Plan.from_json(Path({plan!r}).read_text())"
+        )
     return plan if isinstance(plan, Plan) else Plan(plan)
 
 

@@ -24,7 +24,7 @@ from memscale.core.host import (
     is_in_memory,
     read_or_empty,
 )
-from memscale.core.misuse import by_name, shown
+from memscale.core.misuse import by_name, shown, takes_no
 from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit, numbers, template
 from memscale.core.pytrees import tensors, unflatten
@@ -107,6 +107,7 @@ __all__ = [
     "simulating",
     "simulation",
     "spellings",
+    "takes_no",
     "template",
     "tensors",
     "unflatten",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from memscale.core.errors import ConfigError
@@ -36,13 +36,44 @@ def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
     return factory
 
 
+def takes_no(
+    names: Iterable[str], write: Callable[[Mapping[str, Any]], str]
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Of a function that lacks arguments that are easily guessed: `write` says where those that it was given belong.
+
+    >>> @takes_no(["size"], lambda given: f"paint(shrink(size={given['size']}))")
+    ... def paint(picture):
+    ...     return picture
+    >>> paint("a"), paint(picture="b")
+    ('a', 'b')
+    >>> paint("a", size=3)
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: paint() takes no size; write paint(shrink(size=3))
+    """
+    known = frozenset(names)
+
+    def around(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        lacks = known - inspect.signature(function).parameters.keys()
+
+        @functools.wraps(function)
+        def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if given := {name: value for name, value in kwargs.items() if name in lacks}:
+                raise ConfigError(f"{function.__name__}() takes no {', '.join(given)}; write {write(given)}")
+            return function(*args, **kwargs)
+
+        return told
+
+    return around
+
+
 def shown(value: Any) -> str:
-    """How a message shows `value`: a module, whose `repr` may have a thousand lines, by its class.
+    """How a message shows `value`: by its class where its `repr` has lines, as of modules and optimizers.
 
     >>> shown(3), shown(__import__("torch").nn.Linear(1, 1))
     ('3', 'a Linear')
     """
-    return f"a {type(value).__name__}" if _is_module(value) else repr(value)
+    text = "\n" if _is_module(value) else repr(value)
+    return f"a {type(value).__name__}" if "\n" in text else text
 
 
 def _is_module(value: Any) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from memscale.core.errors import ConfigError
+from memscale.core.misuse import shown
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -107,7 +108,7 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
         nbytes = int(budget)
     else:
         remedy = f"; write '{budget:g}GiB'" if isinstance(budget, float) and budget > 1 else ""
-        raise ConfigError(f"{argument}={budget!r} must be {_RULE}{remedy}")
+        raise ConfigError(f"{argument}={shown(budget)} must be {_RULE}{remedy}")
     if nbytes < 1:
         raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes and must be at least 1; pass {_RULE}")
     if isinstance(budget, int) and nbytes < _FEWEST_BYTES and whole_bytes >= _GIB:

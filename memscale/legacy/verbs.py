@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +13,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, history_path
+from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, history_path, takes_no
 from memscale.inspection import check_same_numbers
 from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, Executor
@@ -62,22 +60,16 @@ _ELSEWHERE = {
 
 def _with_fields(verb: Callable[_P, _T]) -> Callable[_P, _T]:
     """`verb`, which says where settings belong that are given to it by name."""
-    own = inspect.signature(verb).parameters
-    fields = {each.name for each in dataclasses.fields(Config)} - own.keys()
 
-    @functools.wraps(verb)
-    def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        given = {name: value for name, value in kwargs.items() if name in fields}
-        said = [f"{verb.__name__}(..., {_as_config(given)})"] if given else []
+    def write(given: Mapping[str, object]) -> str:
+        fields = {name: value for name, value in given.items() if name not in _ELSEWHERE}
+        said = [f"{verb.__name__}(..., {_as_config(fields)})"] if fields else []
         for name, instead in _ELSEWHERE.items():
-            if name in kwargs and name not in own:
-                said.append(instead.format(verb=verb.__name__, value=kwargs[name]))
-        if said:
-            names = ", ".join(name for name in kwargs if name in given or (name in _ELSEWHERE and name not in own))
-            raise ConfigError(f"{verb.__name__}() takes no {names}; write {', and '.join(said)}")
-        return verb(*args, **kwargs)
+            if name in given:
+                said.append(instead.format(verb=verb.__name__, value=given[name]))
+        return ", ".join(said)
 
-    return told
+    return takes_no([*(each.name for each in dataclasses.fields(Config)), *_ELSEWHERE], write)(verb)
 
 
 def _as_config(fields: Mapping[str, object]) -> str:
