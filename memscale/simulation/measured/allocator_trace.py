@@ -107,7 +107,8 @@ def measure(
     same events for the timeline. A block belongs to the role of the tensor that holds it before or after
     the step; of the others, one that was allocated outside a backward pass and still lived when a node
     of that pass began is an ``activation``, and the rest are ``temporary``. What lived before the step
-    and has no role is ``other``.
+    and has no role is ``other`` on CUDA, and on CPU it is not counted: without ``roles`` a peak there is that of what
+    the step adds to weights and states, and not to be held against a budget.
 
     >>> import torch, memscale as ms
     >>> trace = ms.measure(lambda: torch.empty(1 << 20, dtype=torch.uint8))
