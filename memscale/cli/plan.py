@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from typer import Option
 
 import memscale as ms
@@ -80,6 +82,14 @@ class _Options:
     plot: Path | None
     html: Path | None
     python: Python = None
+    stepping: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME",
+            help="Let a plan change how the optimizer steps: step_in_groups, step_in_backward, offload_states, or "
+            "quantize_states, which changes numbers. Repeatable.",
+        ),
+    ] = None
 
     @property
     def files(self) -> dict[str, Path | None]:
@@ -118,7 +128,7 @@ def plan(options: PlanOptions) -> int:
         try:
             found = engine.plan(typed_budget(options.budget))
         except BudgetError as error:
-            return nothing_fits(error)
+            return nothing_fits(error, steps=True)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
 
         def plot(path: Path) -> None:
@@ -139,7 +149,7 @@ def plan(options: PlanOptions) -> int:
             "json": found.to_json(),
             "plot": plot,
             "html": Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": as_script(subject, found),
+            "python": as_script(subject, found, engine.optimizer),
         }
         write(options.files, contents)
     show(f"{found.explain()}\n\n{found}")
@@ -168,11 +178,11 @@ def frontier(options: FrontierOptions) -> int:
                 curve = Frontier.of([*curve, Point.of(found)])
         contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
-            contents["python"] = as_script(subject, found)
+            contents["python"] = as_script(subject, found, engine.optimizer)
         write({name: path for name, path in options.files.items() if name in contents}, contents)
     show(str(curve))
     if fault is not None:
-        return nothing_fits(fault)
+        return nothing_fits(fault, steps=True)
     if found is not None:
         show(f"\n{found.explain()}\n\n{found}")
     return 0
@@ -198,6 +208,7 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[Decision
                 config=config,
                 hardware=step.hardware,
                 accumulate=options.step.accumulate,
+                stepping=options.stepping or (),
                 progress=progress,
                 **options.step.ranks,
             )
@@ -210,15 +221,21 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[Decision
         yield engine, step.subject
 
 
-def nothing_fits(error: BudgetError) -> int:
-    """Say so, and return the exit status."""
+def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
+    """Say so, as it is typed for a command that has ``--stepping`` if it `steps`, and return the exit status."""
     said = str(error)
-    for name, field in _SWITCHES.items():  # as it is typed here
+    for name, field in _SWITCHES.items():
         said = said.replace(f"Config({field}=True)", f"--allow {name}")
+    if steps:
+        said = re.sub(r"stepping=\('(\w+)',\)", r"--stepping \1", said)
     print(f"memscale: {said}", file=sys.stderr)
     return DOES_NOT_FIT
 
 
-def as_script(subject: Subject, found: ProvenPlan) -> str:
-    """Python that builds the model and applies the plan."""
-    return f"{subject.code}\n\n{found.to_python()}\n"
+def as_script(subject: Subject, found: ProvenPlan, optimizer: torch.optim.Optimizer | None) -> str:
+    """Python that builds the model, and the optimizer where the plan has rules for it, and applies the plan."""
+    code = subject.code
+    if optimizer is not None and found.of_optimizers():
+        code = code if "import torch\n" in code else f"import torch\n{code}"
+        code += f"\noptimizer = torch.optim.{type(optimizer).__name__}(model.parameters())"
+    return f"{code}\n\n{found.to_python()}\n"

@@ -109,7 +109,7 @@ def tune(options: TuneOptions) -> int:
             "json": found.to_json(),
             "plot": found.plot,
             "html": Frontier.of([Point.of(found.plan)]).html,
-            "python": as_script(subject, found.plan),
+            "python": as_script(subject, found.plan, None),
         }
         write(options.files, contents)
     show(str(found))

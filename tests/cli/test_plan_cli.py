@@ -100,6 +100,18 @@ def test_a_budget_on_the_frontier(folder, capsys):
     assert Path("curve.json").exists()
 
 
+def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
+    step = (*STEP, "--forbid", "tile", "--budget", "1.42MiB")
+    assert command("plan", *step) == 3
+    assert "beside its plan --stepping step_in_backward would lower it" in capsys.readouterr().err, "as it is typed"
+    assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0
+    scope = {}
+    exec(Path("script.py").read_text(), scope)
+    assert "step_in_backward" in repr(scope["plan"])
+    scope["fit"](torch.ones(2, 32)).sum().backward()
+    assert isinstance(scope["optimizer"], torch.optim.AdamW)
+
+
 def test_what_a_plan_may_use(folder, capsys):
     assert command("plan", *STEP, "--budget", "2.2MiB", "--forbid", "checkpoint", "--forbid", "tile") == 3
     shown = capsys.readouterr()
