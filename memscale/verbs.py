@@ -26,6 +26,7 @@ def profile(
     plan: PlanLike | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
+    keeps_output: bool = False,
     probe: bool = False,
     parallel: Parallel | None = None,
     world: int | None = None,
@@ -60,6 +61,9 @@ def profile(
         hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
             model's device.
         accumulate: forward and backward passes for each optimizer step.
+        keeps_output: whether the loop keeps what the model returned until the next output takes its place, as
+            ``output = model(x)`` does in a loop, or in a function until that returns: all logits of a language model,
+            say. Without, it is let go before backward, as in ``loss(model(x)).backward()`` and in the usual trainers.
         probe: run each kernel for real, on the device and on inputs like those of the step, to see what memory it takes
             inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
             Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
@@ -87,6 +91,7 @@ def profile(
         loss=loss,
         plan=plan,
         hardware=hardware,
+        keeps_output=keeps_output,
         probe=probe,
         parallel=parallel,
         world=world,
@@ -97,7 +102,7 @@ def profile(
     if path is not None:
         applied = None if plan is None else as_plan(plan)
         options: dict[str, Any] = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        _keep(found, path, model, batch, plan=applied, optimizer=optimizer, **options)
+        _keep(found, path, model, batch, plan=applied, optimizer=optimizer, loop=_loop(keeps_output), **options)
     return found
 
 
@@ -112,6 +117,7 @@ def plan(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
+    keeps_output: bool = False,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
     parallel: Parallel | None = None,
@@ -138,7 +144,7 @@ def plan(
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
-        batch, optimizer, loss, accumulate: as in `memscale.profile`.
+        batch, optimizer, loss, accumulate, keeps_output: as in `memscale.profile`.
         budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
             ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
         config: which transforms may be used; None is ``Config(mode="aggressive")``: all but `cast`, so the numbers are
@@ -167,6 +173,7 @@ def plan(
         config=config,
         hardware=hardware,
         accumulate=accumulate,
+        keeps_output=keeps_output,
         stepping=stepping,
         progress=progress,
         parallel=parallel,
@@ -178,7 +185,17 @@ def plan(
     if path is not None:
         with_it = engine.steps.profile(found)
         options = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        _keep(with_it, path, model, batch, plan=found, optimizer=optimizer, config=config, **options)
+        _keep(
+            with_it,
+            path,
+            model,
+            batch,
+            plan=found,
+            optimizer=optimizer,
+            config=config,
+            loop=_loop(keeps_output),
+            **options,
+        )
     return found
 
 
@@ -191,6 +208,7 @@ def frontier(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
+    keeps_output: bool = False,
     points: int = POINTS,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
@@ -211,7 +229,7 @@ def frontier(
     Plan()
 
     Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, stepping, progress: as in `plan`.
+        model, batch, optimizer, loss, config, hardware, accumulate, keeps_output, stepping, progress: as in `plan`.
         parallel, world, shard, tensor: as in `plan`.
         points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
 
@@ -226,6 +244,7 @@ def frontier(
         config=config,
         hardware=hardware,
         accumulate=accumulate,
+        keeps_output=keeps_output,
         stepping=stepping,
         progress=progress,
         parallel=parallel,
@@ -234,6 +253,10 @@ def frontier(
         tensor=tensor,
     )
     return engine.frontier(points)
+
+
+def _loop(keeps_output: bool) -> str | None:
+    return "keeps_output" if keeps_output else None  # the usual one goes without saying
 
 
 def _keep(profile: Profile, *subject: Any, **options: Any) -> None:

@@ -105,12 +105,14 @@ def _simulated(step: Step, options: CheckOptions) -> Run:
         loss=subject.loss,
         plan=plan,
         hardware=step.hardware,
+        keeps_output=options.step.keeps_output,
         config=Config(use_empirical_fallback=False),
     )
     batch = batch_of(subject, asked.batch, step.seq)
     profile = profiler.profile(batch, accumulate=asked.accumulate)
     # What was asked for, and not what it came to: that a plan now means something else is what a check is for.
     name = f"{asked.hf} batch={asked.batch} seq={step.seq} accumulate={asked.accumulate} optimizer={asked.optimizer}"
+    name += " keeps_output" * asked.keeps_output
     name += f" dtype={asked.dtype}" * (asked.dtype is not None) + f" plan={options.plan}" * (options.plan is not None)
     about: dict[str, Any] = {"plan": plan, "model": subject.model, "batch": batch}
     return record(profile, name, **about) or Run.of(profile, name, **about)

@@ -140,6 +140,7 @@ def plan(options: PlanOptions) -> int:
                 plan=found,
                 hardware=engine.hardware,
                 accumulate=engine.accumulate,
+                keeps_output=engine.keeps_output,
                 record=False,
                 **options.step.ranks,
             )
@@ -208,6 +209,7 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[Decision
                 config=config,
                 hardware=step.hardware,
                 accumulate=options.step.accumulate,
+                keeps_output=options.step.keeps_output,
                 stepping=options.stepping or (),
                 progress=progress,
                 **options.step.ranks,

@@ -75,6 +75,7 @@ def predict(options: Options) -> int:
             loss=subject.loss,
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
             accumulate=options.step.accumulate,
+            keeps_output=options.step.keeps_output,
             progress=progress,
             **options.step.ranks,
         )

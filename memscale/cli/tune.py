@@ -87,6 +87,7 @@ def tune(options: TuneOptions) -> int:
             config=config,
             hardware=step.hardware,
             accumulate=options.step.accumulate,
+            keeps_output=options.step.keeps_output,
             progress=progress,
             **options.step.ranks,
         )

@@ -66,6 +66,7 @@ class DecisionEngine:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
+        keeps_output: bool = False,
         stepping: Collection[str | Transform] = (),
         progress: Progress | None = None,
         streams: bool = True,
@@ -82,6 +83,7 @@ class DecisionEngine:
         self.loss = loss
         self.config = config if config is not None else Config(mode="aggressive")
         self.accumulate = accumulate
+        self.keeps_output = keeps_output
         self.made_for = self.ranks if self.ranks is not None else Ranks.of_distributed(model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
@@ -97,7 +99,16 @@ class DecisionEngine:
         self._nominal = self.hardware != asked
         distributed = self.ranks is None and self.made_for is not None
         self.steps = StepSimulator(
-            model, batch, optimizer, loss, accumulate, self.hardware, self.ranks, distributed, progress
+            model,
+            batch,
+            optimizer,
+            loss,
+            accumulate,
+            keeps_output,
+            self.hardware,
+            self.ranks,
+            distributed,
+            progress,
         )
         self.plain_step = self.steps.as_it_is()
         self.plain = self.plain_step.profile()
@@ -177,7 +188,7 @@ class DecisionEngine:
             **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.streams} {self._nominal} {stepping} {self.made_for}",
+            "asked": f"{self.accumulate} {self.keeps_output} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
     @property
@@ -367,6 +378,11 @@ class DecisionEngine:
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
 
+    def _loop(self) -> str:
+        if self.keeps_output:
+            return "loop: keeps the model's output until the next one takes its place"
+        return "loop: lets go of the model's output before backward; one that names it needs keeps_output=True"
+
     def _evidence(
         self,
         limit: int,
@@ -394,7 +410,7 @@ class DecisionEngine:
             plain=Figures.of(self.plain),
             bound_seconds=bound_seconds,
             by_tier=profile.by_tier,
-            trace=trace,
+            trace=(*trace, self._loop()),
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),

@@ -26,7 +26,7 @@ class StepSimulator:
     """Simulates steps.
 
     Attributes:
-        model, batch, optimizer, loss, accumulate, hardware: of the step.
+        model, batch, optimizer, loss, accumulate, keeps_output, hardware: of the step.
         ranks: whose it is, if it is asked about as one process's of several.
         is_distributed: whether the model is distributed already, so that there is no copy of it.
         progress: as `Progress`.
@@ -38,6 +38,7 @@ class StepSimulator:
     optimizer: torch.optim.Optimizer | None
     loss: Loss | None
     accumulate: int
+    keeps_output: bool
     hardware: Hardware
     ranks: Ranks | None
     is_distributed: bool
@@ -114,6 +115,7 @@ class StepSimulator:
             loss=self.loss,
             plan=plan if plan else None,
             hardware=self.hardware,
+            keeps_output=self.keeps_output,
             **arguments_of(ranks),
         )
         # What steps have found of operators the next ones know.

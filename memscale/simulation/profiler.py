@@ -54,7 +54,7 @@ class MemoryProfiler:
     640
 
     Args:
-        model, optimizer, loss, plan, hardware, probe, parallel, world, shard, tensor: as in `profile`.
+        model, optimizer, loss, plan, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `profile`.
         config: None is ``Config()``.
     """
 
@@ -67,6 +67,7 @@ class MemoryProfiler:
         plan: PlanLike | None = None,
         hardware: Hardware | str | None = None,
         config: Config | None = None,
+        keeps_output: bool = False,
         probe: bool = False,
         parallel: Parallel | None = None,
         world: int | None = None,
@@ -77,6 +78,7 @@ class MemoryProfiler:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
+        self.keeps_output = keeps_output
         self.config = config if config is not None else Config()
         self._rules = Plan()  # for the optimizer
         self._in_place = Plan()  # for a model that its owner distributed, which no copy would be
@@ -89,6 +91,10 @@ class MemoryProfiler:
                 )
             if plan is not None:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
+            if keeps_output:
+                raise ConfigError(
+                    "profile(keeps_output=True) is about the loop around a module; a function is its own loop"
+                )
         elif plan is not None:
             plan = as_plan(plan)
             already = None if self.ranks is not None else Ranks.of_distributed(model)
@@ -117,7 +123,7 @@ class MemoryProfiler:
             return profiler._profile(batch, accumulate, capacity_bytes)
 
     def _profile(self, batch: Any, accumulate: int, capacity_bytes: int | None) -> Profile:
-        step = self._step(batch, accumulate)
+        step = self._step(batch, accumulate, self._kept())
         if not self.config.use_static_profiling:
             return self._measure(step, batch, "Config(use_static_profiling=False)")
         try:
@@ -139,11 +145,15 @@ class MemoryProfiler:
                 ) from error
         return self._measure(step, batch, reason)
 
-    def _step(self, batch: Any, accumulate: int) -> Callable[[], object]:
+    def _kept(self) -> list[Any] | None:
+        """Where the steps of one loop keep their output, as in `training_step`."""
+        return [] if self.keeps_output else None
+
+    def _step(self, batch: Any, accumulate: int, kept: list[Any] | None) -> Callable[[], object]:
         check_call(self.model, batch, accumulate)
         if not isinstance(self.model, nn.Module):
             return self.model
-        return training_step(self.model, batch, self.optimizer, self.loss, accumulate)
+        return training_step(self.model, batch, self.optimizer, self.loss, accumulate, kept=kept)
 
     def simulated(self, batch: Any, *, accumulate: int = 1, updates: bool = True) -> SimulatedStep:
         """The step by simulation alone, with what its modules hold and when.
@@ -159,7 +169,7 @@ class MemoryProfiler:
             model = profiler.model
             # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
             if updates and (profiler.optimizer is not None or not isinstance(model, nn.Module)):
-                return profiler._simulated([profiler._step(batch, accumulate)] * _STEPS, batch)
+                return profiler._simulated([profiler._step(batch, accumulate, self._kept())] * _STEPS, batch)
             assert isinstance(model, nn.Module), "a function's own step updates what it updates"
             check_call(profiler.model, batch, accumulate)
             # The first step is no step like others: regions copy their inputs until they know what they write to.
@@ -167,8 +177,9 @@ class MemoryProfiler:
             stepping = profiler.optimizer
             # What steps in backward counts on the step that ends it.
             ends = isinstance(stepping, TransformedOptimizer) and stepping.steps_in_backward
+            kept = self._kept()
             steps = [
-                training_step(model, batch, stepping if ends else None, self.loss, accumulate, drops=drops)
+                training_step(model, batch, stepping if ends else None, self.loss, accumulate, kept=kept, drops=drops)
                 for drops in (True, False)
             ]
             return profiler._simulated(steps, batch)
@@ -189,7 +200,8 @@ class MemoryProfiler:
             ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
         """
         with self._under_rules() as profiler:
-            steps = [profiler._step(batch, accumulate) for batch in batches]
+            kept = self._kept()
+            steps = [profiler._step(batch, accumulate, kept) for batch in batches]
             # The first step makes the optimizer's states.
             return profiler._simulated([steps[0], *steps], list(batches)).profile(capacity_bytes).reserved_peak_bytes
 

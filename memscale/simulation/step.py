@@ -19,19 +19,24 @@ def training_step(
     loss: Loss | None,
     accumulate: int,
     *,
+    kept: list[Any] | None = None,
     drops: bool = True,
 ) -> Callable[[], None]:
     """The step: `accumulate` times forward and backward, then the optimizer, then the gradients are dropped.
 
-    The output is let go before backward begins, as in a trainer that asks the model for its loss. Without `drops` the
-    gradients stay.
+    The output is let go before backward begins, as in a trainer that asks the model for its loss, or stays in `kept`
+    until the next one takes its place, as in a loop that gives it a name. Without `drops` the gradients stay.
     """
 
     passes = optimizer.backward_passes if isinstance(optimizer, TransformedOptimizer) else 1
 
     def step() -> None:
         for _ in range(accumulate):
-            found = scalar_loss(call(model, batch), batch, loss)
+            output = call(model, batch)
+            if kept is not None:
+                kept[:] = [output]
+            found = scalar_loss(output, batch, loss)
+            del output
             for left in reversed(range(passes)):
                 found.backward(retain_graph=left > 0)
             del found

@@ -394,3 +394,33 @@ def test_what_the_allocator_keeps_is_not_counted_on_top_of_the_update():
     fits = ms.profile(model, tokens, plan=ms.Plan(by_hand), **step)
     plan = ms.plan(model, tokens, budget=int(fits.reserved_peak_bytes * 1.002), **step)
     assert plan.evidence.planned.step_seconds <= fits.step_seconds * 1.001
+
+
+def test_a_budget_holds_for_a_loop_that_keeps_its_output():
+    """A plan for a loop that lets go of it takes more there than its budget."""
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.head = _mlps(), torch.nn.Linear(64, 200)
+
+        def forward(self, x):
+            logits = self.head(self.blocks(x))
+            return {"loss": torch.log_softmax(logits * 1, -1).square().mean(), "logits": logits}
+
+    def real_peak(plan):
+        fit, kept = ms.transform(model, plan), []
+
+        def steps():
+            for _ in range(2):
+                kept[:] = [fit(batch)]
+                kept[0]["loss"].backward()
+                fit.zero_grad()
+
+        return ms.measure(steps, roles=training_roles(fit, None, batch)).peak_bytes
+
+    model, batch = Head(), torch.randn(512, 64)
+    limit = int(0.9 * ms.profile(model, batch, hardware=CPU).taken_bytes)
+    held, let_go = (ms.plan(model, batch, limit, hardware=CPU, keeps_output=keeps) for keeps in (True, False))
+    assert real_peak(held) <= limit < real_peak(let_go)
+    assert ["keeps the model's output" in plan.explain() for plan in (held, let_go)] == [True, False]

@@ -102,6 +102,45 @@ def assert_step_exact(step, model, optimizer=None, batch=None, held=tuple):
     return profile
 
 
+class _Outputs(nn.Module):
+    """As a language model that returns its logits beside its loss, which works on a copy of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = mlp(48, 48), nn.Linear(48, 400)
+
+    def forward(self, batch):
+        logits = self.head(self.body(batch))
+        return {"loss": torch.log_softmax(logits * 1, -1).square().mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("plan", [{}, {"body": ms.checkpoint()}], ids=["plain", "checkpoint"])
+def test_an_output_that_the_loop_keeps(plan):
+    model, batch = _Outputs(), x(ROWS, 48)
+    fit = ms.transform(model, plan)
+    optimizer, kept = torch.optim.SGD(fit.parameters(), lr=0.1), []
+
+    def step():
+        kept[:] = [fit(batch)]
+        kept[0]["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def steps():  # in one measurement, which does not see what was there before
+        for _ in range(3):
+            step()
+
+    drops, keeps = (ms.profile(model, batch, optimizer=optimizer, plan=plan, keeps_output=k) for k in (False, True))
+    assert keeps.peak_bytes - drops.peak_bytes >= ROWS * 400 * 4
+    _, real = real_peaks(steps, fit, optimizer, batch)
+    assert abs(keeps.taken_bytes - real) <= NUMBERS_BYTES
+
+
+def test_a_function_is_a_loop_of_its_own():
+    with pytest.raises(ms.ConfigError, match="a function is its own loop"):
+        ms.profile(lambda: None, keeps_output=True)
+
+
 def test_a_step_function_with_a_schedule_a_scaler_and_clipping():
     model, batch = mlp(48, 48), x(ROWS, 48)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,7 @@ class PredictedStep:
     """A training step, without its batch.
 
     Attributes:
-        model, optimizer, loss, plan, accumulate, config, probe, progress: as in `memscale.OOMPredictor`.
+        model, optimizer, loss, plan, accumulate, keeps_output, config, probe, progress: as in `memscale.OOMPredictor`.
         allowed: what a recommended plan may use; None for every exact transform.
         hardware: what it is predicted for.
         ranks: whose it is, if it is asked about as one process's of several.
@@ -32,6 +32,7 @@ class PredictedStep:
     loss: Loss | None
     plan: Plan
     accumulate: int
+    keeps_output: bool
     config: Config
     allowed: Config | None
     hardware: Hardware
@@ -50,6 +51,7 @@ class PredictedStep:
             plan=plan if plan else None,
             hardware=self.hardware,
             config=self.config if config is None else config,
+            keeps_output=self.keeps_output,
             probe=self.probe,
             **arguments_of(self.ranks),
         )

@@ -48,7 +48,7 @@ class OOMPredictor:
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
-        optimizer, loss, hardware, probe, parallel, world, shard, tensor: as in `memscale.profile`.
+        optimizer, loss, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `memscale.profile`.
         plan: transforms that the step has already; the plan that is recommended takes its place.
         accumulate: forward and backward passes for each optimizer step.
         config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
@@ -69,6 +69,7 @@ class OOMPredictor:
         loss: Loss | None = None,
         plan: PlanLike | None = None,
         accumulate: int = 1,
+        keeps_output: bool = False,
         config: Config | None = None,
         probe: bool = False,
         progress: Progress | None = None,
@@ -90,6 +91,7 @@ class OOMPredictor:
             loss,
             Plan() if plan is None else as_plan(plan),
             accumulate,
+            keeps_output,
             config if config is not None else Config(),
             config,
             self.hardware,

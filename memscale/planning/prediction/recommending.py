@@ -87,6 +87,7 @@ class _Remedies:
             config=step.allowed,
             hardware=step.hardware,
             accumulate=step.accumulate,
+            keeps_output=step.keeps_output,
             progress=lambda what, *_: step.next(what),
             **arguments_of(step.ranks),
         )

@@ -27,6 +27,7 @@ def confirmed(
     loss: Loss | None,
     hardware: Hardware,
     accumulate: int,
+    keeps_output: bool,
 ) -> tuple[Confirmation | None, str]:
     """Two real steps, of which the first makes the optimizer's states; or None, and why there were none.
 
@@ -49,6 +50,7 @@ def confirmed(
         loss=loss,
         plan=plan if plan else None,
         hardware=hardware,
+        keeps_output=keeps_output,
         config=Config(use_static_profiling=False, warmup_steps=0, enable_logging=False),
     )
     try:

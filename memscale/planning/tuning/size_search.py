@@ -46,6 +46,7 @@ class ModelStep:
     config: Config | None
     hardware: Hardware
     accumulate: int
+    keeps_output: bool = False
     ranks: Ranks | None = None
 
 
@@ -332,6 +333,7 @@ class SizeSearch:
                 loss=own.loss,
                 plan=rules,
                 hardware=self._hardware,
+                keeps_output=own.keeps_output,
                 **arguments_of(own.ranks),
             )
             try:
@@ -360,6 +362,7 @@ class SizeSearch:
                 config=own.config,
                 hardware=own.hardware,
                 accumulate=own.accumulate,
+                keeps_output=own.keeps_output,
                 progress=None if quiet else lambda what, *_: self._say(size, what),
                 **arguments_of(own.ranks),
             )

@@ -44,7 +44,7 @@ class AutoTuner:
 
     Args:
         model: a module on any device, not transformed; ``meta`` costs no memory.
-        optimizer, loss, config, hardware, accumulate: as in `memscale.plan`.
+        optimizer, loss, config, hardware, accumulate, keeps_output: as in `memscale.plan`.
         progress: called before each simulation with what it is about, how many are done, and None.
         parallel, world, shard, tensor: as in `memscale.profile`; sizes are those of one process's batch.
 
@@ -61,6 +61,7 @@ class AutoTuner:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
+        keeps_output: bool = False,
         progress: Progress | None = None,
         parallel: Parallel | None = None,
         world: int | None = None,
@@ -74,7 +75,7 @@ class AutoTuner:
             raise ConfigError(f"AutoTuner(config={config!r}) must be a Config or None; build one with Config()")
         check_count(f"AutoTuner(accumulate={accumulate!r})", accumulate)
         self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, ranks)
+        self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, keeps_output, ranks)
         self._progress = progress
 
     def tune(
@@ -159,6 +160,7 @@ class AutoTuner:
             loss=step.loss,
             hardware=step.hardware,
             accumulate=step.accumulate,
+            keeps_output=step.keeps_output,
         )
 
     def _say(self, what: str, done: int) -> None:
