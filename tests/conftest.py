@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -48,20 +49,26 @@ def pytest_collection_finish():
 
     As rare as a simulation has it, or each simulation would first count what is frozen: a tenth of all tests' time.
     """
-    gc.collect()
-    gc.freeze()
+    _freeze()
     gc.enable()
     gc.set_threshold(100_000, 10, 10)
 
 
-@pytest.fixture(scope="module")
-def quick_collections():
-    """The same for a file whose every case calls the collector, with what other files have loaded."""
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Nor at what a test was the first to import, as a compiler, and what a file leaves: 0.1 seconds a collection."""
+    if len(sys.modules) > _frozen_modules + 50 or nextitem is None or nextitem.path != item.path:
+        _freeze()
+
+
+_frozen_modules = 0
+
+
+def _freeze():
+    global _frozen_modules
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-    pytest_collection_finish()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,8 +15,6 @@ from tests.support.adversarial_device import AdversarialDevice
 from tests.support.checks import bits
 from tests.support.layers import PARAMS, layers, rows, trained
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 
 class Unreliable(AdversarialDevice):
     """Nothing happens before somebody waits for it; a chosen call of a chosen method raises, once."""

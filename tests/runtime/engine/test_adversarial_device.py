@@ -21,10 +21,7 @@ from memscale.runtime.engine import entry, loader, transfers
 from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
 from tests.support.schedules import NBYTES, Program, results, run_case
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
-    pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
 CHUNK, CHUNKS = 100, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 4
 
 

@@ -15,10 +15,7 @@ from tests.support.layers import PARAMS
 from tests.support.streaming import device, run_case
 from tests.transforms.offload import test_streamed, test_streamed_parameters, test_streamed_surprises
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_collections"),
-    pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")
 CHUNK, CHUNKS = 50, 400 if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else 1
 
 
