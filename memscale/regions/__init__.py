@@ -4,7 +4,7 @@ from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
-from memscale.regions.hidden_changes import moved, refused, storages, takes_batch_statistics
+from memscale.regions.hidden_changes import memory_of, moved, refused, storages, takes_batch_statistics
 from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
@@ -50,6 +50,7 @@ __all__ = [
     "hooks_around",
     "is_stand_in",
     "is_unrecorded",
+    "memory_of",
     "moved",
     "naming_refused_hooks",
     "never_compiled",

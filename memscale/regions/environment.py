@@ -105,6 +105,11 @@ class Environment:
                 "call, so a recompute could not repeat them; draw them outside the region, or use torch's generator"
             )
 
+    def has_drawn(self) -> bool:
+        """Whether any generator is not where it was, as far as their states were taken."""
+        moved = [not randomness.same(generator.get_state(), state) for generator, state in self._random or ()]
+        return any(moved) or (self._host is not None and randomness.differs(self._host, randomness.host_state()))
+
     @contextmanager
     def noticing(self) -> Iterator[None]:
         """Run an operator that may draw, and remember whether it did."""

@@ -60,10 +60,22 @@ def region() -> Iterator[None]:
 
 
 def reverse_mode() -> bool:
-    """Whether the transforms that run here differentiate in reverse mode, or vectorise, and do nothing else."""
+    """Whether the transforms that run here differentiate in reverse mode, or vectorise, and no tensor has a tangent."""
     kinds = torch._C._functorch.TransformType
     levels = torch._C._functorch.get_interpreter_stack() or ()
-    return all(level.key() in (kinds.Grad, kinds.Vmap) for level in levels)
+    return not forward_ad() and all(level.key() in (kinds.Grad, kinds.Vmap) for level in levels)
+
+
+def has_rules() -> bool:
+    """Whether the transforms that run here have rules for functions with a derivative of their own.
+
+    `functionalize` has none. Where two or more differentiate in forward mode, PyTorch asks such a function for one
+    tangent, and takes that of the tangent for zero, without an error. Nor may a rule use `jvp` inside of a
+    `torch.autograd.forward_ad.dual_level` that is not of a `jvp` itself.
+    """
+    kinds = torch._C._functorch.TransformType
+    levels = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return kinds.Functionalize not in levels and levels.count(kinds.Jvp) == int(forward_ad())
 
 
 @contextmanager

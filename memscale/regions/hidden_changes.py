@@ -53,6 +53,14 @@ def _storage_or_itself(tensor: torch.Tensor) -> Any:
         return tensor
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Which memory it is over: a sparse tensor has none of its own, and no views."""
+    try:
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
 def assigned(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
     """Which tensors were given another storage: they have those of `now`, and had those of `before`, which is held."""
     if all(map(operator.is_, now, before)):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled
+from memscale.regions.by_class import by_class
 from memscale.regions.randomness import is_host_generator
 
 # These do not change while a region runs, and lead far: a logger to every other one, a mesh to groups of processes.
@@ -32,7 +33,7 @@ class Sort(enum.Enum):
     ITERATOR = "not at all: a rerun would go on where the run has stopped"
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def sort_of(kind: Any) -> Sort:
     """How instances of `kind`, which is no tensor, are remembered."""
     if kind in (list, dict, set):
@@ -54,32 +55,36 @@ def sort_of(kind: Any) -> Sort:
     return Sort.VALUE
 
 
-@functools.lru_cache(maxsize=4096)
-def slots(kind: Any) -> tuple[tuple[str, Any], ...]:
+def slots(kind: Any) -> list[tuple[str, Any]]:
     """The attributes that Python classes declare in `__slots__`, each with what reads and writes it."""
+    return [(name, kind.__mro__[at].__dict__[name]) for at, name in _slots(kind)]
+
+
+@by_class
+def _slots(kind: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
-        (name, member)
-        for cls in kind.__mro__
+        (at, name)
+        for at, cls in enumerate(kind.__mro__)
         if "__slots__" in cls.__dict__
         for name, member in cls.__dict__.items()
         if type(member) is types.MemberDescriptorType
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def can_be_made(kind: Any) -> bool:
     """Whether nobody can tell an object of `kind` from another one with the same attributes, once it is gone."""
     return kind.__new__ is object.__new__ and kind.__weakrefoffset__ != 0 and not hasattr(kind, "__del__")
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def has_dictionary(kind: Any) -> bool:
     """Whether instances of `kind` keep attributes in a dictionary of their own, and do not compute it."""
     own = [cls.__dict__["__dict__"] for cls in kind.__mro__ if "__dict__" in cls.__dict__]
     return bool(own) and {*map(type, own)} <= {types.GetSetDescriptorType, types.MemberDescriptorType}
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def is_plain(kind: Any) -> bool:
     """Whether an object of `kind` is its attributes, all of them in a dictionary of its own, and can be made again."""
     if sort_of(kind) is not Sort.OBJECT or issubclass(kind, (list, dict, set, deque)):
@@ -92,7 +97,7 @@ _OURS = __name__.partition(".")[0]  # which remembers what the rerun must not fo
 _OF_THREADS = {"_asyncio", "_queue", "_thread", "asyncio", "concurrent", "multiprocessing", "queue", "threading"}
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def is_followed(kind: Any) -> bool:
     """Whether what an instance of `kind` leads to, that a region captures, is state of the region."""
     if issubclass(kind, torch.Tensor):
@@ -103,7 +108,7 @@ def is_followed(kind: Any) -> bool:
     return sort_of(kind) in (Sort.CONTAINER, Sort.TUPLE)
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def is_of_threads(kind: Any) -> bool:
     """Whether who holds an instance of `kind` (a lock, a thread, a queue) expects several threads to work with it."""
     return kind.__module__.partition(".")[0] in _OF_THREADS

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from memscale.core import simulated_choices, simulated_device_type
+from memscale.regions.by_class import by_class
 from memscale.regions.unrecorded import unrecorded
 
 
@@ -42,7 +43,7 @@ def counted_states(states: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty(state.shape, dtype=state.dtype) for state in states if isinstance(state, torch.Tensor)]
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def is_host_generator(kind: Any) -> bool:
     """Whether instances of `kind` draw random numbers for Python or NumPy, and can be put back."""
     if issubclass(kind, random.Random):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memscale.core import CorrectnessError, pytrees
+from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
 from memscale.regions.pieces import Name
 from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
@@ -259,7 +260,7 @@ class _ListedWatch(TorchFunctionMode):
         self._changed = changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and (message := self._changed.get(args[0].untyped_storage()._cdata)) is not None:
+        if func is torch.Tensor.tolist and (message := self._changed.get(memory_of(args[0]))) is not None:
             raise CorrectnessError(message)
         return func(*args, **(kwargs or {}))
 

@@ -20,7 +20,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from memscale.core import Assembled, TransformError
+from memscale.regions.by_class import by_class
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
 from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Fields, Names, Place, holds, read, write
@@ -50,13 +51,13 @@ HOOKS = (*_CALLED, *(name for name in nn.Module().__dict__ if name.startswith("_
 NOWHERE: dict[str, Any] = {}  # as the home of a visit: follow no function into its globals
 
 
-@functools.lru_cache(maxsize=4096)
+@by_class
 def _is_stateful(kind: Any) -> bool:
     return issubclass(kind, _STATEFUL) or is_host_generator(kind) or is_followed(kind)
 
 
-@functools.lru_cache(maxsize=4096)
-def _leads_on(kind: Hashable) -> bool:
+@by_class
+def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
 
@@ -315,7 +316,7 @@ class Scope:
                         self._visit(value, NOWHERE)
                 elif _is_stateful(kind) and key not in _FIXED:
                     self._visit(value, NOWHERE)
-            for mapping, names in _code_places(type(module)):  # type: ignore[arg-type]
+            for mapping, names in _code_places(type(module)):
                 self._visit_names(mapping, names, NOWHERE)
             for table in (own["_parameters"], own["_buffers"]):
                 if table:
@@ -382,14 +383,13 @@ class Scope:
             self._visit_container(attributes, home)
 
 
-@functools.lru_cache(maxsize=4096)
-def _code_places(cls: Hashable) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
+@by_class
+def _code_places(cls: Any) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
     """The globals that a module class's forward, and the functions of its file that it calls, name as data."""
-    assert isinstance(cls, type)
     if cls.__module__.startswith("torch."):
         return ()
     found: dict[int, tuple[dict[str, Any], tuple[str, ...]]] = {}
-    pending: list[Any] = [cls.forward]  # type: ignore[attr-defined]
+    pending: list[Any] = [cls.forward]
     while pending:
         function = pending.pop()
         if not isinstance(function, types.FunctionType) or id(function) in found:

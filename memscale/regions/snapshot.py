@@ -23,7 +23,7 @@ from torch import nn
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
 from memscale.regions.environment import Environment, accelerators
-from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, storages
+from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.pieces import Name, Piece, Pieces
 from memscale.regions.places import Attributes, differing, holds, read
 from memscale.regions.scope import Scope
@@ -356,7 +356,7 @@ class Snapshot:
         then = held if self._storages is None else [storage() for storage in self._storages]
         changed = {}
         for position, key in self._in_tuples:
-            changed[self.scope.contents[position][key].untyped_storage()._cdata] = _IN_A_TUPLE
+            changed[memory_of(self.scope.contents[position][key])] = _IN_A_TUPLE
         if now_at == self._versions and all(map(operator.is_, held, then)):
             return changed
         known = {name for piece in self.pieces() for name in piece.names}
@@ -376,7 +376,7 @@ class Snapshot:
                 )
             else:
                 continue
-            changed[tensor.untyped_storage()._cdata] = str(error)
+            changed[memory_of(tensor)] = str(error)
         return changed
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from memscale.core import CorrectnessError
+from memscale.regions.by_class import is_importable
 
 ABSENT: Any = object()
 _get_ident = threading.get_ident
@@ -186,12 +187,19 @@ def _set(self: nn.Module, name: str, value: Any) -> None:
     _original(self).__setattr__(self, name, value)
 
 
-@functools.lru_cache(maxsize=256)
 def _class_of_views(original: Any, names: frozenset[str]) -> Any:
+    # Which a cache would keep forever, and with a class that `parametrize` made its module.
+    return (_kept_class_of_views if is_importable(original) else _made_class_of_views)(original, names)
+
+
+def _made_class_of_views(original: Any, names: frozenset[str]) -> Any:
     body: dict[str, Any] = {name: _Attribute(name, _static(original, name)) for name in names}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__reduce_ex__": _reduce}
     body |= {"__setattr__": _set}
     return type(original)(original.__name__, (original,), body | {"_memscale_views": (original, names)})
+
+
+_kept_class_of_views = functools.lru_cache(maxsize=256)(_made_class_of_views)
 
 
 def _static(kind: type, name: str) -> Any:

@@ -161,7 +161,10 @@ def _eager(self: Checkpointed, args: Any, kwargs: Any) -> Any:
 
 def _region(self: Checkpointed, fn: Callable[..., Any], memory: recompute.Memory, args: Any, kwargs: Any) -> Any:
     if functorch_state.active():
-        return functorch.run(fn, args, kwargs)
+        if functorch_state.has_rules():
+            return functorch.run(fn, args, kwargs)
+        with functorch_state.region():
+            return fn(*args, **kwargs)
     policy = self.how.policy
     record = None if isinstance(policy, NothingSaveable) else functools.partial(_recorder, policy, self.runtime)
     with naming_refused_hooks(self.how, "recomputing"):

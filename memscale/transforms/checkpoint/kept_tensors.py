@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memscale.core import changed_error, described, version
-from memscale.regions import hooks_around, recomputes
+from memscale.regions import hooks_around, memory_of, recomputes
 
 
 class Kept:
@@ -72,7 +72,7 @@ class Kept:
             error = changed_error(described(what, held.dtype, held.shape), now, self._versions[index])
             if refused is None:
                 raise error
-            refused[held.untyped_storage()._cdata] = str(error)
+            refused[memory_of(held)] = str(error)
         return held  # type: ignore[no-any-return]
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from memscale.regions import (
     Snapshot,
     Streams,
     arguments,
+    memory_of,
     never_compiled,
     recomputing,
     unrecorded,
@@ -343,6 +344,12 @@ def _end(seen: list[_Seen], last: int) -> int:
     return last
 
 
+_JAGGED = (
+    ". To PyTorch each jagged tensor is of another length than all others that were not made of its offsets; make the "
+    "offsets outside the region, and the tensor by torch.nested.nested_tensor_from_jagged(values, offsets)"
+)
+
+
 class _Rerun:
     """Receives the tensors that a recompute saves, and checks them against those of the run."""
 
@@ -368,10 +375,11 @@ class _Rerun:
         if index <= self._last:
             shape, dtype, expected, _ = self._seen[index]
             if (now := _shape(tensor)) != shape or tensor.dtype != dtype:
+                plain = all(type(size) is int for size in shape)
                 raise CorrectnessError(
                     f"the recompute differs from the run: saved tensor {index} of the region was "
                     f"{dtype}{list(shape)} and is now {tensor.dtype}{list(now)}. A checkpointed region must "
-                    "do the same at every run with the same inputs"
+                    f"do the same at every run with the same inputs{'' if plain else _JAGGED}"
                 )
             if tensor._version != expected and not self._is_fresh(tensor):
                 raise changed_error(
@@ -393,9 +401,9 @@ class _Rerun:
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         if self._of_fresh is None:
-            self._of_fresh = {fresh.untyped_storage()._cdata for fresh in self._fresh}
-        storage = tensor.untyped_storage()._cdata
-        return storage in self._of_fresh or storage in self.made
+            self._of_fresh = {memory_of(fresh) for fresh in self._fresh}
+        memory = memory_of(tensor)
+        return memory in self._of_fresh or memory in self.made
 
     def check(self) -> None:
         """Raise `CorrectnessError` if the recompute ended before it had saved all that the run had saved."""

@@ -9,7 +9,7 @@ import torch
 
 from memscale.core import CorrectnessError, internals, version
 from memscale.policies import Move, Recompute, Save, Verdict
-from memscale.regions import counted_states
+from memscale.regions import counted_states, memory_of
 from memscale.runtime import Hooks, Runtime, hooks_here
 from memscale.transforms.checkpoint.kept_tensors import Kept
 
@@ -61,7 +61,8 @@ class Results:
 
     def keep(self, index: int, op: internals.OpOverload, result: Any) -> None:
         """Keep the `result` of operator `index`."""
-        single = isinstance(result, torch.Tensor)
+        # Of one output, which is a number of Python where a tensor is asked for its only one.
+        single = not isinstance(result, (tuple, list))
         outputs = [result] if single else list(result)
         tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
         if not tensors:
@@ -88,16 +89,16 @@ class Results:
     def see(self, result: Any) -> None:
         """Told of tensors that may lie in the memory of kept ones, and have versions of their own."""
         for tensor in [result] if isinstance(result, torch.Tensor) else result:
-            storage = tensor.untyped_storage()._cdata
+            storage = memory_of(tensor)
             for index, outputs in self._outputs.items():
-                if index in self._aliases and any(output.untyped_storage()._cdata == storage for output in outputs):
+                if index in self._aliases and any(memory_of(output) == storage for output in outputs):
                     self._aliases[index].append((self._alias(tensor), version(tensor)))
 
     def protect(self, storage: int) -> None:
         """Copy kept values in a storage that is about to be changed in place."""
         for index, outputs in self._outputs.items():
             for position, output in enumerate(outputs):
-                if output.untyped_storage()._cdata == storage and index not in self.changed_later:
+                if memory_of(output) == storage and index not in self.changed_later:
                     outputs[position] = output.clone()
                     self.changed_later.add(index)
                     self._aliases.pop(index, None)

@@ -16,7 +16,7 @@ import torch
 
 from memscale.core import internals
 from memscale.policies import Policy, Recompute, Site, Verdict, batch_dims
-from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, unrecorded, unrecorded_depth
+from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, memory_of, unrecorded, unrecorded_depth
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint.results import UNSAFE_VIEWS, Results
 from memscale.transforms.labels import listeners
@@ -146,7 +146,7 @@ class Recorder(_Numbering):
         """Remember where an operator put its first output, which may be given a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, torch.Tensor) and first.layout is torch.strided:  # no view of others can be labelled
             storage = first.untyped_storage()
             lives = weakref.ref(storage, partial(_forget, weakref.ref(self), storage._cdata))
             self._made[storage._cdata] = _Output(
@@ -154,7 +154,7 @@ class Recorder(_Numbering):
             )
 
     def _on_label(self, tensor: torch.Tensor, label: str) -> None:
-        made = self._made.get(tensor.untyped_storage()._cdata)
+        made = self._made.get(memory_of(tensor))
         if made is None or made.position in self.results or made.dtype != tensor.dtype:
             return
         verdict = self._policy.verdict(Site(made.op, label, batch_dims(made.op)))
@@ -175,7 +175,7 @@ class Recorder(_Numbering):
     def _protect_value(self, value: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()._cdata
+                storage = memory_of(tensor)
                 self._made.pop(storage, None)  # a later label would name the changed value
                 self.results.protect(storage)
 

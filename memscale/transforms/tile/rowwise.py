@@ -22,6 +22,7 @@ from memscale.regions import (
     Scope,
     code_names,
     is_unrecorded,
+    memory_of,
     read,
     refuse_iterators,
     takes_batch_statistics,
@@ -42,7 +43,7 @@ class RowwiseWatch(OperatorWatch):
         shared = [*((repr(str(key)), tensor) for _, key, tensor in scope.tensors)]
         shared += [(f"an argument of shape {list(tensor.shape)} that is passed whole", tensor) for tensor in whole]
         self._shared = {
-            _memory(tensor): name
+            memory_of(tensor): name
             for name, tensor in shared
             # An operand of torch.func, which itself refuses to change it.
             if not internals.functorch.is_functorch_wrapped_tensor(tensor)
@@ -63,17 +64,12 @@ class RowwiseWatch(OperatorWatch):
         return func(*args, **kwargs)
 
     def _refuse_shared(self, tensor: torch.Tensor) -> None:
-        name = self._shared.get(_memory(tensor))
+        name = self._shared.get(memory_of(tensor))
         if name is not None:
             raise TransformError(
                 f"{self._what} would update {name} once for every piece, because the region changes it in place "
                 "while it runs; use checkpoint() for this region"
             )
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Which memory it is over: a sparse tensor has none of its own, and no views."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _modules(parts: list[Any]) -> list[nn.Module]:

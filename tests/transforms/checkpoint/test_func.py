@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves as pytree_leaves
 
 import memscale as ms
@@ -45,6 +46,11 @@ def autograd_of_grad(f):
     return torch.autograd.grad(grad(lambda x: f(x, w).pow(2).sum())(X).sum(), w)
 
 
+def grad_over_tangents(f):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(grad(lambda w: f(X, w).sum())(forward_ad.make_dual(W, W + 1)))
+
+
 LEVELS = {
     "grad": lambda f: grad(lambda w: f(X, w).sum())(W),
     "grad of both": lambda f: grad(lambda x, w: f(x, w).sum(), argnums=(0, 1))(X, W),
@@ -58,6 +64,10 @@ LEVELS = {
     "grad(grad)": lambda f: grad(lambda w: grad(lambda x: f(x, w).sum())(X).pow(2).sum())(W),
     "grad(vmap)": lambda f: grad(lambda w: vmap(f, in_dims=(0, None))(X, w).sum())(W),
     "autograd of grad": autograd_of_grad,
+    "jvp(jvp)": lambda f: jvp(lambda x: jvp(lambda x: f(x, W), (x,), (X,))[1], (X,), (X,)),
+    "grad(jacfwd(jacfwd))": lambda f: grad(lambda w: jacfwd(jacfwd(lambda w: f(X[:1], w).sum()))(w).sum())(W),
+    "grad over tangents": grad_over_tangents,
+    "functionalize": lambda f: functionalize(f)(X, W),
 }
 
 HOWS = {

@@ -1,9 +1,12 @@
 """What a recompute makes is gone after backward, also what nothing asked for."""
 
 import gc
+import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import memscale as ms
 from memscale.transforms.tile.head.loss import without_hooks
@@ -36,3 +39,29 @@ def test_nor_where_hooks_only_look():
     with without_hooks():
         x.exp()
     assert tensors_with(4322) == 1
+
+
+def test_a_class_that_is_made_for_one_module_goes_with_it():
+    """`parametrize` makes one, with a property that refers to the module; what is remembered of classes kept it."""
+
+    def trained():
+        class Slotted:
+            __slots__ = ("scale",)
+
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.slotted = weight_norm(nn.Linear(2, 2)), Slotted()
+                self.slotted.scale, self.calls = 2, 0
+
+            def forward(self, x):
+                self.calls += 1
+                return self.linear(x).tanh() * self.slotted.scale
+
+        model = Scaled()
+        ms.transform(model, {"": ms.checkpoint()})(torch.ones(1, 2)).sum().backward()
+        return [weakref.ref(each) for each in (model, model.linear, type(model.linear), Scaled, Slotted)]
+
+    gone = trained()
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)

@@ -50,3 +50,23 @@ def test_a_policy_is_asked_as_often_as_what_it_sees_needs(policy: policies.Polic
     assert torch.equal(x.grad, grad)
     intermediate = [each for each in ms.saved_residuals(region, x) if each.source == "intermediate"]
     assert [each.nbytes for each in intermediate] == [x.nbytes] * kept
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Everything(policies.Policy):
+    spelling: ClassVar[str] = "Everything"
+
+    def verdict(self, site: policies.Site) -> policies.Verdict:
+        return policies.Save()
+
+
+def test_operators_that_give_numbers_and_sparse_tensors() -> None:
+    """Such as the one behind `item` or `one_hot`."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        diagonal = torch.sparse_coo_tensor(torch.arange(64).expand(2, -1), x.sin(), (64, 64), check_invariants=True)
+        return torch.sparse.mm(diagonal, (x * x.detach().sum().item())[:, None]).exp()
+
+    x = torch.linspace(0, 1, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(ms.checkpoint(policy=Everything())(region)(x).sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(region(x).sum(), x)[0])

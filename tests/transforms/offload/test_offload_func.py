@@ -70,6 +70,14 @@ TRANSFORMS = {
 }
 
 
+def test_tangents_from_outside_are_refused_and_not_lost():
+    region = ms.offload(min_bytes=0).on(runtime())(lambda x: x.sin().exp())
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(*inputs())
+        with pytest.raises(ms.TransformError, match="forward mode"):
+            torch.func.grad(lambda x: region(x).sum())(x)
+
+
 @pytest.mark.parametrize("of", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_the_numbers_are_those_of_the_function_and_inputs_move(of):
     where = runtime()

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import random
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from memscale.simulation.measured.allocator_trace import measure
 from memscale.transforms.tile import factory
 from memscale.transforms.tile.head import tiled_loss
 from memscale.transforms.tile.head.deferred import Deferred
-from tests.support.checks import bits
+from memscale.transforms.tile.head.linear import is_projection
+from tests.support.checks import bits, generators
 from tests.transforms.tile.test_tile import ulps
 
 ROWS, WIDTH, CLASSES = 12, 8, 50
@@ -797,3 +799,23 @@ def test_weights_that_come_from_one_another():
         loss = F.cross_entropy(torch.func.functional_call(each, weights, (x,)), ids)
         found.append(torch.autograd.grad(loss, made)[0])
     torch.testing.assert_close(*found)
+
+
+class DropsPaths(nn.Module):
+    """Leaves a layer out by chance, drawn by `draw`."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return x if self.draw() > 0.5 else self.linear(x)
+
+
+@pytest.mark.parametrize("draw", [random.random, random.Random(0).random, lambda: torch.rand(())], ids=str)
+def test_what_draws_is_no_projection_and_asking_draws_nothing(draw):
+    own = getattr(getattr(draw, "__self__", None), "getstate", int)
+    model, x = DropsPaths(draw), torch.randn(6, 4)
+    before = generators(), own()
+    assert not is_projection(model, x)
+    assert (generators(), own()) == before

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memscale.algebra import OwnForward
 from memscale.core import TransformError, internals
-from memscale.regions import Remembered, Scope, put_back
+from memscale.regions import Environment, Remembered, Scope, put_back
 from memscale.transforms.checkpoint import Checkpointed
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.rowwise import names
@@ -68,6 +68,7 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
         objects = Remembered(scope.contents, None, hold=True)
     except TransformError:  # too many to be brought back
         return False
+    environment = Environment({hidden.device}, host_random=True, generators=scope.generators)
     seen = set()
     known = [tensor for _, _, tensor in scope.tensors]
     for rows in (6, 7):  # two, so that a size or a number which only happens to be that of the rows is told from theirs
@@ -79,10 +80,13 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
                 internals.disable_current_modes(),
                 _fake_mode([hidden, *known]),
                 torch.no_grad(),
+                environment.reinstate(),
             ):
                 sample = torch.empty(rows, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
                 with (watch := _OnlyLinear(sample)), _NothingTouched():
-                    out = fn(sample)
+                    out = environment.context.copy().run(fn, sample)
+                if environment.has_drawn():  # each use of the logits would draw other numbers
+                    return False
         except (Exception, _NotLinear):  # whatever it does, it is not a plain projection
             return False
         finally:
@@ -167,6 +171,8 @@ class _OnlyLinear(internals.TorchDispatchMode):
         dependent = any(id(value) in self._dependent for value in internals.pytree.tree_leaves((args, kwargs)))
         fixed = [position for position in _PRODUCTS.get(name, ()) if id(args[position]) not in self._dependent]
         if dependent and not (func.is_view or name in _LINEAR or fixed or name == "prim::device"):
+            raise _NotLinear
+        if torch.Tag.nondeterministic_seeded in func.tags:  # and fake tensors move no generator
             raise _NotLinear
         given = arguments_of(func, args, kwargs or {})
         self.told.append(told(func, given))

@@ -1,0 +1,44 @@
+"""Answers about classes, remembered for as long as the class lives."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Answer = TypeVar("_Answer")
+
+
+def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
+    """`ask`, which is asked once of each class; its answers must not lead to the class.
+
+    `functools.lru_cache` would keep the class, and with it a model: `torch.nn.utils.parametrize` makes a class for each
+    module, with a property that refers to the module.
+    """
+    answers: dict[int, _Answer] = {}
+    alive: dict[int, Any] = {}
+
+    @functools.wraps(ask)
+    def answer(kind: Any) -> _Answer:
+        key = id(kind)
+        try:
+            return answers[key]
+        except KeyError:
+            pass
+        found = ask(kind)
+
+        def forget(_: object) -> None:
+            del answers[key], alive[key]
+
+        alive[key] = weakref.ref(kind, forget)
+        answers[key] = found
+        return found
+
+    return answer
+
+
+def is_importable(kind: Any) -> bool:
+    """Whether `kind` is what its file has under its name, and so lives on without anyone else."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
