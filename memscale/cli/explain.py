@@ -19,7 +19,7 @@ from memscale.crashes import explain
 class ExplainOptions(TrainingOptions):
     """The command line of ``memscale explain``, as typed."""
 
-    snapshot: Annotated[Path, Argument(help="A file that torch.cuda.memory._dump_snapshot wrote.")]
+    snapshot: Annotated[Path, Argument(help="A file of torch.cuda.memory._dump_snapshot, or a log with the error.")]
     device: Annotated[int | None, count("N", "Whose memory; by default where it ran out.")] = None
     html: Annotated[Path | None, file("Where a page about it goes, a .html.")] = None
     hf: Annotated[
@@ -38,7 +38,7 @@ def explain_snapshot(options: ExplainOptions) -> int:
     """Explain, print, write the page; return 0.
 
     Raises:
-        ConfigError: an option is wrong, or the file is no snapshot.
+        ConfigError: an option is wrong, or the file is neither a snapshot nor such a log.
         RuntimeUnavailable: a package is not there, or the step can be neither simulated nor run here.
     """
     files = {"html": options.html}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import traceback
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from memscale.core import ConfigError, Loss
 from memscale.crashes.explanation import Explanation, Holder
-from memscale.crashes.snapshot import Frame, Moment, check_snapshot, moment_of, read_snapshot
+from memscale.crashes.snapshot import FAILURE, Frame, Moment, check_snapshot, moment_of, read_snapshot
 from memscale.hardware import Hardware
 from memscale.planning import Budget, OOMPredictor
 
@@ -65,31 +66,39 @@ def explain(
 enough but for fragmentation: less in its largest piece
 
     Args:
-        subject: the path of a snapshot, a snapshot, or a ``torch.OutOfMemoryError``. With an error, what the allocator
-            of this process holds now is looked at too; the error keeps what its frames hold.
+        subject: the path of a snapshot, a snapshot, a ``torch.OutOfMemoryError``, its text, or the path of a log that
+            has it. With an error, what the allocator of this process holds now is looked at too; the error keeps what
+            its frames hold.
         device: of a snapshot with several; None is the one where an allocation failed.
         model, batch, optimizer, loss: of the step, to find the plan that would have fitted; as in `OOMPredictor`.
-        hardware: the card; None is the model's device.
+        hardware: the card; None is the model's device, which has to be one.
         budget: what the step may take, where that is less than what the process could have, as under a limit.
 
     Raises:
         ConfigError: `subject` is none of these, or a snapshot that is not made of plain data; or the step is wrong.
         RuntimeUnavailable: the step can be neither simulated nor run here.
     """
-    if isinstance(subject, (str, os.PathLike)):
-        found = _of_snapshot(read_snapshot(subject), device)
-    elif isinstance(subject, dict):
+    if isinstance(subject, os.PathLike) or (isinstance(subject, str) and FAILURE not in subject):
+        subject = read_snapshot(subject)
+    if isinstance(subject, dict):
         found = _of_snapshot(check_snapshot(subject), device)
+    elif isinstance(subject, str):
+        found = _of_log(subject)
     elif isinstance(subject, torch.OutOfMemoryError):
         found = _of_error(subject)
     else:
         raise ConfigError(
-            f"explain() takes a torch.OutOfMemoryError, the path of a memory snapshot or a snapshot, got "
-            f"{type(subject).__name__}; torch.cuda.memory._dump_snapshot(path) writes one"
+            f"explain() takes a torch.OutOfMemoryError, its text, the path of a log with it, a memory snapshot or the "
+            f"path of one, got {type(subject).__name__}; torch.cuda.memory._dump_snapshot(path) writes one"
         )
     if model is None:
         return found
     predictor = OOMPredictor(model, optimizer, loss=loss, hardware=hardware)
+    if hardware is None and predictor.hardware.device_type != "cuda":
+        raise ConfigError(
+            f"it was a card that had no memory left, and the model would be planned for {predictor.hardware.name}: name"
+            " the card, as hardware='t4', or with --gpu"
+        )
     given = found.available_bytes if budget is None else budget
     prediction = predictor.predict(batch, budget=given, recommend=True)
     return dataclasses.replace(found, prediction=prediction)
@@ -124,41 +133,58 @@ def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:
     )
 
 
-def _of_error(error: torch.OutOfMemoryError) -> Explanation:
-    text = str(error)
+def _of_log(text: str) -> Explanation:
+    """Of the last error in `text`, and of the traceback before it."""
+    before, _, message = text.rpartition(FAILURE)
+    lines = re.findall(r'File "(.+)", line (\d+), in (.+)', before.rpartition("Traceback")[2])
+    return _of_message(FAILURE + message, [Frame(file, int(line), name) for file, line, name in lines])
 
-    def size(pattern: str) -> int | None:
-        match = re.search(pattern.format(size=_SIZE), text)
-        return None if match is None else int(Fraction(match[1]) * _UNITS[match[2]])
+
+def _of_error(error: torch.OutOfMemoryError) -> Explanation:
+    lines = traceback.extract_tb(error.__traceback__)
+    found = _of_message(str(error), [Frame(each.filename, each.lineno or 0, each.name) for each in lines])
+    if not torch.cuda.is_initialized():
+        return found
+    now = _of_snapshot(check_snapshot(torch.cuda.memory._snapshot()), int(found.device.removeprefix("cuda:")))
+    return dataclasses.replace(
+        found,
+        failed_at=found.failed_at or now.failed_at,
+        by_category=now.by_category,
+        holders=now.holders,
+        notes=(*found.notes, "lines are those of what is held now, which may be less than at the failure", *now.notes),
+    )
+
+
+def _of_message(text: str, lines: Sequence[Frame]) -> Explanation:
+    def size(*patterns: str) -> int | None:
+        for pattern in patterns:
+            if match := re.search(pattern.format(size=_SIZE), text):
+                return int(Fraction(match[1]) * _UNITS[match[2]])
+        return None
 
     requested = size("Tried to allocate {size}")
-    allocated = size("Of the allocated memory {size} is allocated by PyTorch")
-    free = size("and {size} is reserved by PyTorch but unallocated")
     if requested is None:
         raise ConfigError(f"explain() knows the error of PyTorch's CUDA allocator, and this one says: {text[:200]}")
-    left = size("of which {size} is free")
+    # The second form is that of versions before 2.2, whose logs are still about.
+    allocated = size("Of the allocated memory {size} is allocated by PyTorch", "{size} already allocated")
+    free = size("and {size} is reserved by PyTorch but unallocated")
+    left = size("of which {size} is free", "{size} free")
     limit = size("{size} allowed")
     where = re.search(r"GPU (\d+)", text)
-    number = 0 if where is None else int(where[1])
-    reserved = None if allocated is None or free is None else allocated + free
+    reserved = size("{size} reserved in total") if allocated is None or free is None else allocated + free
     available = limit if limit is not None else None if reserved is None or left is None else reserved + left
-    notes = ["numbers are those of the error's message, which rounds them"]
-    now = None
-    if torch.cuda.is_initialized():
-        now = _of_snapshot(check_snapshot(torch.cuda.memory._snapshot()), number)
-        notes.append("lines are those of what is held now, which may be less than at the failure")
     return Explanation(
-        f"cuda:{number}",
+        f"cuda:{0 if where is None else int(where[1])}",
         requested,
         allocated or 0,
         reserved,
         available,
         None,
-        "" if now is None else now.failed_at,
-        {} if now is None else now.by_category,
-        () if now is None else now.holders,
+        _where(lines[::-1]),
+        {},
+        (),
         None,
-        (*notes, *(() if now is None else now.notes)),
+        ("numbers are those of the error's message, which rounds them",),
     )
 
 

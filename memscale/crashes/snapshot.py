@@ -17,7 +17,10 @@ from typing import Any
 
 from memscale.core import ConfigError
 
+# Of the error's message, in a log.
+FAILURE = "out of memory. Tried to allocate"
 _MADE_BY = "torch.cuda.memory._dump_snapshot(path) writes one"
+_TAKEN = f"{_MADE_BY}, and a log with '... {FAILURE} ...' is taken as well"
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,18 @@ class _PlainUnpickler(pickle.Unpickler):
         raise ConfigError("this file is no memory snapshot: it refers to something outside of itself")
 
 
-def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The snapshot in a file.
+def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any] | str:
+    """The snapshot in a file, or the text of a log that has the error in it.
 
     Raises:
-        ConfigError: it cannot be read, or is not made of plain data only.
+        ConfigError: it cannot be read, or is neither a log nor made of plain data only.
     """
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"the snapshot {str(path)!r} cannot be read ({error.strerror}); {_MADE_BY}") from error
+        raise ConfigError(f"the snapshot {str(path)!r} cannot be read ({error.strerror}); {_TAKEN}") from error
+    if not content.startswith(pickle.PROTO) and FAILURE.encode() in content:
+        return content.decode(errors="replace")
     # What this process has unpickled by a registered number would be taken from here, and no name asked for.
     copyreg.clear_extension_cache()
     try:
@@ -96,9 +101,7 @@ def read_snapshot(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from None
     except Exception as error:  # whatever a file that is no pickle provokes
-        raise ConfigError(
-            f"{str(path)!r} is no memory snapshot ({type(error).__name__}: {error}); {_MADE_BY}"
-        ) from error
+        raise ConfigError(f"{str(path)!r} is no memory snapshot ({type(error).__name__}: {error}); {_TAKEN}") from error
     return check_snapshot(found)
 
 

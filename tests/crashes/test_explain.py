@@ -104,6 +104,41 @@ def test_an_error_alone_tells_its_numbers() -> None:
         ms.explain(3)
 
 
+LOG = """\
+Epoch 0: CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0, and the batch was made smaller
+Traceback (most recent call last):
+  File "/home/user/train.py", line 31, in <module>
+    main()
+  File "/home/user/model.py", line 7, in forward
+    return self.head(x)
+  File "/opt/lib/torch/nn/modules/linear.py", line 134, in forward
+    return F.linear(input, self.weight, self.bias)
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 15.00 GiB of \
+which 1.00 GiB is free. Of the allocated memory 12.00 GiB is allocated by PyTorch, and 1.50 GiB is reserved by \
+PyTorch but unallocated.
+"""
+OLD = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 1; 15.00 GiB total capacity; 12.00 GiB already allocated; "
+    "1.00 GiB free; 13.50 GiB reserved in total by PyTorch)"
+)
+
+
+def test_a_log_tells_what_its_last_error_did(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text(LOG)
+    from_file, from_text, old = (ms.explain(each) for each in (tmp_path / "run.log", LOG, OLD))
+    assert from_file == from_text
+    assert (from_file.requested_bytes, from_file.device) == (2 * 2**30, "cuda:1")
+    assert from_file.failed_at == "/home/user/model.py:7 in forward"
+    for each in (from_file, old):
+        assert (each.allocated_bytes, each.reserved_bytes) == (12 * 2**30, 27 * 2**29)
+        assert each.available_bytes == 29 * 2**29
+
+
+def test_no_plan_is_made_for_another_device_than_the_one_that_ran_out() -> None:
+    with pytest.raises(ms.ConfigError, match=r"planned for .+: name the card, as hardware='t4', or with --gpu"):
+        ms.explain(LOG, model=nn.Linear(2, 2), batch=torch.ones(1, 2))
+
+
 class Runs:
     def __init__(self, how: Any, *arguments: Any) -> None:
         self.how, self.arguments = how, arguments
