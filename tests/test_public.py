@@ -37,7 +37,7 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
-    assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate host_calls
+    assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
     host_seconds knows_copies new_memory_seconds nominal on_card seconds span tfloat32 work_of
 memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
     to_json_lines

@@ -7,17 +7,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from torch import nn
 from typer import Option
 
-from memscale.algebra import Plan, Transform, compose
+from memscale.algebra import Plan
 from memscale.cli.options import Shorthand, count
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
-from memscale.hardware import Hardware, has_rate
+from memscale.hardware import Hardware
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid, parts_of, planned, shorthands
 from memscale.transforms import cast
 
@@ -105,12 +104,8 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
     """The plan of a JSON file, or that of names such as ``checkpoint+tile``."""
     if Path(text).is_file():
         return Plan.from_json(Path(text).read_text(encoding="utf-8"))
-    # A dtype for cast is a wish, also where the card has no unit for the usual one.
     asked = [name.partition(":") for name in text.lower().split("+")]
-    rules = dict(shorthands(model, hardware))
-    anywhere = shorthands(model, dataclasses.replace(hardware, flops_per_second={}))
-    if "cast" in anywhere:
-        rules["cast"] = anywhere["cast"]
+    rules = shorthands(model, hardware)
     names = [name for name, _, _ in asked]
     if wrong := [name + sep + dtype for name, sep, dtype in asked if sep and (name != "cast" or dtype not in DTYPES)]:
         raise ConfigError(
@@ -121,18 +116,8 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
             f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and nothing that this model can have on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
-    plan = planned({name: rules[name] for name in names})
-    narrow = "bf16" if not hardware.flops_per_second or has_rate("bfloat16", hardware) else "fp16"
-    compute = DTYPES[next((dtype for name, _, dtype in asked if name == "cast" and dtype), narrow)]
-    return Plan([(rule.pattern, _computing_in(compute, rule.transform)) for rule in plan])
-
-
-def _computing_in(dtype: torch.dtype, transform: Transform) -> Transform:
-    """`transform` with every `cast` in it computing in `dtype`."""
-    if transform == cast():
-        return cast(compute=dtype)
-    parts = getattr(transform, "transforms", ())
-    return compose(*(_computing_in(dtype, part) for part in parts)) if parts else transform
+    wished = {name: {"": cast(compute=DTYPES[dtype])} for name, _, dtype in asked if dtype}
+    return planned({name: wished.get(name, rules[name]) for name in names})
 
 
 def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:

@@ -15,7 +15,7 @@ from memscale.hardware.host_calls import HostSeconds, host_calls
 from memscale.hardware.kernel_rates import beside, on_card
 from memscale.hardware.links import COLLECTIVES, Span, assumed_links, collective_seconds, span
 from memscale.hardware.nominal import nominal
-from memscale.hardware.roofline import Seconds, has_rate, seconds
+from memscale.hardware.roofline import Seconds, has_rate, narrow_dtype, seconds
 from memscale.hardware.work import Work, tfloat32, work_of
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "host_calls",
     "host_seconds",
     "knows_copies",
+    "narrow_dtype",
     "new_memory_seconds",
     "nominal",
     "on_card",

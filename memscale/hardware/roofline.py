@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from memscale.core import ConfigError
 from memscale.hardware.device import Hardware
 from memscale.hardware.work import AT_THE_RATE_OF, Work, rate_name
@@ -120,6 +122,16 @@ def has_rate(dtype: str, hardware: Hardware) -> bool:
     (True, False)
     """
     return _rate(dtype, hardware) is not None
+
+
+def narrow_dtype(hardware: Hardware) -> torch.dtype:
+    """What `cast` computes in on `hardware`: bfloat16, or float16 on a card that is fast in that alone.
+
+    >>> narrow_dtype(Hardware.named("t4")), narrow_dtype(Hardware.named("a10"))
+    (torch.float16, torch.bfloat16)
+    """
+    wants_float16 = has_rate("float16", hardware) and not has_rate("bfloat16", hardware)
+    return torch.float16 if wants_float16 else torch.bfloat16
 
 
 def _rate(dtype: str, hardware: Hardware) -> float | None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
-from memscale.config import Config
+from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes
-from memscale.hardware import Hardware
+from memscale.hardware import Hardware, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
@@ -76,6 +76,7 @@ class DecisionEngine:
         tensor: int | None = None,
     ) -> None:
         check_model(model, "plan")
+        check_config(config)
         self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="plan")
         self.model = model
         self.batch = batch
@@ -220,7 +221,8 @@ class DecisionEngine:
             link = self._link
             moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
             exact = frozenset({"checkpoint", "tile"} | moves)
-            menu = Menu.of(exact if self._tries is None else exact & self._tries, self._dtype(), self.batch)
+            tried = exact if self._tries is None else exact & self._tries
+            menu = Menu.of(tried, narrow_dtype(self.hardware), self.batch)
             self._searches = [self._search_among(menu, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
@@ -272,10 +274,6 @@ class DecisionEngine:
         elif "offload" in found and self.streams:
             found.add("stream")
         return frozenset(found)
-
-    def _dtype(self) -> torch.dtype:
-        rates = self.hardware.flops_per_second
-        return torch.bfloat16 if "bfloat16" in rates or "float16" not in rates else torch.float16
 
     def _fastest(self, limit: int, config: Config | None = None) -> Found | None:
         """The fastest plan for `limit` bytes, of what a config allows; by default the engine's own."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, compose
 from memscale.core import batches, matches, pytrees
-from memscale.hardware import Hardware
+from memscale.hardware import Hardware, narrow_dtype
 from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.parts.heads import loss_head
 from memscale.transforms import cast, checkpoint, offload, tile
@@ -27,12 +27,10 @@ def shorthands(model: nn.Module, hardware: Hardware) -> dict[str, Rules]:
     patterns = repeated_blocks(model)
     head = loss_head(model, [path for path in paths if any(matches(pattern, path) for pattern in patterns)])
     wide = any(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
-    # A card's rates name the dtypes that it computes in: a V100 or a T4 has no bfloat16.
-    computes = "bfloat16" in (hardware.flops_per_second or ("bfloat16",))
     found: dict[str, Rules] = {
         "checkpoint": {pattern: checkpoint() for pattern in patterns},
         "tile": {} if head is None else {head: tile(chunks=_CHUNKS)},
-        "cast": {"": cast()} if wide and computes else {},
+        "cast": {"": cast(compute=narrow_dtype(hardware))} if wide else {},
         "offload": {pattern: offload() for pattern in patterns},
     }
     return {name: rules for name, rules in found.items() if rules}
@@ -44,7 +42,7 @@ def planned(rules: Mapping[str, Rules]) -> Plan:
     merged = {pattern: how for part in inner for pattern, how in part.items()}
     if "checkpoint" in rules and "cast" in rules:
         # Inside its own cast a block makes its copies of the weights again in the recompute, and none is kept.
-        merged |= {pattern: compose(how, cast()) for pattern, how in rules["checkpoint"].items()}
+        merged |= {pattern: compose(how, rules["cast"][""]) for pattern, how in rules["checkpoint"].items()}
     if "checkpoint" in rules and "offload" in rules:
         # Around its block's checkpoint, so that what that keeps moves.
         merged |= {pattern: compose(how, merged[pattern]) for pattern, how in rules["offload"].items()}

@@ -367,10 +367,16 @@ def test_the_recommended_plan_takes_the_place_of_the_callers():
     assert told.plan == caught.value.plan
 
 
-def test_a_card_without_bfloat16_is_not_told_to_compute_in_it():
-    assert "cast" not in shorthands(blocks(), ms.Hardware.named("t4"))
-    assert "cast" in shorthands(blocks(), ms.Hardware.named("a10"))
-    assert "cast" in shorthands(blocks(), box(1))  # whose speeds are not known
+def test_a_card_without_bfloat16_is_told_to_compute_in_float16():
+    for hardware, dtype in (
+        (ms.Hardware.named("t4"), torch.float16),
+        (ms.Hardware.named("a10"), torch.bfloat16),
+        (box(1), torch.bfloat16),  # whose speeds are not known
+    ):
+        assert shorthands(blocks(), hardware)["cast"] == {"": ms.cast(compute=dtype)}
+    step = {"loss": lambda y, _: y.square().mean(), "hardware": "t4"}
+    told = ms.OOMPredictor(blocks(), **step).predict(torch.ones(1024, 64), budget="24MiB", recommend=True)
+    assert [each for each in told.recommendations if each.action.startswith("cast(compute=torch.float16)")]
     assert "cast" not in shorthands(blocks().bfloat16(), box(1))
 
 

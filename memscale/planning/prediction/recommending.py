@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from memscale.algebra import Plan
 from memscale.core import MemscaleError
+from memscale.hardware import narrow_dtype
 from memscale.planning.engine import DecisionEngine
 from memscale.planning.prediction.predicted_step import PredictedStep
 from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
@@ -43,7 +46,9 @@ class _Remedies:
             own = [(rule.pattern, rule.transform) for rule in step.plan]
             if not any("cast" in repr(how) for _, how in own):
                 whole = Plan([*own, *casting.items()])
-                self._try("cast()", lambda: self._simulated("cast() on the whole model", whole))
+                scaled = narrow_dtype(step.hardware) is torch.float16
+                told = f"{summary(Plan(casting))}{', and scale the loss (LossScale)' if scaled else ''}"
+                self._try("cast()", lambda: self._simulated(told, whole))
         short = planned is None or planned.peak_bytes > self._prediction.capacity_bytes
         loops = other_loops(step.optimizer)
         # No loop of the optimizer lowers a peak that is in forward or backward.
