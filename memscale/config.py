@@ -9,11 +9,13 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from fractions import Fraction
 
-from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, validate
+import torch
+
+from memscale.core import Check, ConfigError, Misfit, boolean, integer, optional, shown, validate
 from memscale.runtime import AsyncOffloadConfig
 
 _MAX_PORT = 65535
@@ -261,3 +263,24 @@ _CONFIG_CHECKS: dict[str, Check] = {
     "observability_port": optional(_port),
     "async_config": optional(_async_config),
 }
+
+
+def as_code(fields: Mapping[str, object]) -> str:
+    """The call that makes a config with `fields`."""
+    return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+def check_config(config: object, argument: str = "config") -> None:
+    """Do nothing for a `Config`, and for None.
+
+    Raises:
+        ConfigError: it is neither; with what to write for a mode, or for fields in a dictionary.
+    """
+    if config is None or isinstance(config, Config):
+        return
+    mode = config.value if isinstance(config, OptimizationMode) else config
+    fields = {"mode": mode} if isinstance(mode, str) else config if isinstance(config, Mapping) else {}
+    instead = f"write {as_code(fields)}" if fields else "build one with Config(...)"
+    if isinstance(config, torch.Tensor):
+        instead = "a sample batch is given by its name: sample_input=..."
+    raise ConfigError(f"{argument}={shown(config)} must be a memscale.Config or None; {instead}")

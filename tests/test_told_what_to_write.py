@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +24,9 @@ def profile(model, batch, **options):
     return ms.profile(model, batch, loss=lambda y, _: y.mean(), **options)
 
 
-def plan(budget, model=None, batch=None):
+def plan(budget, model=None, batch=None, config=None):
     model, batch = model or layer(), torch.ones(2, 4) if batch is None else batch
-    return ms.plan(model, batch, budget=budget, loss=lambda y, _: y.mean(), hardware="t4")
+    return ms.plan(model, batch, budget=budget, loss=lambda y, _: y.mean(), hardware="t4", config=config)
 
 
 def layer(device="cpu"):
@@ -34,6 +35,11 @@ def layer(device="cpu"):
 
 def rows(batch, device="cpu"):
     return profile(nn.Sequential(nn.Embedding(8, 4, device=device)), batch)
+
+
+class Speaker(nn.Module):
+    def forward(self, x):
+        return x
 
 
 def optimize(**options):
@@ -58,7 +64,7 @@ TOLD = {
     "chunks without their name": (lambda: ms.tile(4), r"write tile\(chunks=4\)"),
     "compose of a model": (lambda: ms.compose(nn.Sequential(layer())), r"got a Sequential at position 0$"),
     "a module as a key": (lambda: ms.Plan({nn.Sequential(layer()): ms.checkpoint()}), r"got a Sequential$"),
-    "a module as a rule": (lambda: ms.Plan({"*": nn.Sequential(layer())}), r"got a Sequential; call the factory"),
+    "a module as a rule": (lambda: ms.Plan({"*": nn.Sequential(layer())}), r"got a Sequential$"),
     "wrap(mode=)": (lambda: ms.wrap(layer(), mode="aggressive"), r"write wrap\(\.\.\., Config\(mode='aggressive'\)\)"),
     "a mode as a config": (lambda: ms.wrap(layer(), "aggressive"), r"write Config\(mode='aggressive'\)"),
     "a dict as a config": (lambda: ms.wrap(layer(), {"auto_policy": True}), r"write Config\(auto_policy=True\)"),
@@ -67,12 +73,56 @@ TOLD = {
         lambda: ms.Config(budget=3),
         r"Config\(budget=3\) is no field of it; its fields are mode,",
     ),
+    "a mode": (lambda: plan(1.0, config=ms.OptimizationMode.AGGRESSIVE), r"write Config\(mode='aggressive'\)"),
+    "a batch as a config": (lambda: ms.wrap(layer(), torch.ones(2, 4)), r"a memscale\.Config or None; .*sample_input="),
     "a result as a step": (lambda: ms.measure(3), r"write measure\(lambda: "),
     "wrap(budget=)": (lambda: ms.wrap(layer(), budget="6GiB"), r"plan\(model, batch, budget='6GiB'\)"),
     "wrap(optimizer=)": (lambda: ms.wrap(layer(), optimizer=1), r"write with optimize\(model, optimizer\)"),
     "optimize(mode=)": (
         lambda: optimize(mode="balanced", auto_policy=True),
         r"\(mode='balanced', auto_policy=True\)\)",
+    ),
+    "a class of modules": (lambda: ms.checkpoint()(nn.Linear), "got the class Linear; pass a module of it"),
+    "a list to compose": (
+        lambda: ms.compose([ms.checkpoint(), ms.cast()]),
+        r"; write compose\(checkpoint\(\), cast\(\)\)$",
+    ),
+    "a list as a rule": (lambda: ms.Plan({"*": [ms.checkpoint()]}), r"; write compose\(checkpoint\(\)\)$"),
+    "an option of torch's": (
+        lambda: ms.checkpoint(preserve_rng_state=False),
+        r"checkpoint\(\) has no option preserve_rng_state; it takes policy, cuts$",
+    ),
+    "an optimizer without a call": (
+        lambda: ms.quantize_states(torch.optim.SGD([torch.ones(1)])),
+        r"takes no SGD; write quantize_states\(\)\(optimizer\)$",
+    ),
+    "what has no options": (lambda: ms.compensate_rounding(3), r"takes no options; write compensate_rounding\(\)$"),
+    "cuts of another module": (
+        lambda: ms.transform(Speaker(), {"": ms.checkpoint(cuts=(1,))}),
+        "this is a Speaker; name its children",
+    ),
+    "another model's optimizer": (
+        lambda: ms.transform(layer(), {"": ms.checkpoint()}, optimizer=torch.optim.SGD(layer().parameters())),
+        "has none of the parameters of the Linear; build it on this model's",
+    ),
+    "a plan's JSON": (lambda: ms.transform(layer(), ms.Plan().to_json()), r"got JSON; .* Plan\.from_json\(text\)$"),
+    "a plan's path": (lambda: ms.transform(layer(), Path("a.json")), r"Plan\.from_json\(Path\('a\.json'\)\.read_text"),
+    "a path as JSON": (lambda: ms.Plan.from_json(__file__), r"is a file; pass its read_text\(\)$"),
+    "no state": (lambda: ms.functional(layer())[0](torch.ones(2, 4)), "takes the state first, a mapping .* got Tensor"),
+    "a class as a loss": (
+        lambda: ms.profile(layer(), torch.ones(2, 4), loss=nn.MSELoss),
+        r"write loss=lambda output, _: MSELoss\(\)\(output, y\)",
+    ),
+    "a container": (lambda: plan(1.0, nn.ModuleList([layer()])), "ModuleList has no forward of its own"),
+    "no parameters": (lambda: plan(1.0, nn.ReLU()), "this ReLU has no parameters, .* pass what trains$"),
+    "a plan for verify": (lambda: ms.verify(layer(), ms.Plan(), torch.ones(1, 4)), r"write transform\(model, plan\)$"),
+    "one batch as several": (
+        lambda: ms.OOMPredictor(layer()).predict_steps(torch.ones(2, 4)),
+        r"takes a list of batches, got a Tensor; write \[batch, \.\.\.\]$",
+    ),
+    "a device of no type": (
+        lambda: ms.Hardware(name="a", device_type="gpu", memory_bytes=1),
+        "device_type='gpu'.* pass 'cuda' or 'cpu'",
     ),
     "labels in a tuple": (lambda: profile(layer(), LABELS_TOO), "belong to the loss"),
     "labels by name": (lambda: profile(layer(), {"input": torch.ones(2, 4), "labels": 1}), "belong to the loss"),
@@ -107,6 +157,8 @@ TOLD = {
         lambda: plan(torch.optim.SGD([torch.ones(1)])),
         "^budget=a SGD must be bytes as an int",
     ),
+    "a budget of NumPy": (lambda: plan(np.int64(80)), "write budget='80GiB'"),
+    "budget=inf": (lambda: plan(float("inf")), r"a float in \(0, 1\]$"),
     "budget=80": (lambda: plan(80), "write budget='80GiB'"),
     "budget='8G'": (lambda: plan("8G"), "write '8GiB' or '8GB'"),
     "budget='0'": (lambda: plan("0"), r"a float in \(0, 1\]$"),
@@ -128,13 +180,13 @@ TOLD = {
 
 @pytest.mark.parametrize(("mistake", "told"), TOLD.values(), ids=TOLD)
 def test_a_mistake_is_told_what_to_write(mistake, told):
-    with pytest.raises((ms.ConfigError, ms.PlanError), match=told):
+    with pytest.raises((ms.ConfigError, ms.PlanError, ms.TransformError), match=told):
         mistake()
 
 
 def test_what_is_meant_is_taken():
     assert ms.cast(compute="bf16") == ms.cast(compute=torch.bfloat16)
-    assert plan("90%") == plan(0.9)
+    assert plan("90%") == plan(0.9) == plan(np.float32(0.5))
     assert plan(np.int64(1 << 30)) == plan(1 << 30)
     unnamed = ms.plan(layer(), torch.ones(2, 4), "1GiB", loss=lambda y, _: y.mean(), hardware="t4")
     assert unnamed == plan("1GiB")

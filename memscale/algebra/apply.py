@@ -23,7 +23,7 @@ from memscale.algebra.functions import copy_tree
 from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import Former, Relocation, Transformed, attach, entitle, placing_in
-from memscale.core import Assembled, PlanError, TransformError, assembled_in, shown, takes_no
+from memscale.core import Assembled, PlanError, TransformError, assembled_in, batches, shown, takes_no
 from memscale.runtime import Runtime
 from memscale.telemetry import counted
 
@@ -228,8 +228,7 @@ def _misfit(module: nn.Module, path: str) -> str | None:
     where = f"the module at {path!r}" if path else "the model"
     if isinstance(module, torch.jit.ScriptModule):
         return f"{where} is a torch.jit.ScriptModule, whose forward runs in C++; transform the Python module"
-    # The same function that nn.ModuleList and nn.ModuleDict inherit: it only raises.
-    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+    if not batches.has_forward(module):
         return (
             f"{where} is a {type(module).__name__}, which has no forward to transform; "
             f"name its children with {f'{path}.*' if path else '*'!r}"

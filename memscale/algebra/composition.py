@@ -42,12 +42,12 @@ class Transform(Value):
 
     def misfit(self, subject: Any) -> str | None:
         """Why `subject` is not what this transform maps; `None` if it is."""
-        if callable(subject):
-            return None
-        return (
-            f"{self!r} maps a function to a function, got {type(subject).__name__} {subject!r}; "
-            "pass a callable, or use memscale.transform(model, plan) for a whole model"
-        )
+        if not callable(subject):
+            remedy = "pass a callable, or use memscale.transform(model, plan) for a whole model"
+            return f"{self!r} maps a function to a function, got {type(subject).__name__} {subject!r}; {remedy}"
+        if isinstance(subject, type) and issubclass(subject, torch.nn.Module):
+            return f"{self!r} maps a function to a function, got the class {subject.__name__}; pass a module of it"
+        return None
 
     @overload
     def __call__(self, fn: AnyOptimizer, /) -> AnyOptimizer: ...
@@ -132,7 +132,7 @@ def compose(*transforms: Transform) -> Transform:
         else:
             raise ConfigError(
                 f"compose() takes transforms such as checkpoint(), got {shown(transform)} at position {position}"
-                + ("; call the factory" if inspect.isroutine(transform) else "")
+                + what_to_write(transform)
             )
     if len({transform.of_optimizers for transform in flat}) > 1:
         raise ConfigError(
@@ -140,6 +140,13 @@ def compose(*transforms: Transform) -> Transform:
             "optimizer each their own"
         )
     return flat[0] if len(flat) == 1 else Compose(tuple(flat))
+
+
+def what_to_write(given: Any) -> str:
+    """What messages say to do about something that is no transform, after a semicolon; nothing where nobody knows."""
+    if isinstance(given, (list, tuple)) and given and all(isinstance(each, Transform) for each in given):
+        return f"; write compose({', '.join(map(repr, given))})"
+    return "; call the factory" if inspect.isroutine(given) else ""
 
 
 def chain(transform: Transform) -> tuple[Transform, ...]:

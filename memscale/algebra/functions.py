@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def fn(state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, Mapping):
+            raise TransformError(
+                f"fn(state, *args) takes the state first, a mapping as functional() returned it, got "
+                f"{type(state).__name__}; write fn(state, ...)"
+            )
         held = _taken_twice(module, state)
         try:
             return torch.func.functional_call(module, state, args, kwargs)

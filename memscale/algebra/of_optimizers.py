@@ -28,11 +28,21 @@ def under_rules(
             f"transform(optimizer=...) must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}; pass "
             "the optimizer itself"
         )
+    if optimizer is not None and not _trains(optimizer, model):
+        raise TransformError(
+            f"this {type(optimizer).__name__} has none of the parameters of the {type(model).__name__}; build it on "
+            "this model's parameters"
+        )
     if not rules:
         return optimizer
     found = rules_by_parameter(model, rules, optimizer, runtime)
     applier: Any = chain(rules.rules[0].transform)[0]
     return applier.by_rules(optimizer, found)  # type: ignore[no-any-return]
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def rules_by_parameter(

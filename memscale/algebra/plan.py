@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from memscale.algebra.composition import Transform, is_of_optimizers
+from memscale.algebra.composition import Transform, is_of_optimizers, what_to_write
 from memscale.core import Document, PlanError, from_data, matches, misfit, shown, spellings
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
@@ -194,10 +195,12 @@ class Plan:
 
 def as_plan(plan: Any) -> Plan:
     """`plan` as a `Plan`: itself, or made from a mapping or pairs."""
-    if isinstance(plan, str):
+    if isinstance(plan, (str, os.PathLike)):
+        is_text = isinstance(plan, str) and plan.lstrip().startswith("{")
+        write = "Plan.from_json(text)" if is_text else f"Plan.from_json(Path({str(plan)!r}).read_text())"
         raise PlanError(
-            f"a plan is a Plan or a mapping from paths to transforms, got {plan!r}; for a budget write "
-            f"plan(model, batch, budget=...), and for a file Plan.from_json(Path({plan!r}).read_text())"
+            f"a plan is a Plan or a mapping from paths to transforms, got {'JSON' if is_text else repr(plan)}; for a "
+            f"budget write plan(model, batch, budget=...), and for {'this' if is_text else 'a file'} {write}"
         )
     return plan if isinstance(plan, Plan) else Plan(plan)
 
@@ -206,6 +209,6 @@ def _misfit(pattern: Any, value: Any) -> str | None:
     if (wrong := misfit(pattern)) is not None:
         return wrong
     if not isinstance(value, Transform):
-        hint = "; call the factory" if callable(value) else ""
-        return f"the rule for {pattern!r} must be a transform such as checkpoint(), got {shown(value)}{hint}"
+        got = f"{shown(value)}{what_to_write(value)}"
+        return f"the rule for {pattern!r} must be a transform such as checkpoint(), got {got}"
     return None

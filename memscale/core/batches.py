@@ -37,6 +37,11 @@ def check_call(model: Callable[..., Any], batch: Any) -> None:
         ConfigError: it is none of the three kinds, or not what a module's forward takes.
     """
     check_batch(batch)
+    if not has_forward(model):
+        raise ConfigError(
+            f"this {type(model).__name__} has no forward of its own, so there is no step; pass the module that calls "
+            "its children, or nn.Sequential(*children) if that is what it means"
+        )
     try:
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
@@ -49,6 +54,13 @@ def check_call(model: Callable[..., Any], batch: Any) -> None:
             "mapping its keyword arguments; labels that the model does not take belong to the loss: leave them out, "
             "and write loss=lambda output, _: F.cross_entropy(output, y) where a loss is asked for"
         ) from None
+
+
+def has_forward(module: Any) -> bool:
+    """False of a module that has the forward which `nn.ModuleList` and `nn.ModuleDict` inherit: it only raises."""
+    return "forward" in getattr(module, "__dict__", ()) or (
+        getattr(type(module), "forward", None) is not torch.nn.Module.forward
+    )
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
@@ -79,6 +91,12 @@ def check_loss(loss: Any) -> None:
     Raises:
         ConfigError: `loss` is neither, or does not take the two of ``loss(output, batch)``.
     """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ConfigError(
+            f"loss={name} is a class, whose call makes a {name} and no number; write loss=lambda output, _: "
+            f"{name}()(output, y), with your labels for y"
+        )
     if loss is not None and not callable(loss):
         raise ConfigError(
             f"a loss is a function loss(output, batch) that returns a scalar tensor, or None, got "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Document:
             data = json.loads(text)
         except (TypeError, ValueError) as error:
             wrong = f"the {self.name} is not JSON, or was cut off: {error}; write it with {self.writer}"
+            if isinstance(text, (str, os.PathLike)) and os.path.isfile(text):
+                wrong = f"the {self.name} is given as text, and {str(text)!r} is a file; pass its read_text()"
             raise self.error(wrong) from error
         version = data.pop(f"memscale_{self.name}", None) if isinstance(data, dict) else None
         if version != self.version:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from memscale.core.errors import ConfigError
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The factory `make` of transforms, which refuses whatever is given to it without a name.
+    """The factory `make` of transforms, which refuses whatever is given to it without a name or by a wrong one.
 
     >>> @by_name
     ... def shrink(*, size=1):
@@ -24,13 +24,19 @@ def by_name(make: Callable[_P, _T]) -> Callable[_P, _T]:
     >>> shrink(3)
     Traceback (most recent call last):
     memscale.core.errors.ConfigError: shrink() takes its options by name; write shrink(size=3)
+    >>> shrink(by=3)
+    Traceback (most recent call last):
+    memscale.core.errors.ConfigError: shrink() has no option by; it takes size
     """
-    name, first = make.__name__, next(iter(inspect.signature(make).parameters))
+    name, options = make.__name__, list(inspect.signature(make).parameters)
 
     @functools.wraps(make)
     def factory(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if args:
-            raise ConfigError(_instead(name, first, args[0]))
+            raise ConfigError(_instead(name, options, args[0]))
+        if unknown := [each for each in kwargs if each not in options]:
+            takes = f"it takes {', '.join(options)}" if options else "it takes none"
+            raise ConfigError(f"{name}() has no option {', '.join(unknown)}; {takes}")
         return make(*args, **kwargs)
 
     return factory
@@ -80,10 +86,14 @@ def _is_module(value: Any) -> bool:
     return callable(getattr(value, "named_modules", None)) and not isinstance(value, type)
 
 
-def _instead(name: str, first: str, given: Any) -> str:
+def _instead(name: str, options: Sequence[str], given: Any) -> str:
+    if hasattr(given, "param_groups"):
+        return f"{name}() makes a transform, and takes no {type(given).__name__}; write {name}()(optimizer)"
     if _is_module(given) or inspect.isroutine(given):
         return (
             f"{name}() makes a transform, and takes no {type(given).__name__}; write {name}()(function), or "
             f"transform(model, {{'layers.*': {name}()}}) for the layers of a model"
         )
-    return f"{name}() takes its options by name; write {name}({first}={given!r})"
+    if not options:
+        return f"{name}() takes no options; write {name}()"
+    return f"{name}() takes its options by name; write {name}({options[0]}={given!r})"

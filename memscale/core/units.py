@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from collections.abc import Sequence
@@ -102,16 +103,16 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
         nbytes = int(Decimal(share[1]) * whole_bytes / 100)
     elif isinstance(budget, str):
         nbytes = _parsed_bytes(budget, argument)
-    elif isinstance(budget, float) and 0 < budget <= 1:
+    elif isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral) and 0 < budget <= 1:
         nbytes = int(budget * whole_bytes)
     elif isinstance(budget, numbers.Integral) and not isinstance(budget, bool):
         nbytes = int(budget)
     else:
-        remedy = f"; write '{budget:g}GiB'" if isinstance(budget, float) and budget > 1 else ""
+        remedy = f"; write '{budget:g}GiB'" if isinstance(budget, float) and 1 < budget < math.inf else ""
         raise ConfigError(f"{argument}={shown(budget)} must be {_RULE}{remedy}")
     if nbytes < 1:
         raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes and must be at least 1; pass {_RULE}")
-    if isinstance(budget, int) and nbytes < _FEWEST_BYTES and whole_bytes >= _GIB:
+    if isinstance(budget, numbers.Integral) and nbytes < _FEWEST_BYTES and whole_bytes >= _GIB:
         raise ConfigError(f"{argument}={budget!r} is {nbytes} bytes; if GiB are meant, write {argument}='{budget}GiB'")
     return nbytes
 

@@ -9,6 +9,7 @@ subclass writes any of them.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -90,8 +91,10 @@ def from_data(data: Any) -> Any:
         )
     args = [from_data(item) for item in data.get("args", ())]
     kwargs = {key: from_data(item) for key, item in data.items() if key not in ("type", "args")}
+    make = _FACTORIES[spelling]
     try:
-        return _FACTORIES[spelling](*args, **kwargs)
+        inspect.signature(make).bind(*args, **kwargs)
+        return make(*args, **kwargs)
     except TypeError as error:
         raise PlanError(f"{spelling} cannot be made from {dict(data)!r}: {error}") from error
 

@@ -331,11 +331,20 @@ def _speeds(card: Card) -> dict[str, Any]:
     }
 
 
+def _is_device_type(name: str) -> bool:
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
+
+
 def _misfit(key: str, value: Any) -> str | None:
     """The rule that the field `key` breaks with `value`, and the remedy."""
     if key in ("name", "device_type"):
         if not isinstance(value, str) or not value:
             return "a non-empty str; pass what the device is called"
+        if key == "device_type" and not _is_device_type(value):
+            return "a type of torch.device; pass 'cuda' or 'cpu'"
     elif key in ("memory_bytes", "free_bytes", "host_memory_bytes"):
         low = 1 if key == "memory_bytes" else 0
         if (value is not None or key == "memory_bytes") and not (_is_int(value) and value >= low):

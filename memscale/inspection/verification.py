@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale.algebra import Plan
 from memscale.core import ConfigError, CorrectnessError, Loss, batches, tensors, unflatten
 from memscale.regions import Scope, untouched
 
@@ -157,7 +158,8 @@ def verify(model: nn.Module, transformed: nn.Module, batch: Any, *, loss: Loss |
     """
     for name, module in (("model", model), ("transformed", transformed)):
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}")
+            remedy = "; write transform(model, plan)" if isinstance(module, (Plan, Mapping)) else ""
+            raise ConfigError(f"verify({name}=...) takes a torch.nn.Module, got {type(module).__name__}{remedy}")
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise ConfigError(
                 f"verify({name}=...) runs a step for real, and a model on meta has no numbers; build it on a device, "

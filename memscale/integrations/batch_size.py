@@ -76,6 +76,7 @@ def predict(
         ConfigError: the Trainer has nothing to train on, or another argument is wrong.
         RuntimeUnavailable: it shards its model over processes, or its step can be neither simulated nor run.
     """
+    _check_trainer(trainer, "predict")
     accumulate = trainer.args.gradient_accumulation_steps
     check_count(f"predict(steps={steps!r})", steps)
     if batch is not None and steps > 1:
@@ -148,6 +149,7 @@ def find_batch_size(
     for name, value in (("keep_global_batch", keep_global_batch), ("apply", apply)):
         if not isinstance(value, bool):
             raise ConfigError(f"find_batch_size({name}={value!r}) must be True or False")
+    _check_trainer(trainer, "find_batch_size")
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     with step_of(trainer) as step:
@@ -187,3 +189,11 @@ def _repeated(step: TrainerStep, count: int, rows: int) -> Any:
 def _predictor(step: TrainerStep, hardware: Hardware | str | None, accumulate: int) -> OOMPredictor:
     passes = min(accumulate, _PASSES)
     return OOMPredictor(step.model, step.optimizer, hardware=hardware, loss=step.loss, accumulate=passes)
+
+
+def _check_trainer(trainer: Any, verb: str) -> None:
+    if not hasattr(trainer, "get_train_dataloader"):
+        raise ConfigError(
+            f"{verb}(trainer) takes a Trainer of transformers, got {type(trainer).__name__}; of a model and a batch "
+            "OOMPredictor(model, optimizer) tells the same"
+        )

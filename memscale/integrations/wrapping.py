@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
-from memscale.config import Config
-from memscale.core import ConfigError, Record
+from memscale.config import Config, check_config
+from memscale.core import Record
 from memscale.legacy import Executor, attached, wrapped
 
 
@@ -29,8 +29,7 @@ class Wrapping:
     """
 
     def __init__(self, config: Config | None, plan: PlanLike | None, sample_input: Any, record: Record = None) -> None:
-        if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"MemScaleCallback(config={config!r}) must be a memscale.Config or None")
+        check_config(config)
         self._given = {name: value for name, value in (("config", config), ("plan", plan)) if value is not None}
         self._config = config
         self._plan = None if plan is None else as_plan(plan)

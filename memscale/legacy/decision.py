@@ -156,7 +156,7 @@ def _simulated(
         profiler = MemoryProfiler(model, optimizer, loss=any_loss, hardware=hardware, config=config)
         return None, profiler.profile(batch)
     except Exception as error:
-        say(config, f"the step cannot be profiled: {_first_line(error)}")
+        LOG.warning("the step cannot be profiled: %s", _first_line(error))
         return None, None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.config import Config
+from memscale.config import Config, as_code, check_config
 from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, history_path, takes_no
 from memscale.inspection import check_same_numbers
 from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
@@ -63,17 +63,13 @@ def _with_fields(verb: Callable[_P, _T]) -> Callable[_P, _T]:
 
     def write(given: Mapping[str, object]) -> str:
         fields = {name: value for name, value in given.items() if name not in _ELSEWHERE}
-        said = [f"{verb.__name__}(..., {_as_config(fields)})"] if fields else []
+        said = [f"{verb.__name__}(..., {as_code(fields)})"] if fields else []
         for name, instead in _ELSEWHERE.items():
             if name in given:
                 said.append(instead.format(verb=verb.__name__, value=given[name]))
         return ", ".join(said)
 
     return takes_no([*(each.name for each in dataclasses.fields(Config)), *_ELSEWHERE], write)(verb)
-
-
-def _as_config(fields: Mapping[str, object]) -> str:
-    return f"Config({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 @counted("wrap")
@@ -245,6 +241,10 @@ def wrapped(
             "Config(verify_correctness=True) compares real steps and needs a batch; pass sample_input=..."
         )
     config, runtime = with_runtime(model, config, ask_environment=async_offload is None)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TransformError(
+            "wrap(): the model is a torch.jit.ScriptModule, whose forward runs in C++; wrap the Python module"
+        )
     for path, module in model.named_modules():
         if path and ATTRIBUTE in module.__dict__:
             raise TransformError(f"module {path!r} inside the model is wrapped on its own; detach it first")
@@ -304,12 +304,8 @@ def _config_in_force(
     config: Config | None, async_offload: bool | None, async_config: AsyncOffloadConfig | None
 ) -> Config:
     """The config with the arguments folded in, after everything that cannot be honoured was refused."""
-    if config is None:
-        config = Config()
-    if not isinstance(config, Config):
-        fields = {"mode": config} if isinstance(config, str) else config if isinstance(config, Mapping) else {}
-        instead = f"write {_as_config(fields)}" if fields else "build one with Config(...)"
-        raise ConfigError(f"config={config!r} must be a memscale.Config or None; {instead}")
+    check_config(config)
+    config = Config() if config is None else config
     if async_offload is not None:
         config = dataclasses.replace(config, async_offload=async_offload)
     if async_config is not None:

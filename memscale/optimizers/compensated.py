@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memscale.core import by_name
 from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.transformed import OptimizerTransform
@@ -25,6 +26,7 @@ class CompensateRounding(OptimizerTransform):
         return _Compensated(self, optimizer, inner)
 
 
+@by_name
 def compensate_rounding() -> OptimizerTransform:
     """An optimizer transform: parameters in bfloat16 train to the numbers of float32 ones, in two bytes more.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, in_process_group, integer
+from memscale.core import ConfigError, CorrectnessError, Misfit, TransformError, by_name, in_process_group, integer
 from memscale.optimizers.clipping import TwoPasses
 from memscale.optimizers.parts import PartedOptimizer, StepPart
 from memscale.optimizers.spent import SpentGradient
@@ -30,6 +30,7 @@ class StepInBackward(OptimizerTransform):
         return _InBackward(self, optimizer, inner)
 
 
+@by_name
 def step_in_backward(*, accumulate: int = 1, max_norm: float | None = None) -> OptimizerTransform:
     """An optimizer transform: a parameter steps when backward has its whole gradient, which is freed at once.
 

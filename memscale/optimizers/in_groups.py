@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from memscale.core import budget_bytes, device_type
+from memscale.core import budget_bytes, by_name, device_type
 from memscale.optimizers.parts import Group, PartedOptimizer, StepPart, in_turn
 from memscale.optimizers.transformed import OptimizerTransform
 
@@ -25,6 +25,7 @@ class StepInGroups(OptimizerTransform):
         return _InGroups(self, optimizer, inner)
 
 
+@by_name
 def step_in_groups(*, group_bytes: int | str) -> OptimizerTransform:
     """An optimizer transform: `step` goes over at most so many bytes of parameters at a time.
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from memscale.algebra import Transform
-from memscale.core import check_tier
+from memscale.core import by_name, check_tier
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.on_disk import OnDisk
 from memscale.optimizers.on_host import Below, StepOnHost
@@ -58,6 +58,7 @@ class _OffloadStatesOn(OffloadStates):
         return f"{OffloadStates(self.tier)!r}.on({self.runtime!r})"
 
 
+@by_name
 def offload_states(*, tier: str = "auto") -> OptimizerTransform:
     """An optimizer transform: states live below the device, in RAM or on disk, and the step runs where they are.
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import ConfigError, format_bytes
+from memscale.core import ConfigError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
 from memscale.optimizers.packed import Packed
@@ -39,6 +39,7 @@ class QuantizeStates(OptimizerTransform):
         return _Quantized(self, optimizer, inner)
 
 
+@by_name
 def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
     """An optimizer transform: moments are kept in 8 bits, and are numbers as ever while their parameter steps.
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.core import ConfigError, Misfit, integer
+from memscale.core import ConfigError, Misfit, by_name, integer
 from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart, check_whole
 from memscale.optimizers.transformed import OptimizerTransform
@@ -28,6 +28,7 @@ class RoundStochastically(OptimizerTransform):
         return _Stochastic(self, optimizer, inner)
 
 
+@by_name
 def round_stochastically(*, seed: int = 0) -> OptimizerTransform:
     """An optimizer transform: what steps in bfloat16 is rounded by chance, so that small steps count on average.
 

@@ -59,7 +59,9 @@ class Refusal:
             lines.append(
                 f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
             )
-        return lines or ["take a smaller batch and accumulate gradients, or an optimizer with less state"]
+        states = smallest.profile.by_category.get("optimizer state", 0)
+        lighter = ", or an optimizer with less state" if states else ""
+        return lines or [f"take a smaller batch and accumulate gradients{lighter}"]
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Fields of the config that may lower the smallest peak, and what to."""

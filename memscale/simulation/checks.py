@@ -18,13 +18,13 @@ def check_followed(model: Any) -> None:
     """Raise ConfigError for a module that runs where no simulation sees it."""
     if isinstance(model, nn.Module) and any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ConfigError(
-            f"profile(model=...) got a {type(model).__name__}, which holds scripted modules: their forward runs in "
+            f"this is a {type(model).__name__}, which holds scripted modules: their forward runs in "
             "C++ and cannot be followed; pass the Python module that was scripted or traced"
         )
     lazy = [name for name, each in model.named_parameters() if is_lazy(each)] if isinstance(model, nn.Module) else []
     if lazy:
         raise ConfigError(
-            f"profile(model=...): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
+            f"the model's parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
             "through the model first"
         )
 
@@ -67,10 +67,13 @@ def check_call(model: Any, batch: Any, accumulate: int) -> None:
                 "and plan with a dense one in its place, and leave room for what the sparse one takes instead"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"this {type(model).__name__} has no parameter that requires a gradient, so there is no training "
-            "step; call requires_grad_() on what should train"
+        none_at_all = not any(True for _ in model.parameters())
+        lacks, remedy = (
+            ("parameters", "pass what trains")
+            if none_at_all
+            else ("parameter that requires a gradient", "call requires_grad_() on what should train")
         )
+        raise ConfigError(f"this {type(model).__name__} has no {lacks}, so there is no training step; {remedy}")
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:

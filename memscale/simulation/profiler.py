@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
-from memscale.config import Config
+from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, MemscaleError, check_loss
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
@@ -79,6 +79,7 @@ class MemoryProfiler:
         self.optimizer = optimizer
         self.loss = loss
         self.keeps_output = keeps_output
+        check_config(config)
         self.config = config if config is not None else Config()
         self._rules = Plan()  # for the optimizer
         self._in_place = Plan()  # for a model that its owner distributed, which no copy would be

@@ -125,6 +125,12 @@ def test_the_batch_size_fits_and_one_more_row_does_not(tmp_path: Path) -> None:
     assert free.largest.peak_bytes <= 6 * 2**20 < free.largest.next_peak_bytes
 
 
+def test_a_model_in_place_of_a_trainer_is_told_of_the_predictor() -> None:
+    for verb in (predict, find_batch_size):
+        with pytest.raises(ms.ConfigError, match=r"takes a Trainer of transformers, got Linear; .*OOMPredictor\(model"):
+            verb(torch.nn.Linear(2, 2))
+
+
 def test_what_cannot_be_asked_says_why(tmp_path: Path) -> None:
     streamed = predict(trainer(tmp_path, Stream()), recommend=False)
     assert any("first 4 rows" in note for note in streamed.notes)

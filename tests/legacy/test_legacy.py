@@ -231,6 +231,12 @@ def test_bad_arguments():
     assert traces(model) == before
 
 
+def test_a_batch_that_does_not_run_is_told(caplog):
+    detach(wrap(convnet(), sample_input=torch.ones(2, 3)))
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told.startswith("the step cannot be profiled: ConfigError: the step fails when it runs")
+
+
 def test_what_the_mode_implies_is_not_refused():
     assert wrap(convnet(), Config(mode="aggressive", force_optimize=True))._memscale_executor.skipped is None
     config = Config(async_offload=True, force_optimize=True)

@@ -376,7 +376,7 @@ def test_bad_steps():
         ms.AutoTuner(square)
     with pytest.raises(ms.ConfigError, match="transformed already"):
         ms.AutoTuner(ms.transform(mlps(), {"0": ms.checkpoint()}))
-    with pytest.raises(ms.ConfigError, match="must be a Config or None"):
+    with pytest.raises(ms.ConfigError, match=r"must be a memscale\.Config or None"):
         ms.AutoTuner(mlps(), config="aggressive")
     with pytest.raises(ms.ConfigError, match=r"AutoTuner\(accumulate=0\) must be an int of at least 1"):
         ms.AutoTuner(mlps(), accumulate=0)

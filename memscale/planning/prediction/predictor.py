@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,10 @@ class OOMPredictor:
             ConfigError: there are no batches, one does not fit the model, or another argument is wrong.
             RuntimeUnavailable: a step can be neither simulated nor run here.
         """
+        if isinstance(batches, (torch.Tensor, Mapping)):
+            raise ConfigError(
+                f"predict_steps(batches) takes a list of batches, got a {type(batches).__name__}; write [batch, ...]"
+            )
         batches = list(batches)
         if not batches:
             raise ConfigError("predict_steps(batches=[]) needs at least one batch")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from memscale.config import Config
+from memscale.config import Config, check_config
 from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, check_count, check_loss, format_bytes
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, check_model
@@ -71,8 +71,7 @@ class AutoTuner:
         check_model(model, "AutoTuner")
         ranks = Ranks.of(model, parallel, world, shard, tensor, caller="AutoTuner")
         check_loss(loss)
-        if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"AutoTuner(config={config!r}) must be a Config or None; build one with Config()")
+        check_config(config)
         check_count(f"AutoTuner(accumulate={accumulate!r})", accumulate)
         self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
         self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, keeps_output, ranks)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from memscale.algebra import OwnForward, Transformed
-from memscale.core import ConfigError, TransformError
+from memscale.core import ConfigError, TransformError, shown
 
 #: Before which child another stretch begins: of the row, or of one in it, by the numbers on the way there.
 Cut = int | tuple[int, ...]
@@ -45,7 +45,7 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
     if row is None:
         raise TransformError(
             f"checkpoint(cuts={cuts}) is for an nn.Sequential with the forward of its class and nothing around it, and "
-            f"this is {fn!r}; name its children, or leave cuts out"
+            f"this is {shown(getattr(fn, 'module', fn))}; name its children, or leave cuts out"
         )
     for cut in cuts:
         at, *inside = _place(cut)
