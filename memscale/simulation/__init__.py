@@ -15,13 +15,13 @@ The journey of `profile(model, batch)`, in the order in which to read:
    tensor over it dies, in the `ledger`: births and deaths as data.
 6. `analysis`: turns the ledger into peaks, by category and module, with the sizes that the device's allocator gives
    (`allocator/` replays CUDA's).
-   `attribution` takes the same books apart by modules and stations, for whoever plans, and `splicing` puts a step
-   together of the parts of others.
+   `simulated_step` keeps the same books for whoever plans: `attribution` takes them apart by modules and stations, and
+   `splicing` puts a step together of the parts of others.
 7. `results`: the `Profile`, frozen data; `reports` prints and draws it.
 """
 
 from memscale.simulation.analysis import reserved_bytes
-from memscale.simulation.attribution import OUTSIDE, Attribution, SimulatedStep, Station
+from memscale.simulation.attribution import OUTSIDE, Attribution, Station
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
 from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
@@ -29,6 +29,7 @@ from memscale.simulation.profiler import MemoryProfiler
 from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
+from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.splicing import Given, spliced
 from memscale.simulation.strands import Strand
 

@@ -18,7 +18,6 @@ from memscale.core import ConfigError, Loss, MemscaleError, check_loss
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
-from memscale.simulation.attribution import SimulatedStep
 from memscale.simulation.checks import about_compiled, check_call, check_followed, check_optimizer
 from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.values import NeedsValues
@@ -30,6 +29,7 @@ from memscale.simulation.results import Profile, as_hardware
 from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.sandbox.sandbox import Simulation
+from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.simulation_cost import own_cost
 from memscale.simulation.step import training_step
 from memscale.telemetry import uncounted
