@@ -26,7 +26,7 @@ from memscale.planning.parts.globs import with_globs
 from memscale.planning.refusal import Refusal
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.search import Search, leaves_margin
-from memscale.planning.speeds import link_rates, timed
+from memscale.planning.speeds import dtypes_of, link_rates, timed
 from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials.trials import Trials
@@ -94,24 +94,16 @@ class DecisionEngine:
         self._stepping: dict[Way, list[Search]] = {}
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
         asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self.hardware = timed(asked, model)
+        distributed = self.ranks is None and self.made_for is not None
+        speeds = timed(asked, dtypes_of(model))
+        self.steps = StepSimulator(
+            model, batch, optimizer, loss, accumulate, keeps_output, speeds, self.ranks, distributed, progress
+        )
+        self.plain_step = self.steps.as_it_is()
+        self.hardware = self.steps.hardware
         self._link = link_rates(self.hardware, self.config)
         self._loop_share = loop_share(optimizer, self.hardware)
         self._nominal = self.hardware != asked
-        distributed = self.ranks is None and self.made_for is not None
-        self.steps = StepSimulator(
-            model,
-            batch,
-            optimizer,
-            loss,
-            accumulate,
-            keeps_output,
-            self.hardware,
-            self.ranks,
-            distributed,
-            progress,
-        )
-        self.plain_step = self.steps.as_it_is()
         self.plain = self.plain_step.profile()
         self._known: KnownPlans[DecisionEngine] = KnownPlans()
 

@@ -33,15 +33,19 @@ def link_rates(hardware: Hardware, config: Config) -> LinkRates | None:
     return LinkRates(out, back, None if cap is None else int(cap * 10**9))
 
 
-def timed(hardware: Hardware, model: nn.Module) -> Hardware:
-    """The hardware with speeds in place of those that are not known and the step needs.
+def dtypes_of(model: nn.Module) -> frozenset[str]:
+    """Of its parameters that are floating point numbers."""
+    return frozenset(str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point())
+
+
+def timed(hardware: Hardware, used: frozenset[str]) -> Hardware:
+    """The hardware with speeds in place of those that are not known and a step in the dtypes `used` needs.
 
     Nominal ones where none is known; a dtype that a card has no units for is computed in float32.
     """
     known = hardware.flops_per_second
     if hardware.device_type == "cpu" and not known and hardware.bandwidth_bytes_per_second is None:
         return nominal(hardware)
-    used = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
     rates = dict.fromkeys(used, known.get("float32", max(known.values()))) if known else _NOMINAL_FLOPS
     missing = {dtype: rate for dtype, rate in rates.items() if not has_rate(dtype, hardware)}
     if not missing and hardware.bandwidth_bytes_per_second:

@@ -15,6 +15,7 @@ from memscale.core import ConfigError, Loss, MemscaleError, TransformError, matc
 from memscale.hardware import Hardware
 from memscale.planning.parts.candidates import Rules
 from memscale.planning.parts.short_stack import shortened
+from memscale.planning.speeds import timed
 from memscale.simulation import MemoryProfiler, NeedsValues, Profile, Ranks, SimulatedStep, arguments_of
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
@@ -60,13 +61,18 @@ class StepSimulator:
         return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
 
     def as_it_is(self) -> SimulatedStep:
-        """The step without any rule.
+        """The step without any rule, on hardware that has a speed for whatever it computes in, from then on.
 
         Raises:
             ConfigError: it fails, or cannot be simulated.
         """
         try:
-            return self.simulate((), True)
+            step = self.simulate((), True)
+            # What autocast and the model's own casts compute in shows in a step only.
+            if (speeds := timed(self.hardware, step.ledger.computes_in())) != self.hardware:
+                self.hardware, self._kernels = speeds, None
+                step = self.simulate((), True)
+            return step
         except NeedsValues as error:
             raise ConfigError(
                 f"this step cannot be planned: {error}. A plan rests on simulated steps, and this one reads values "

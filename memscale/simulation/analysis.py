@@ -295,8 +295,7 @@ def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:
     """Why a step has no time on hardware that says how fast it is: it does not compute in the step's dtype."""
     if not hardware.flops_per_second:
         return []
-    used = {op.dtype for op in ledger.ops[ledger.steps[-1][1] :] if op.flops}
-    missing = ", ".join(sorted(dtype for dtype in used if not has_rate(dtype, hardware)))
+    missing = ", ".join(sorted(dtype for dtype in ledger.computes_in() if not has_rate(dtype, hardware)))
     if not missing:
         return []
     known = ", ".join(sorted(hardware.flops_per_second))

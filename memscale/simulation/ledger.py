@@ -200,6 +200,10 @@ class Ledger:
         )
         return left == former
 
+    def computes_in(self) -> frozenset[str]:
+        """The dtypes that the last step multiplies in."""
+        return frozenset(op.dtype for op in self.ops[self.steps[-1][1] :] if op.flops)
+
     def trim(self, *, if_grown: bool = False) -> None:
         """Note that the device is given back now what its allocator only caches."""
         (self.trims_if_grown if if_grown else self.trims).append(len(self.events))

@@ -345,6 +345,16 @@ def test_a_card_without_units_for_a_dtype_is_planned_for():
     assert smallest.step_seconds > engine.plain.step_seconds
 
 
+def test_a_card_without_units_for_what_autocast_computes_in_is_planned_for():
+    class Autocast(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cuda", torch.bfloat16):
+                return super().forward(x)
+
+    engine = ms.DecisionEngine(Autocast(64, 64), torch.ones(64, 64), loss=_loss, hardware="t4")
+    assert engine.plain.step_seconds > 0
+
+
 def test_what_the_models_own_code_raises_is_one_error_of_ours():
     with pytest.raises(ms.ConfigError, match=r"the step fails.*shapes"):
         ms.plan(_mlps(), torch.ones(2, 63), budget="1GiB", loss=_loss, hardware=CPU)

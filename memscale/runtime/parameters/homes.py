@@ -307,8 +307,8 @@ class Homes:
                 self._awaited.add(home)
 
     def _copied(self, home: Home, event: Event) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        (self._backward if in_backward else self._forward).copied(event)
+        # Neither order is told: with fewer regions ahead than a simulation has, its slots are others, and what the loss
+        # needs next to them may take a segment more.
         self._reading[home] = event
 
     # ------------------------------------------------------------------------------- what a `Follower` is told

@@ -1,6 +1,7 @@
 """offload(what="params"): which bytes are on the device and when, and which move."""
 
 import gc
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose
 from memscale.runtime import Runtime, home_of
+from memscale.runtime.engine.ahead import Ahead
 from memscale.runtime.engine.engine import Engine
 from memscale.simulation.measured.allocator_trace import measure
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
@@ -215,8 +217,8 @@ def test_the_cpu_waits_for_each_gradient():
     check_the_cpu_waits_for_each_gradient()
 
 
-def check_depth_follows_the_measured_times():
-    """No further ahead than it helps: with copies of a tenth of a layer's computation, the next layer only."""
+def check_as_many_regions_are_ahead_as_in_a_simulation():
+    """Whatever copies take: three of the regions to come beside the one that runs."""
     peaks = {}
     for copy_seconds in (0.1, 10.0):
         _, _, forward = on_the_clock(3, copy_seconds)
@@ -224,8 +226,35 @@ def check_depth_follows_the_measured_times():
         forward()
         peaks[copy_seconds] = measure(forward).peak_bytes // WEIGHT
         assert forward() == pytest.approx(0.1 if copy_seconds == 0.1 else 10.0 + 5 * 9.0)
-    assert peaks[0.1] == 2
+    assert peaks == {0.1: 4, 10.0: 4}
     assert measure(on_the_clock(0, 0.1)[2]).peak_bytes // WEIGHT == 1
+
+
+def test_as_many_regions_are_ahead_as_in_a_simulation():
+    check_as_many_regions_are_ahead_as_in_a_simulation()
+
+
+class Done(NamedTuple):
+    """An event of a stream, long over."""
+
+    begin: float
+    end: float
+
+    def done(self):
+        return True
+
+    def span(self):
+        return self
+
+
+def check_depth_follows_the_measured_times():
+    """No further ahead than it helps: with copies of a tenth of the time between requests, the next one only."""
+    for copy_seconds, depth in ((0.1, 1), (10.0, 3)):
+        ahead = Ahead(3)
+        for key in range(3):
+            ahead.asked(key, at=Done(key, key))
+            ahead.copied(Done(key, key + copy_seconds))
+        assert ahead.depth() == depth
 
 
 def test_depth_follows_the_measured_times():

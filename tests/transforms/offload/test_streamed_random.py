@@ -112,6 +112,10 @@ EFFECTS = {
         test_streamed.check_depth_follows_the_measured_times,
         [(ahead.Ahead, "depth", "return max(1, math.ceil(copying / self._gap_seconds))", "return self.most")],
     ),
+    "fast copies have fewer regions loaded ahead": (
+        test_streamed.check_as_many_regions_are_ahead_as_in_a_simulation,
+        [(homes.Homes, "_copied", "self._reading[home] = event", "self._forward.copied(event)")],
+    ),
     "regions never leave the device": (
         functools.partial(test_streamed.check_one_region_at_a_time_is_on_the_device, PARAMS),
         [(homes.Homes, "exit", "[] if stay and not failed else over", "[]")],
