@@ -44,6 +44,7 @@ USERS = ("memscale.cli", "memscale.benchmarks")
 LOADED_WHEN_ASKED = {("memscale.simulation.results", "memscale.reports")}
 
 
+@functools.cache
 def floor(module):
     part = module.removeprefix("memscale").strip(".").split(".")[0]
     found = [index for index, floor in enumerate(FLOORS) if part in floor]
@@ -69,6 +70,7 @@ def imports(path):
                 yield full if full in MODULES else node.module
 
 
+@functools.cache
 def ours(module):
     return sorted({name for name in imports(MODULES[module]) if name.split(".")[0] == "memscale"})
 
@@ -89,11 +91,10 @@ def circles():
     return {frozenset(n for n in names if module in reached[n]) for module, names in reached.items() if module in names}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_point_one_way(module):
-    names = [name for name in ours(module) if (module, name) not in LOADED_WHEN_ASKED]
-    names = [name for name in names if not (module.startswith(USERS) and name == "memscale")]
-    assert [name for name in names if floor(name) > floor(module)] == []
+def test_imports_point_one_way():
+    steps = {(module, name) for module in MODULES for name in ours(module)} - LOADED_WHEN_ASKED
+    steps -= {(module, "memscale") for module in MODULES if module.startswith(USERS)}
+    assert {(module, name) for module, name in steps if floor(name) > floor(module)} == set()
 
 
 def test_no_files_import_each_other():
@@ -130,11 +131,11 @@ def test_cupy_is_imported_by_the_cuda_backend_only():
     assert set(users) <= {"memscale.runtime.backends.cuda"}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_names_say_what_is_in_a_file(module):
-    name = module.rpartition(".")[2]
-    assert not name.startswith("_") or name == "__main__"
-    assert not {"manager", "handler", "helper", "utils", "misc"} & set(name.split("_"))
+def test_names_say_what_is_in_a_file():
+    names = {module: module.rpartition(".")[2] for module in MODULES}
+    assert {module for module, name in names.items() if name.startswith("_") and name != "__main__"} == set()
+    vague = {"manager", "handler", "helper", "utils", "misc"}
+    assert {module for module, name in names.items() if vague & set(name.split("_"))} == set()
 
 
 def doors_used(module):
@@ -151,11 +152,12 @@ def folder(module):
 FOLDERS = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {"memscale"}))
-def test_other_folders_are_entered_by_their_door(module):
-    for door, name in doors_used(module):
-        assert MODULES[door].name == "__init__.py", f"{door} is a file; its folder's door is what others import from"
-        assert name in importlib.import_module(door).__all__ or f"{door}.{name}" in MODULES
+def test_other_folders_are_entered_by_their_door():
+    used = {(module, *each) for module in set(MODULES) - {"memscale"} for each in doors_used(module)}
+    files = {each for each in used if MODULES[each[1]].name != "__init__.py"}
+    assert files == set(), "these are files; their folders' doors are what others import from"
+    unknown = {(module, door, name) for module, door, name in used if f"{door}.{name}" not in MODULES}
+    assert {each for each in unknown if each[2] not in importlib.import_module(each[1]).__all__} == set()
 
 
 PAGE = ROOT.parent / "docs" / "architecture.md"

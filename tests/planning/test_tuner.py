@@ -73,15 +73,9 @@ def every():
     return found
 
 
-@pytest.fixture(scope="module")
-def largest():
-    """The result for the largest batch."""
-    return tuning(BUDGET, objective="batch", at_most=MOST)
-
-
 @pytest.mark.deep
-def test_the_largest_is_the_largest_of_all(every, largest):
-    best = largest
+def test_the_largest_is_the_largest_of_all(every):
+    best = tuning(BUDGET, objective="batch", at_most=MOST)
     assert best.size == max(size for size, plan in every.items() if plan is not None)
     assert best.plan.to_json() == every[best.size].to_json(), "the plan that `plan` finds"
     assert best.too_large == best.size + 1
@@ -169,8 +163,8 @@ def test_accumulated_batches_count():
     assert two.per_second > one.per_second, "the update is shared"
 
 
-def test_a_result_travels_as_json_and_prints_and_draws_itself(largest, tmp_path):
-    best = largest
+def test_a_result_travels_as_json_and_prints_and_draws_itself(tmp_path):
+    best = tuning(200_000, made=step(mlps(1)), objective="batch", at_most=3)
     assert ms.Tuning.from_json(best.to_json()) == best
     text = str(best)
     assert f"batch size {best.size}" in text
