@@ -812,7 +812,10 @@ class DropsPaths(nn.Module):
         return x if self.draw() > 0.5 else self.linear(x)
 
 
-@pytest.mark.parametrize("draw", [random.random, random.Random(0).random, lambda: torch.rand(())], ids=str)
+DRAWS = {"Python": random.random, "its own": random.Random(0).random, "PyTorch": lambda: torch.rand(())}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_what_draws_is_no_projection_and_asking_draws_nothing(draw):
     own = getattr(getattr(draw, "__self__", None), "getstate", int)
     model, x = DropsPaths(draw), torch.randn(6, 4)
