@@ -24,9 +24,12 @@ def profile(model, batch, **options):
     return ms.profile(model, batch, loss=lambda y, _: y.mean(), **options)
 
 
-def plan(budget, model=None, batch=None, config=None):
+ISLAND = ms.Hardware(name="island", device_type="cuda", memory_bytes=2**34)
+
+
+def plan(budget, model=None, batch=None, config=None, hardware="t4"):
     model, batch = model or layer(), torch.ones(2, 4) if batch is None else batch
-    return ms.plan(model, batch, budget=budget, loss=lambda y, _: y.mean(), hardware="t4", config=config)
+    return ms.plan(model, batch, budget=budget, loss=lambda y, _: y.mean(), hardware=hardware, config=config)
 
 
 def layer(device="cpu"):
@@ -74,6 +77,10 @@ TOLD = {
         r"Config\(budget=3\) is no field of it; its fields are mode,",
     ),
     "a mode": (lambda: plan(1.0, config=ms.OptimizationMode.AGGRESSIVE), r"write Config\(mode='aggressive'\)"),
+    "offloading over no link": (
+        lambda: plan(10**6, config=ms.Config(enable_offloading=True), hardware=ISLAND),
+        r"island does not say how fast its link is; give Hardware\(\.\.\.\) host_to_device_bytes_per_second",
+    ),
     "a batch as a config": (lambda: ms.wrap(layer(), torch.ones(2, 4)), r"a memscale\.Config or None; .*sample_input="),
     "a result as a step": (lambda: ms.measure(3), r"write measure\(lambda: "),
     "wrap(budget=)": (lambda: ms.wrap(layer(), budget="6GiB"), r"plan\(model, batch, budget='6GiB'\)"),

@@ -13,7 +13,7 @@ from torch import nn
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
 from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes
-from memscale.hardware import Hardware, narrow_dtype
+from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.decisions import decisions_of, rejected_of, trace_of
@@ -116,6 +116,7 @@ class DecisionEngine:
         asked = self._select(limit)
         if leaves_margin(self.plain.taken_bytes, limit):
             return self._unchanged(limit, asked)
+        self._check_link()
 
         def find(engine: DecisionEngine) -> Answer:
             found, decision = None, None
@@ -159,6 +160,7 @@ class DecisionEngine:
     def frontier(self, points: int = POINTS) -> Frontier:
         """Plans for `points` budgets from the smallest reachable peak to that of the step as it is."""
         check_count(f"frontier(points={points!r})", points, 2)
+        self._check_link()
         most = self.plain.taken_bytes
 
         def find(engine: DecisionEngine) -> Answer:
@@ -257,6 +259,17 @@ class DecisionEngine:
                 for each in self.searches
             ]
         return self._stepping[way]
+
+    def _check_link(self) -> None:
+        asked = self.config.enable_offloading and not self.config.given.isdisjoint(
+            ("enable_offloading", "async_offload")
+        )
+        if asked and not knows_copies(self.hardware):
+            raise ConfigError(
+                f"the config asks for offloading, and {self.hardware.name} does not say how fast its link is; give "
+                "Hardware(...) host_to_device_bytes_per_second and device_to_host_bytes_per_second, pass "
+                "Hardware.measure() there, or leave enable_offloading to the mode"
+            )
 
     def _techniques(self, config: Config) -> frozenset[str]:
         """What a config lets a plan do to the model exactly."""

@@ -132,10 +132,10 @@ def _allocated(
         bounded = replay(events, settings=settings, capacity_bytes=capacity_bytes, streams=streams)
         if bounded.out_of_memory_at is None:
             if bounded.retries:
+                often = "once, which" if bounded.retries == 1 else f"{bounded.retries} times, each of which"
                 notes.append(
-                    "it fits because PyTorch gives back cached memory when the device is full, here "
-                    f"{bounded.retries} times, each of which waits for the device; with more memory it would reserve "
-                    f"{format_bytes(found.reserved_peak_bytes)}"
+                    f"it fits because PyTorch gives back cached memory when the device is full, here {often} waits for "
+                    f"the device; with more memory it would reserve {format_bytes(found.reserved_peak_bytes)}"
                 )
             found = bounded
         elif found.reserved_peak_bytes <= capacity_bytes:

@@ -277,6 +277,16 @@ def test_the_foreach_loop_costs_what_is_said():
     assert optimizer.param_groups[0]["foreach"] is True
 
 
+@pytest.mark.deep
+def test_a_loop_beside_the_plan_is_told_where_it_frees_more():
+    optimizer = torch.optim.AdamW((model := blocks(2)).parameters(), foreach=True)
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB)).predict(rows(1024))
+    plan = next(each for each in prediction.recommendations if each.plan is not None and not each.optimizer_options)
+    assert plan.peak_bytes > MIB  # or no loop is tried
+    beside = [each for each in prediction.recommendations if each.plan == plan.plan and each.optimizer_options]
+    assert all(each.peak_bytes < plan.peak_bytes for each in beside)
+
+
 def test_options_of_an_optimizer_are_put_back_also_where_they_were_not_there():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), fused=False)
     del optimizer.param_groups[0]["foreach"]
