@@ -158,12 +158,8 @@ class Menu:
                 yield Candidate(((whole, checkpoint(policy=policy)),))
             for child in part.children:
                 yield Candidate(((child, again),))
-            inner = tuple((child, again) for child in part.children)
-            if len(inner) > 1:
-                yield Candidate(inner)
-            # Run again one after the other, they are not all held at once while the part has its backward.
-            if inner:
-                yield Candidate(((whole, again), *inner))
+            if len(part.children) > 1:
+                yield Candidate(tuple((child, again) for child in part.children))
             for cuts in dict.fromkeys((*_at_weights(part.module), *self._cuts(part, step))):
                 yield Candidate(((whole, checkpoint(cuts=cuts)),))
         for child in cut:
