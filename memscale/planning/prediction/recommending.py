@@ -56,7 +56,7 @@ class _Remedies:
             self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
         if planned is not None and short and loops:
             both = f"{planned.action}, and {_loop(loops[0])}"
-            self._try(both, lambda: self._simulated(both, plan, loops[0]))
+            self._try(both, lambda: self._simulated(both, plan, loops[0]), beyond=planned.freed_bytes)
         if split(self._batch, 2) is not None:
             self._try("accumulate gradients", lambda: self._in_parts(None))
             if planned is not None and short:
@@ -64,13 +64,13 @@ class _Remedies:
         best_first = sorted(self._found, key=lambda each: -each.freed_bytes)
         return dataclasses.replace(self._prediction, recommendations=tuple(best_first), notes=tuple(self._notes))
 
-    def _try(self, what: str, make: Callable[[], Recommendation | None]) -> Recommendation | None:
+    def _try(self, what: str, make: Callable[[], Recommendation | None], beyond: int = 0) -> Recommendation | None:
         try:
             better = make()
         except MemscaleError as error:
             self._notes.append(f"not simulated: {what}: {error}")
             return None
-        if better is None or better.freed_bytes <= 0:
+        if better is None or better.freed_bytes <= beyond:
             return None
         self._found.append(better)
         return better
