@@ -4,7 +4,14 @@ from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
-from memscale.regions.hidden_changes import memory_of, moved, refused, storages, takes_batch_statistics
+from memscale.regions.hidden_changes import (
+    memory_of,
+    moved,
+    refused,
+    running_statistics,
+    storages,
+    takes_batch_statistics,
+)
 from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
@@ -62,6 +69,7 @@ __all__ = [
     "refuse_iterators",
     "refused",
     "rewinding",
+    "running_statistics",
     "stand_for",
     "storages",
     "takes_batch_statistics",

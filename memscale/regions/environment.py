@@ -138,7 +138,9 @@ class Environment:
         if self._host is not None:
             undo.append(partial(randomness.set_host_state, randomness.host_state()))
             randomness.set_host_state(self._host)
-        if (settings := _settings(self._kinds)) != self._settings:
+        settings = _settings(self._kinds)
+        undo.append(partial(self._leave_settings, settings))
+        if settings != self._settings:
             self._enter_settings(settings, undo)
         if parametrize._cache_enabled or self._parametrizations is not None:  # `parametrize.cached()`
             undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
@@ -158,8 +160,19 @@ class Environment:
                 undo.append(partial(context.__exit__, None, None, None))
         flags, then = present[:count], self._settings[:count]
         if flags != then:
-            undo.append(partial(_set_flags, flags, then))
             _set_flags(then, flags)
+
+    def _leave_settings(self, before: list[Any]) -> None:
+        """Put back what this changed, and what the body did: a rerun may stop before the body does so itself."""
+        if (now := _settings(self._kinds)) == before:
+            return
+        count = len(_FLAGS)
+        _set_flags(before[:count], now[:count])
+        cache, *of_kinds = before[count:]
+        torch.set_autocast_cache_enabled(cache)
+        for kind, enabled, dtype in zip(self._kinds, of_kinds[::2], of_kinds[1::2], strict=True):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
     @property
     def moved(self) -> list[Any]:

@@ -133,6 +133,14 @@ def takes_batch_statistics(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(names) and (not flags or any(given.get(flag) is True for flag in flags))
 
 
+def running_statistics(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What a call moves that normalizes by statistics of its batch."""
+    if not takes_batch_statistics(func, args, kwargs):
+        return []
+    found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _positions(func, _RUNNING)]
+    return [each for each in found if each is not None]
+
+
 @functools.lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """The position and name of each argument that an operator writes to."""

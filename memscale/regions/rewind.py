@@ -80,6 +80,9 @@ class Rewind:
         self._fresh.extend(renewed.values())
         self._go_back(self._trained_as_then(renewed), arrived)
         environment.enter(self._undo)
+        for tensor in snapshot.graded:  # else a backward inside would add to it again
+            self._undo.append(partial(setattr, tensor, "grad", tensor.grad))
+            tensor.grad = None
         # Under a mode, which the run was not, operators may leave other versions: those are told by `made`.
         if changed or (not environment.dispatched and modes().dispatched):
             self._watch(_ChangedWatch(changed, self._made))

@@ -42,7 +42,8 @@ MOST_FOLLOWED = 64
 _LARGEST_FOLLOWED = 256  # containers among these
 # Types of a module's attributes that may lead to state; numbers, strings and sizes are remembered by themselves.
 _METHODS = (types.MethodType, types.BuiltinMethodType)  # of a generator, say, or of a list
-_STATEFUL = (*CONTAINERS, tuple, types.FunctionType, *_METHODS, functools.partial, torch.Generator)
+_OF_TORCH = (torch.Generator, torch.optim.Optimizer)
+_STATEFUL = (*CONTAINERS, tuple, types.FunctionType, *_METHODS, functools.partial, *_OF_TORCH)
 TABLES = ("_parameters", "_buffers", "_modules")  # of a module: what it registers
 _PLAIN = {int, float, bool, str, type(None)}  # a convolution has five tuples of these
 _FIXED = {"_reversed_padding_repeated_twice"}  # and a list, which PyTorch writes once
@@ -107,6 +108,7 @@ class Scope:
         contents: what each place holds now, by position.
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
         generators: the `torch.Generator` s of the user's own.
+        optimizers: those of PyTorch, whose states are not followed.
         shared: whether there are places that are not a module's own, such as closures, globals, lists.
         followed: the positions of places that objects led to, which do not count as shared.
         hooks: of modules that have some, all their dictionaries of hooks, by the id of the module's own dictionary.
@@ -123,6 +125,7 @@ class Scope:
         "generators",
         "hooks",
         "modules",
+        "optimizers",
         "places",
         "registered",
         "shared",
@@ -139,6 +142,7 @@ class Scope:
         self.contents: list[Content] = []
         self.tensors: list[tuple[int, Any, torch.Tensor]] = []
         self.generators: list[torch.Generator | HostGenerator] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.shared = False
         self.hooks: dict[int, dict[str, dict[Any, Any]]] = {}
         self.registered: dict[int, tuple[nn.Module, str]] = {}
@@ -227,6 +231,8 @@ class Scope:
             self.generators.append(HostGenerator(thing))
         elif isinstance(thing, nn.Module):
             self._visit_module(thing)
+        elif issubclass(kind, torch.optim.Optimizer):  # not `_seen`: its states are not covered
+            self.optimizers.append(thing)
         elif issubclass(kind, Assembled):
             for part in thing.parts():
                 self._visit(part, home)

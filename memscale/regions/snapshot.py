@@ -14,14 +14,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memscale.core import CorrectnessError, changed_error, described, internals, simulating, versions
+from memscale.core import CorrectnessError, changed_error, described, internals, simulating, version, versions
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.pieces import Name, Piece, Pieces
@@ -60,11 +60,13 @@ class Snapshot:
         notes: what the scope has in place of tensors that stood for others, after the run.
         is_first: whether the run is to be learned from.
         given_away: whether a rerun was given the old values themselves, and may have changed them.
+        graded: after the run, the tensors whose `.grad` it changed, by a backward of its own say.
     """
 
     __slots__ = (
         "_before",
         "_everything",
+        "_grads",
         "_held",
         "_in_tuples",
         "_kept",
@@ -77,6 +79,7 @@ class Snapshot:
         "assigned",
         "environment",
         "given_away",
+        "graded",
         "is_first",
         "notes",
         "scope",
@@ -104,6 +107,8 @@ class Snapshot:
         self._kept: list[Piece] | None = None
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
         self.given_away = False
+        self.graded: list[torch.Tensor] = []
+        self._grads = [_grad_of(tensor) for tensor, trained in zip(self.tensors, self.trained, strict=True) if trained]
         if habits is None:
             self._take_all()
         elif habits.changed or habits.reassigned:
@@ -177,7 +182,17 @@ class Snapshot:
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
-        return Writes(self._before_write, self.environment.noticing) if self.is_watched else NOTHING
+        return self._watching() if self.is_watched else NOTHING
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        steps = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in self.scope.optimizers]
+        try:
+            with Writes(self._before_write, self.environment.noticing):
+                yield
+        finally:
+            for step in steps:
+                step.remove()
 
     @property
     def is_watched(self) -> bool:
@@ -221,6 +236,12 @@ class Snapshot:
                 start from the wrong value.
         """
         self.environment.conclude()
+        trained = [tensor for tensor, trained in zip(self.tensors, self.trained, strict=True) if trained]
+        for tensor, (grad, then) in zip(trained, self._grads, strict=True):
+            now, at = _grad_of(tensor)
+            if now is not grad or at != then:
+                self.graded.append(tensor)
+        self._grads = []
         held = storages(self._everything)
         self.find_reassigned(held)
         kept = self._changed_pieces()
@@ -388,6 +409,19 @@ _REMEDY = (
     "The checkpointed region would be recomputed with other numbers. Call backward before changing it (an optimizer "
     "step does)"
 )
+
+
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    raise CorrectnessError(
+        f"an optimizer, {type(optimizer).__name__}, steps inside of the region, and a recompute can neither repeat "
+        "that nor put back its states; take the step outside of the region, or leave checkpoint() out for it"
+    )
+
+
+def _grad_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """The gradient of a leaf and its version."""
+    grad = tensor.grad if tensor.is_leaf else None
+    return (None, 0) if grad is None else (grad, version(grad))
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -42,6 +42,7 @@ class Results:
         self.ops: dict[int, internals.OpOverload] = {}
         self.changed_later: set[int] = set()
         self.random_after: dict[int, list[tuple[torch.Generator, torch.Tensor]]] = {}
+        self._running: dict[int, list[torch.Tensor]] = {}  # statistics as they were after an operator that moves them
         self._counted: list[torch.Tensor] = []
         self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
@@ -80,6 +81,17 @@ class Results:
             states = [generator.get_state() for generator in generators]
             self.random_after[index] = list(zip(generators, states, strict=True))
             self._counted += counted_states(states)
+
+    def keep_running(self, index: int, statistics: list[torch.Tensor]) -> None:
+        """Keep what operator `index` has made of running statistics, for one that is kept is not run again, and a later
+        one may read them."""
+        if statistics:
+            self._running[index] = [each.clone() for each in statistics]
+
+    def move_running(self, index: int, statistics: list[torch.Tensor]) -> None:
+        """Do to running statistics what operator `index` would do, which counts no versions."""
+        for each, then in zip(statistics, self._running.get(index, ()), strict=False):
+            each.data.copy_(then)
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` without its graph, of the same version: an alias made inside a dispatch mode has one of its own."""
@@ -134,6 +146,7 @@ class Results:
         del self._counted[sum(map(len, self.random_after.values())) :]
         # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
         self._drop([index for index in self._outputs if index >= needed])
+        self._running = {index: each for index, each in self._running.items() if index in self._outputs}
         moving = {tier: hooks_here(self._runtime, tier, 0) for tier in set(self._tiers.values())}
         for index in list(self._outputs):
             # No name here for the outputs: they move only if nobody but `Kept` holds them.

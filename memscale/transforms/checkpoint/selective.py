@@ -16,7 +16,15 @@ import torch
 
 from memscale.core import internals
 from memscale.policies import Policy, Recompute, Site, Verdict, batch_dims
-from memscale.regions import OperatorWatch, is_stand_in, is_unrecorded, memory_of, unrecorded, unrecorded_depth
+from memscale.regions import (
+    OperatorWatch,
+    is_stand_in,
+    is_unrecorded,
+    memory_of,
+    running_statistics,
+    unrecorded,
+    unrecorded_depth,
+)
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint.results import UNSAFE_VIEWS, Results
 from memscale.transforms.labels import listeners
@@ -133,6 +141,7 @@ class Recorder(_Numbering):
         result = op(*args, **kwargs)
         if self._verdicts is None:
             self._note(index, op, result)
+        self.results.keep_running(index, running_statistics(op, args, kwargs))
         verdict = None if self._verdicts is None else self._verdicts.get(op)
         if verdict is None:
             verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
@@ -208,4 +217,7 @@ class Replayer(_Numbering):
 
     def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
         answer = self._results.replay(index, op, self._recomputed)
-        return op(*args, **kwargs) if answer is None else answer
+        if answer is None:
+            return op(*args, **kwargs)
+        self._results.move_running(index, running_statistics(op, args, kwargs))
+        return answer

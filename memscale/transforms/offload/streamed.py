@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memscale.algebra import Placing
-from memscale.core import CorrectnessError, changed_error, internals, pytrees, version
+from memscale.core import CorrectnessError, TransformError, changed_error, internals, pytrees, version
 from memscale.regions import (
     Attributes,
     Note,
@@ -148,6 +149,7 @@ def _eager(self: Streamed, args: Any, kwargs: Any) -> Any:
         with (
             refused(on_device, lambda index: str(origin_of(on_device[index]).home), self.how, why, watch=watch),
             streams.watching() if watch or self.spreads else nullcontext(),
+            _GradientsWatch(self.how) if watch and torch.is_grad_enabled() else nullcontext(),
         ):
             result = self.fn(*args, **kwargs)
         self.spreads = self.spreads or streams.are_several
@@ -270,6 +272,12 @@ def _on_device(homes: Sequence[Home]) -> Iterator[dict[int, torch.Tensor]]:
                 f"a leaf Variable that requires grad is being used in an in-place operation: {home} which the region "
                 "of offload(what='params') changes; do so under torch.no_grad(), or change a clone"
             )
+        for home in homes:
+            if home.version() not in (-1, home.loaded[0]):
+                raise CorrectnessError(
+                    f"{home} was changed where it lives while a region of offload(what='params') had it on the device, "
+                    "as by an optimizer that steps inside of the region; take the step outside of it"
+                )
         stand_ins.clear()
         trained.clear()
 
@@ -288,6 +296,27 @@ def _enter(stack: ExitStack, homes: Sequence[Home]) -> Iterator[tuple[Home, torc
 def _exit(mover: Any, visit: Visit, kind: Any, *_: Any) -> None:
     with unrecorded():
         mover.exit(visit, failed=kind is not None)
+
+
+_T: Any = torch.Tensor
+_ASKS_THE_PARAMETER = {_T.grad.__get__, _T.grad.__set__, _T.requires_grad.__set__, _T.requires_grad_}
+
+
+class _GradientsWatch(TorchFunctionMode):
+    """Raises `TransformError` when a region asks of a parameter on the device what only the one at home has."""
+
+    def __init__(self, how: object) -> None:
+        super().__init__()
+        self._how = how
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS_THE_PARAMETER and is_stand_in(args[0]) and isinstance(origin := origin_of(args[0]), _OnDevice):
+            raise TransformError(
+                f"the region of {self._how!r} reads or sets .grad, or requires_grad, of {origin.home} which it has on "
+                "the device in place of the parameter that has them (as zero_grad() and an optimizer do); do so "
+                "outside of the region"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Receive(torch.autograd.Function):

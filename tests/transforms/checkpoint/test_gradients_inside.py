@@ -95,3 +95,36 @@ def test_products_that_a_policy_keeps_are_not_repeated_in_backward():
         return counter.get_total_flops()
 
     assert flops(ms.policies.dots_saveable) < flops(None)
+
+
+class TrainsItself(nn.Module):
+    """Adds to the gradients of its own parameters, and may step."""
+
+    def __init__(self, steps: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+        self.steps = steps
+
+    def forward(self, x):
+        hidden = self.net(x).tanh()
+        hidden.square().mean().backward(retain_graph=True)
+        if self.steps:
+            self.optimizer.step()
+        return hidden.sum(), self.net(x)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_a_backward_inside_adds_to_gradients_once(policy):
+    model = TrainsItself(steps=False)
+    expected = step(model, model)
+    fn = ms.checkpoint(policy=policy)(model)
+    assert [step(model, fn) for _ in range(2)] == [expected] * 2
+
+
+def test_an_optimizer_that_steps_inside_is_refused():
+    model = TrainsItself(steps=True)
+    with pytest.raises(ms.CorrectnessError, match="an optimizer, SGD, steps inside of the region"):
+        ms.checkpoint()(model)(torch.ones(2, 3))
+    assert not model.optimizer._optimizer_step_pre_hooks

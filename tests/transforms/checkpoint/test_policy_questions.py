@@ -70,3 +70,17 @@ def test_operators_that_give_numbers_and_sparse_tensors() -> None:
     x = torch.linspace(0, 1, 64, requires_grad=True)
     (grad,) = torch.autograd.grad(ms.checkpoint(policy=Everything())(region)(x).sum(), x)
     assert torch.equal(grad, torch.autograd.grad(region(x).sum(), x)[0])
+
+
+class ReadsStatistics(torch.nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (ms.name(super().forward(x), "kept") * self.running_mean + self.running_var).tanh()
+
+
+@pytest.mark.parametrize("policy", [Everything(), policies.save_only_these_names("kept")], ids=str)
+def test_statistics_that_a_kept_operator_moves_are_moved_in_the_recompute(policy: policies.Policy) -> None:
+    x = torch.linspace(0, 1, 64).reshape(8, 8).square().requires_grad_()
+    (expected,) = torch.autograd.grad(ReadsStatistics(8)(x).sum(), x)
+    norm = ReadsStatistics(8)
+    assert torch.equal(torch.autograd.grad(ms.checkpoint(policy=policy)(norm)(x).sum(), x)[0], expected)
+    assert norm.num_batches_tracked == 1

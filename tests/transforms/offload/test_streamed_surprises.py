@@ -173,3 +173,30 @@ def test_a_layer_that_is_exchanged_is_not_loaded_ahead():
     model[1] = layers()[1]
     model.zero_grad()
     assert trained(model) == trained(layers())
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "says"),
+    [
+        (
+            lambda model, _: model.zero_grad(),
+            ms.TransformError,
+            r"reads or sets \.grad, or requires_grad, of p",
+        ),
+        (lambda model, _: model.requires_grad_(False), ms.TransformError, r"requires_grad, of parameter"),
+        (lambda _, optimizer: optimizer.step(), ms.CorrectnessError, "changed where it lives while a region"),
+    ],
+    ids=["zero_grad", "freezes", "steps"],
+)
+def test_what_only_the_parameter_at_home_has_is_not_asked_of_what_stands_for_it(does, error, says):
+    class Asks(nn.Linear):
+        def forward(self, x):
+            does(self, optimizer)
+            return super().forward(x)
+
+    model = Asks(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(error, match=says):
+        ms.transform(model, {"": PARAMS}, runtime=runtime_of(0))(rows())
