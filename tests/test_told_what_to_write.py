@@ -45,6 +45,11 @@ class Speaker(nn.Module):
         return x
 
 
+class Training(nn.Sequential):
+    def forward(self, *args):
+        return nn.Module.forward(self, *args)
+
+
 def optimize(**options):
     with ms.optimize(layer(), **options):
         pass
@@ -121,6 +126,10 @@ TOLD = {
         r"write loss=lambda output, _: MSELoss\(\)\(output, y\)",
     ),
     "a container": (lambda: plan(1.0, nn.ModuleList([layer()])), "ModuleList has no forward of its own"),
+    "a module of Lightning": (
+        lambda: plan(1.0, Training(layer())),
+        "this Training has no forward of its own, .* a training_step is none$",
+    ),
     "no parameters": (lambda: plan(1.0, nn.ReLU()), "this ReLU has no parameters, .* pass what trains$"),
     "a plan for verify": (lambda: ms.verify(layer(), ms.Plan(), torch.ones(1, 4)), r"write transform\(model, plan\)$"),
     "one batch as several": (

@@ -6,6 +6,7 @@ The same three kinds of batch and the same loss everywhere, and for each mistake
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,10 +39,7 @@ def check_call(model: Callable[..., Any], batch: Any) -> None:
     """
     check_batch(batch)
     if not has_forward(model):
-        raise ConfigError(
-            f"this {type(model).__name__} has no forward of its own, so there is no step; pass the module that calls "
-            "its children, or nn.Sequential(*children) if that is what it means"
-        )
+        raise _no_forward(model)
     try:
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
@@ -69,9 +67,23 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
     >>> call(max, (3, 4)), call(dict, {"a": 1}), call(torch.numel, torch.ones(5))
     (4, {'a': 1}, 5)
     """
-    if isinstance(batch, torch.Tensor):
-        return model(batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    try:
+        if isinstance(batch, torch.Tensor):
+            return model(batch)
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    except NotImplementedError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        # A LightningModule's own forward calls the one that only raises.
+        if frames[-1].f_code is torch.nn.Module.forward.__code__:
+            raise _no_forward(frames[-1].f_locals["self"]) from None
+        raise
+
+
+def _no_forward(module: Any) -> ConfigError:
+    return ConfigError(
+        f"this {type(module).__name__} has no forward of its own, so there is no step; pass the module that calls its "
+        "children, or give it a forward: a training_step is none"
+    )
 
 
 def flatten(batch: Any) -> tuple[list[Any], Any]:
