@@ -112,7 +112,10 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except Exception as error:  # whatever transformers says to a config that it does not know
-        raise ConfigError(f"--hf {str(path)!r} is not a config of transformers: {first_line(error)}") from error
+        raise ConfigError(
+            f"--hf {str(path)!r} is not a config of transformers: {first_line(error).rstrip('.')}. A model of another "
+            "library, diffusers or timm, comes from a function of yours, --hf module:factory"
+        ) from error
     build = _architecture(transformers, config, path)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # keys and values for generating, which a training loop has no use for

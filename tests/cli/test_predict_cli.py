@@ -376,6 +376,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
         (["--hf", "none.json"], "--hf 'none.json' must be a transformers config.json that exists, or module:factory"),
         (["--hf", "text.json"], "--hf 'text.json' is not a config of transformers: "),
         (["--hf", "blank.json"], "--hf 'blank.json' is not a config of transformers: Unrecognized model"),
+        (["--hf", "blank.json"], "of another library, diffusers or timm, comes from a function of yours"),
         (["--hf", "odd.json"], "--hf 'odd.json': transformers cannot build the model on meta: "),
         (["--hf", "clip.json"], "--hf 'clip.json': transformers has no model with a loss for 'clip_text_model'"),
         (
