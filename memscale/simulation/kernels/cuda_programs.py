@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memscale.core import internals
 from memscale.simulation.kernels.attention_programs import ATTENTION
 from memscale.simulation.kernels.cuda_batch_norms import BATCH_NORMS
 from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS
@@ -131,27 +132,42 @@ def _sorted_pairs(count: int, largest: int, item: int = 8) -> tuple[int, int, in
 def _embedding_dense_backward(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
     """Sorted indices, segments, and a partial sum of up to ten rows for every segment.
 
-    Source: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu (NROWS_PER_THREAD = 10). The
-    fused kernel for few, long segments, which takes no partial sums, is left out: it needs a tiny vocabulary.
+    Source: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu (NROWS_PER_THREAD = 10).
     """
     grad, indices, num_weights, _, by_frequency = args[:5]
     count, item = indices.numel(), indices.itemsize
     copies = taken(copied(grad), copied(indices))
     if count <= 3072 and not by_frequency:
         return *copies, RESULTS
-    return *copies, *_rows_of_embedding(grad, count, item, num_weights, by_frequency)
+    rows = _rows_of_embedding(
+        grad, count, item, num_weights, by_frequency, _adds_at_once(grad, count, num_weights, multiprocessors)
+    )
+    return *copies, *rows
 
 
-def _rows_of_embedding(grad: torch.Tensor, count: int, item: int, num_weights: int, by_frequency: bool) -> Program:
+def _adds_at_once(grad: torch.Tensor, count: int, num_weights: int, multiprocessors: int) -> bool:
+    """Whether sums of ten rows are added up in place: of few, long segments (a small vocabulary), since torch 2.11."""
+    segments = min(count, num_weights)
+    threads = 32 * math.ceil(grad.size(-1) / 32)
+    blocks = math.ceil(segments * threads / min(threads, 1024))
+    few = blocks < 4 * multiprocessors and count // 10 + segments > 4 * blocks
+    return few and internals.TORCH_VERSION >= (2, 11) and not torch.are_deterministic_algorithms_enabled()
+
+
+def _rows_of_embedding(
+    grad: torch.Tensor, count: int, item: int, num_weights: int, by_frequency: bool, at_once: bool = False
+) -> Program:
     segments = min(count, num_weights)
     partials = count // 10 + segments
-    sums = partials * grad.size(-1) * max(4, grad.itemsize)
+    sums = (partials * grad.size(-1) * max(4, grad.itemsize),)
+    if at_once:  # the segment of each, and a sum in float32 beside a result in 16 bits
+        sums = (partials * item, *((num_weights * grad.size(-1) * 4,) if grad.itemsize < 4 else ()))
     keys, values, positions, temporary = _sorted_pairs(count, num_weights, item)
     frequencies = (count * item,) if by_frequency else ()
     return (
         *(keys, values, positions, temporary, -temporary, -positions, *frequencies, RESULTS),
         *(count * item, 8, count * item, 1279, -1279, -count * item),
-        *(segments * item, segments * item, 1279, -1279, 8, partials * item, sums),
+        *(segments * item, segments * item, 1279, -1279, 8, partials * item, *sums),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import memscale as ms
+from memscale.core import internals
 from memscale.simulation.kernels.cuda_programs import PROGRAMS, cuda_program
 from memscale.simulation.kernels.cuda_scratch import (
     cublas_workspace_bytes,
@@ -109,6 +110,19 @@ def test_embedding_backward_sums_up_to_ten_rows_at_a_time():
     assert embedding((4, 1024), 50304, 512, by_frequency=True) - embedding((4, 1024), 50304, 512) == 4096 * 8
     assert embedding((1, 512), 50304, 512, by_frequency=True) > 0
     assert embedding((4, 1024), 50304, 512, index=torch.int32) < embedding((4, 1024), 50304, 512)
+
+
+@pytest.mark.skipif(internals.TORCH_VERSION < (2, 11), reason="PyTorch has this kernel since 2.11")
+def test_embedding_backward_of_few_long_segments_adds_them_up_in_place():
+    sums = (4096 + 128) * 4096 * 4
+    in_place = embedding((4, 10240), 128, 4096)
+    assert in_place < sums < embedding((4, 10240), 128, 8192), "which has more blocks than the card runs at once"
+    assert embedding((4, 10240), 128, 4096, dtype=BF16) > in_place + 2**20, "a sum in float32 besides"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert embedding((4, 10240), 128, 4096) > sums
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_embedding_backward_copies_a_gradient_that_is_not_contiguous():
