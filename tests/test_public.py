@@ -64,8 +64,8 @@ memscale.regions: Attributes ChosenWatch Content Environment Habits Keeper NOWHE
     Remembered Rewind Scope Snapshot Streams accelerators arguments as_it_was can_choose code_names counted_states
     differing floats_as_constants functorch_state hidden_changes holds hooks_around is_stand_in is_unrecorded memory_of
     moved naming_refused_hooks never_compiled origin_of put_back read recomputes recomputing refuse_iterators refused
-    rewinding stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth untouched
-    wait_for_recomputes without_dynamo without_levels_above write
+    rewinding running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth
+    untouched wait_for_recomputes without_dynamo without_levels_above write
 memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
     plot_timelines profile_text write_frontier write_held write_html write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
