@@ -29,6 +29,7 @@ from memscale.regions.places import Attributes, differing, holds, read
 from memscale.regions.scope import Scope
 from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
+from memscale.regions.views import lasting
 
 NOTHING = nullcontext()
 
@@ -263,6 +264,12 @@ class Snapshot:
         changed = frozenset(name for piece in kept for name in piece.names)
         environment = self.environment
         return Habits(changed, given, environment.uses_host_random, self.assigned, environment.drew)
+
+    def changes_beyond_norms(self, habits: Habits) -> bool:
+        """Whether a run with these `habits` changes something in place that is no running statistic of a norm."""
+        norms = {id(lasting(m._buffers)) for m in self.scope.modules if isinstance(m, internals.NormBase)}
+        places = self.scope.places
+        return any(isinstance(name, int) or id(places[name[0]]) not in norms for name in habits.changed)
 
     def _assigned_attributes(self) -> dict[int, frozenset[str]]:
         found = {}

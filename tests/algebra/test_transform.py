@@ -302,6 +302,35 @@ def test_compiled_side_effects_happen_once():
     assert fit[0].calls == 2
 
 
+class Averages(nn.Module):
+    def __init__(self, *, moves):
+        super().__init__()
+        self.linear, self.moves = nn.Linear(6, 6), moves
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.moves:
+            self.mean.lerp_(y.detach().mean(0), 0.5)
+        return (y - self.mean).tanh()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_compiled_region_is_not_recomputed_from_the_buffer_that_it_has_changed(moves):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    plain = nn.Sequential(Averages(moves=moves))
+    fit, x = ms.transform(copy.deepcopy(plain), {"*": checkpoint()}), numbers(3, 6)
+    assert trained(fit, torch.compile(fit, backend=backend), x) == trained(plain, plain, x)
+    assert len(graphs) == (0 if moves else 1)
+
+
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from memscale.algebra import Transform, Transformed
-from memscale.core import TransformError, by_name, factory, internals
+from memscale.core import TransformError, by_name, factory, internals, is_of_modules
 from memscale.policies import (
     EverythingSaveable,
     Move,
@@ -23,10 +24,19 @@ from memscale.policies import (
     check_policy,
     nothing_saveable,
 )
-from memscale.regions import functorch_state, hooks_around, naming_refused_hooks, recomputes, without_dynamo
+from memscale.regions import (
+    Scope,
+    functorch_state,
+    hooks_around,
+    naming_refused_hooks,
+    recomputes,
+    uncompiled,
+    without_dynamo,
+)
 from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
 from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
+from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
 from memscale.transforms.checkpoint.selective import Recorder
 from memscale.transforms.checkpoint.stretches import Cut, check_cuts, check_row, stretches
 
@@ -44,17 +54,40 @@ class Checkpoint(Transform):
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if self.cuts:
             check_row(fn, self.cuts)
-        return Checkpointed(fn, self)
+        region = Checkpointed(fn, self)
+        if not torch.compiler.is_compiling():
+            region.look_around()
+        return region
 
 
 class Checkpointed(Transformed):
-    """A checkpointed function."""
+    """A checkpointed function.
+
+    Attributes:
+        memories: what each stretch has learned of itself.
+        captured: the modules that `fn` reaches, where it is neither a module nor made of modules.
+        may_change: whether the code of these, or of its own modules, looks like changing buffers in place.
+    """
 
     how: Checkpoint
 
     def __init__(self, fn: Callable[..., Any], how: Checkpoint) -> None:
         super().__init__(fn, how)
+        self.captured: list[nn.Module] = []
+        self.may_change = False
         self.memories = [recompute.Memory() for _ in how.cuts or (0,)]  # of each stretch
+
+    def look_around(self) -> None:
+        """Find out what a compiler's trace of `fn` will not show."""
+        modules = Scope(self.fn, reruns=False).modules
+        if not is_of_modules(self.fn):
+            self.captured = modules
+        self.may_change = may_change(modules)
+
+    def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
+        region = super().reassembled(remap)
+        region.captured, region.may_change = [remap(module) for module in self.captured], self.may_change
+        return region
 
     @property
     def keeps_inputs_only(self) -> bool:  # type: ignore[override]
@@ -69,6 +102,10 @@ class Checkpointed(Transformed):
         return "it gathers parameters by other operators in the recompute, among which a policy does not find its own"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.keeps_inputs_only and not functorch_state.active():
+            why = why_not_compiled([self.fn, *self.captured], self.memories, self.may_change)
+            if why is not None:
+                return uncompiled(_eager, why, self, args, kwargs)
         # In a `try`, because Dynamo cannot resume in the middle of one: when it cannot trace the region (a side effect
         # on a Python object, say) it leaves this frame to Python, where `is_compiling` is false. Outside a `try` it
         # would resume at the call of `torch.utils.checkpoint`, whose eager form repeats side effects.

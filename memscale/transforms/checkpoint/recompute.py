@@ -50,11 +50,18 @@ def recomputed_regions() -> int:
 
 
 class Memory:
-    """What a region has learned about itself from earlier runs, by the train/eval flags of its modules."""
+    """What a region has learned about itself from earlier runs, by the train/eval flags of its modules.
+
+    Attributes:
+        looked: in which modes (whether any module trains) it has run.
+        changes: whether it was seen to change something in place, beside the running statistics of norms.
+    """
 
     def __init__(self) -> None:
         self.habits: dict[Any, Habits] = {}
         self.left_alone: dict[Any, bool] = {}  # whether the region never changed in place what a policy keeps
+        self.looked: tuple[bool, ...] = ()
+        self.changes = False
 
     def __reduce__(self) -> Any:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
@@ -194,6 +201,9 @@ class _Frame:
             raise
         if habits is not None:
             self._memory.habits[self._mode] = habits
+            if (training := any(self._mode[0])) not in self._memory.looked:
+                self._memory.looked = (*self._memory.looked, training)
+            self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(habits)
         if self.recorder is not None:
             is_left_alone = self.recorder.conclude(snapshot.environment.moved)
             self._memory.left_alone[self._mode] = is_left_alone and self._memory.left_alone.get(self._mode, True)

@@ -1,0 +1,95 @@
+"""Regions that `torch.compile` cannot recompute: those that change a buffer in place.
+
+A compiled graph writes the new value over the old one at its end, and what it computes again in backward starts from
+the new one: the gradient is wrong without an error, with `torch.utils.checkpoint` as well. Under the compiler nothing
+of ours runs, so whether a region does so has to be known before: from a run outside of the compiler, and a look at its
+code tells whether that is needed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from memscale.core import internals, modules_in
+from memscale.transforms.checkpoint.recompute import Memory
+
+_WRITES = re.compile(r"[a-zA-Z0-9]_$")  # as PyTorch calls what writes in place
+
+
+def may_change(modules: Iterable[nn.Module]) -> bool:
+    """Whether the code of one of these modules that has buffers looks like changing something in place.
+
+    Normalizations are left out: their backward does not read the running statistics that they move.
+    """
+    kinds = {type(module) for module in modules if module._buffers and not isinstance(module, internals.NormBase)}
+    functions = [
+        function
+        for kind in kinds
+        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for function in vars(base).values()
+        if isinstance(function, types.FunctionType) and function.__name__ != "__init__"
+    ]
+    return any(_writes(each.__code__) for each in _reached(functions))
+
+
+def _reached(functions: list[types.FunctionType]) -> Iterator[types.FunctionType]:
+    """These, and those of their files that they name."""
+    seen: set[types.FunctionType] = set()
+    while functions:
+        if (function := functions.pop()) in seen:
+            continue
+        seen.add(function)
+        yield function
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        functions += [
+            each for each in named if isinstance(each, types.FunctionType) and each.__globals__ is function.__globals__
+        ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes(code: types.CodeType) -> bool:
+    if any(_WRITES.search(name) for name in code.co_names):
+        return True
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType) and _writes(constant):
+            return True
+        if isinstance(constant, tuple) and "out" in constant:  # the names of the arguments of a call
+            return True
+    return any(
+        each.opname == "STORE_SUBSCR" or each.opname.startswith("INPLACE_") or each.argrepr in _ADDS
+        for each in dis.get_instructions(code)
+    )
+
+
+_ADDS = {f"{operator}=" for operator in ("+", "-", "*", "/", "//", "%", "@", "**", "&", "|", "^", "<<", ">>")}
+
+
+def why_not_compiled(parts: list[Any], memories: Sequence[Memory], looks_like_it: bool) -> str | None:
+    """Why a region is not to be compiled because it changes something in place, or not yet because it may.
+
+    Args:
+        parts: what it is made of.
+        memories: what earlier runs, outside of the compiler, have learned about it.
+        looks_like_it: what `may_change` said.
+    """
+    if any(memory.changes for memory in memories):
+        return (
+            "checkpoint() around a region that changes a tensor in place, which would be recomputed without the old "
+            "value if it were compiled"
+        )
+    if not looks_like_it:
+        return None
+    training = any(module.training for part in parts for root in modules_in(part) for module in root.modules())
+    if any(training not in memory.looked for memory in memories):
+        return (
+            "checkpoint() around a module with buffers, and code that may write to them in place, has to see it run "
+            "uncompiled once in training mode, and once in eval()"
+        )
+    return None
