@@ -120,6 +120,15 @@ def test_what_is_known_to_take_much_more_is_not_simulated_and_the_choice_is_the_
     assert counts[1.02] < counts[np.inf]
 
 
+def test_what_is_known_to_take_more_is_no_round():
+    limit, step_of, bounds = 500 << 20, steps(always=True)[1], []
+    for rounds in (1, 8):  # two choices that take more come first
+        ladder, prove, simulated = steps(always=True)
+        bounds.append(halve(ladder, prove, lambda each: step_of(each).taken_bytes > limit, limit, np.inf, rounds))
+        assert max(step_of(each).taken_bytes for each in simulated) > 0.96 * limit
+    assert bounds[0] == bounds[1]
+
+
 @pytest.mark.deep
 def test_a_plan_for_a_card_does_not_simulate_what_is_estimated_to_take_much_more():
     with torch.device("meta"):

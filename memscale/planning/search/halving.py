@@ -32,7 +32,7 @@ def halve(
 
     Args:
         ladder: of the choices.
-        is_too_large: whether a step takes more than the limit so surely that it need not be simulated.
+        is_too_large: whether a step takes more than the limit so surely that it need not be simulated, and is no round.
         prove, limit_bytes, below, rounds: as in `Ladder.look`.
 
     Returns:
@@ -61,8 +61,10 @@ def halve(
             if ladder.seconds(choice.assignment) + (late or 0.0) >= below * (1 - FASTER):
                 fits = rung  # there is one that is as fast
                 continue
-            if choice.assignment not in shown and len(shown) == rounds:
-                return bound
+            if choice.assignment not in shown and not is_too_large(choice.assignment):
+                if not rounds:
+                    return bound
+                rounds -= 1
             shown.add(choice.assignment)
             found = fitting(choice.assignment)
             if found is None:
