@@ -355,7 +355,7 @@ BAD = {
     "a loss that cannot be called": (lambda: ms.profile(LAYER, BATCH, loss=3), r"loss.*int"),
     "a loss of one argument": (lambda: ms.profile(LAYER, BATCH, loss=lambda y: y.sum()), r"loss|argument"),
     "nothing to train": (lambda: ms.profile(FROZEN, BATCH, loss=mean), r"no parameter that"),
-    "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"no parameter that"),
+    "no parameters": (lambda: ms.profile(nn.ReLU(), BATCH, loss=mean), r"ReLU has no parameters"),
     "a foreign optimizer": (lambda: ms.profile(LAYER, BATCH, optimizer=OTHERS), r"none of them is the model's"),
     "an optimizer that needs a closure": (
         lambda: ms.profile(LAYER, BATCH, optimizer=torch.optim.LBFGS(LAYER.parameters()), loss=mean),
