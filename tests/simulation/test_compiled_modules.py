@@ -51,6 +51,24 @@ def test_a_compiled_block_keeps_what_its_graph_keeps():
     assert note.startswith("4 modules are compiled, and simulated as the graphs that inductor makes for this card")
 
 
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(32, 128, 3)
+
+    def forward(self, x):
+        return self.convolution(x)
+
+
+@pytest.mark.deep  # likewise
+def test_compiled_convolutions_give_results_that_lie_as_cudnns():
+    """The compiler puts the channels of an H100's wide convolutions last, and expects their results to lie so."""
+    model = Convolved()
+    model.compile()
+    found = ms.profile(model, torch.randn(2, 32, 16, 16), loss=lambda out, batch: out.mean(), hardware="h100")
+    assert any(note.startswith("1 module is compiled, and simulated as the graphs") for note in found.notes)
+
+
 class Region(nn.Module):
     def __init__(self):
         super().__init__()

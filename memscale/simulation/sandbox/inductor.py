@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.hardware import Hardware
+from memscale.simulation.kernels.programs import CHANNELS_LAST, has_channels_last
 from memscale.simulation.sandbox.process_state import patched
 
 _CARD = torch.device("cuda", 0)
@@ -128,6 +129,8 @@ class Inductor:
             # Without CUDA these two methods of tensors, indexing and this, do not know the device of a card's fakes.
             (torch.Tensor, "copy_", lambda tensor, *source: torch.ops.aten.copy_.default(tensor, *source)),
             (seeds, "prim_meta_impl", lambda seeds, index: _number(seeds)),
+            # Without cuDNN results would lie as those of convolutions that run without it.
+            (torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),
             (importlib.import_module("torch.utils._triton"), "triton_hash_with_backend", lambda: ""),
             (
                 importlib.import_module("torch._inductor.codecache").PyCodeCache,
@@ -217,6 +220,13 @@ def _told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     with patched(FakeTensor, "device", property(read)), patched(FakeTensor, "__new__", staticmethod(made)):
         return function(*args, **kwargs)
+
+
+def _format_of_convolution(image: torch.Tensor, kernel: torch.Tensor, backend: object) -> torch.memory_format:
+    """``determine_backend_memory_format`` in aten/src/ATen/native/Convolution.cpp, of cuDNN."""
+    if has_channels_last(image) or has_channels_last(kernel):
+        return CHANNELS_LAST[image.dim()]
+    return torch.contiguous_format
 
 
 def _number(seeds: torch.Tensor) -> Any:
