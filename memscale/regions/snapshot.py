@@ -72,6 +72,7 @@ class Snapshot:
         "_in_tuples",
         "_kept",
         "_layouts",
+        "_leaves",
         "_pieces",
         "_reassigned",
         "_storages",
@@ -109,7 +110,8 @@ class Snapshot:
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
         self.given_away = False
         self.graded: list[torch.Tensor] = []
-        self._grads = [_grad_of(tensor) for tensor, trained in zip(self.tensors, self.trained, strict=True) if trained]
+        self._leaves = [each for each in compress(self.tensors, self.trained) if each.is_leaf]
+        self._grads = _gradients(self._leaves)
         if habits is None:
             self._take_all()
         elif habits.changed or habits.reassigned:
@@ -237,12 +239,11 @@ class Snapshot:
                 start from the wrong value.
         """
         self.environment.conclude()
-        trained = [tensor for tensor, trained in zip(self.tensors, self.trained, strict=True) if trained]
-        for tensor, (grad, then) in zip(trained, self._grads, strict=True):
-            now, at = _grad_of(tensor)
-            if now is not grad or at != then:
-                self.graded.append(tensor)
-        self._grads = []
+        (now, versions_now), (before, versions_before) = _gradients(self._leaves), self._grads
+        if versions_now != versions_before or not all(map(operator.is_, now, before)):
+            found = zip(self._leaves, now, before, versions_now, versions_before, strict=True)
+            self.graded = [leaf for leaf, new, old, at, then in found if new is not old or at != then]
+        self._leaves, self._grads = [], ([], [])
         held = storages(self._everything)
         self.find_reassigned(held)
         kept = self._changed_pieces()
@@ -425,10 +426,10 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
     )
 
 
-def _grad_of(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """The gradient of a leaf and its version."""
-    grad = tensor.grad if tensor.is_leaf else None
-    return (None, 0) if grad is None else (grad, version(grad))
+def _gradients(leaves: list[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[int]]:
+    """The gradient of each leaf and its version."""
+    found = [leaf.grad for leaf in leaves]
+    return found, [0 if each is None else version(each) for each in found]
 
 
 def is_sharded(tensor: Any) -> bool:
