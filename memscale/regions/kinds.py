@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
 import sys
@@ -29,7 +30,7 @@ class Sort(enum.Enum):
     CONTAINER = "by its items; made again for a rerun"
     OBJECT = "by its attributes, and its items if it is a container too"
     SCOPE = "as if the region captured it"
-    ARRAY = "by a copy: of NumPy, which counts no versions"
+    ARRAY = "by a copy: of NumPy or of Python, which count no versions"
     ITERATOR = "not at all: a rerun would go on where the run has stopped"
 
 
@@ -44,7 +45,7 @@ def sort_of(kind: Any) -> Sort:
         return Sort.SCOPE
     if issubclass(kind, (nn.Module, torch.Generator)) or is_host_generator(kind):
         return Sort.SCOPE
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+    if kind in (bytearray, array.array) or (kind.__module__ == "numpy" and kind.__name__ == "ndarray"):
         return Sort.ARRAY
     is_left_alone = issubclass(kind, _IMMUTABLE) or kind.__module__.partition(".")[0] in _LEFT_ALONE
     step = getattr(kind, "__next__", None)

@@ -11,6 +11,7 @@ keep both forever, out of sight of Python's garbage collector. A rerun makes an 
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections import deque
@@ -246,7 +247,7 @@ class _Walk:
         sort = sort_of(kind)
         if sort is Sort.ARRAY and owner is None and self._copies:
             if id(value) not in self._found:
-                self._found[id(value)] = _Array(value.copy())
+                self._found[id(value)] = _Array(copy.copy(value))
             return self._found[id(value)]
         if sort in (Sort.VALUE, Sort.ARRAY, Sort.ITERATOR) or (self._scope is not None and self._scope.covers(value)):
             return value
@@ -275,7 +276,7 @@ def _present(value: Any, values: list[Any], things: list[Any]) -> Any:
     if kind is _Node:
         return things[value.position]
     if kind is _Array:
-        return value.then.copy()
+        return copy.copy(value.then)
     if kind is _Items:
         return tuple.__new__(value.kind, [_present(item, values, things) for item in value.items])
     return value

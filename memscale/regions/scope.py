@@ -324,6 +324,8 @@ class Scope:
                     self._visit(value, NOWHERE)
             for mapping, names in _code_places(type(module)):
                 self._visit_names(mapping, names, NOWHERE)
+            if _closes_over(type(module)):
+                self._visit_cells(type(module).forward)
             for table in (own["_parameters"], own["_buffers"]):
                 if table:
                     position = len(places)
@@ -347,12 +349,19 @@ class Scope:
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
         self._visit_names(home, _global_names(fn.__code__), home)
-        self.shared |= bool(fn.__closure__)
-        for cell in fn.__closure__ or ():
-            for value in self._add(cell):
-                self._visit(value, home)
+        self._visit_cells(fn, home)
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             self._visit(default, home)
+
+    def _visit_cells(self, fn: Any, home: dict[str, Any] = NOWHERE) -> None:
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        cells.pop("__class__", None)  # of `super()`
+        self.shared |= bool(cells)
+        for cell in cells.values():
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                for value in self._add(cell):
+                    self._visit(value, home)
 
     def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
         kind: Any = type(owner)
@@ -387,6 +396,12 @@ class Scope:
             self._visit(value, home)
         if (attributes := getattr(container, "__dict__", None)) is not None:  # of an instance of a subclass
             self._visit_container(attributes, home)
+
+
+@by_class
+def _closes_over(cls: Any) -> bool:
+    """Whether a module class, made in a function, has a forward that uses that function's variables."""
+    return isinstance(cls.forward, types.FunctionType) and bool(set(cls.forward.__code__.co_freevars) - {"__class__"})
 
 
 @by_class

@@ -272,6 +272,17 @@ class Snapshot:
         places = self.scope.places
         return any(isinstance(name, int) or id(places[name[0]]) not in norms for name in habits.changed)
 
+    def made_tensors(self) -> bool:
+        """Whether the run has left a tensor in a module where none was: a statistic that is made of the first batch
+        and moved from then on, say."""
+        tables = {id(lasting(module._buffers)) for module in self.scope.modules}
+        for place, content in zip(self.scope.places, self.scope.contents, strict=True):
+            if (type(place) is Attributes or id(place) in tables) and not holds(place, content):
+                for key, value in read(place).items():  # type: ignore[union-attr]
+                    if isinstance(value, torch.Tensor) and not isinstance(content.get(key), torch.Tensor):  # type: ignore[union-attr]
+                        return True
+        return False
+
     def _assigned_attributes(self) -> dict[int, frozenset[str]]:
         found = {}
         for position, (place, content) in enumerate(zip(self.scope.places, self.scope.contents, strict=True)):

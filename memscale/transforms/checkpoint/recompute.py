@@ -60,6 +60,8 @@ class Memory:
     def __init__(self) -> None:
         self.habits: dict[Any, Habits] = {}
         self.left_alone: dict[Any, bool] = {}  # whether the region never changed in place what a policy keeps
+        # In which nothing was learned from a run that made a tensor: the next may be the first to change it in place.
+        self.made: set[Any] = set()
         self.looked: tuple[bool, ...] = ()
         self.changes = False
 
@@ -200,7 +202,9 @@ class _Frame:
             self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
             raise
         if habits is not None:
-            self._memory.habits[self._mode] = habits
+            if self._mode in self._memory.made or not snapshot.made_tensors():
+                self._memory.habits[self._mode] = habits
+            self._memory.made.add(self._mode)
             if (training := any(self._mode[0])) not in self._memory.looked:
                 self._memory.looked = (*self._memory.looked, training)
             self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(habits)

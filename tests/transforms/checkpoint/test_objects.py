@@ -1,5 +1,6 @@
 """Objects among the arguments of a region: what the region does to them happens once, and gradients are right."""
 
+import array
 import collections
 import gc
 import types
@@ -396,3 +397,57 @@ def test_a_callable_object_has_the_attributes_of_the_forward_also_where_its_call
         return x.grad.tolist(), fn.calls
 
     assert step(ms.checkpoint()) == step(ms.identity)
+
+
+def test_what_a_forward_takes_from_the_function_that_made_its_class():
+    def trained(how):
+        calls, found = [], []
+
+        class Counts(nn.Linear):
+            def forward(self, x):
+                calls.append(1)
+                return super().forward(x).tanh() * len(calls)
+
+        torch.manual_seed(0)
+        region = how(Counts(2, 2))
+        for _ in range(2):
+            x = torch.ones(3, 2, requires_grad=True)
+            region(x).sum().backward()
+            found.append(x.grad)
+        return bits([found, calls])
+
+    assert trained(ms.checkpoint()) == trained(ms.identity)
+
+
+@pytest.mark.parametrize("make", [bytearray, lambda n: array.array("d", [0.0] * n)], ids=["bytearray", "array"])
+def test_arrays_of_python_among_the_arguments_are_written_to_once(make):
+    def region(x, counts):
+        counts[0] += 1
+        return torch.sin(x * counts[0])
+
+    x, counts = torch.ones(1, requires_grad=True), make(2)
+    ms.checkpoint()(region)(x, counts).backward()
+    assert counts[0] == 1
+    assert torch.equal(x.grad, torch.ones(1).cos())
+
+
+def test_a_tensor_that_the_first_call_makes_may_be_changed_in_the_next_ones():
+    class Running(nn.Module):
+        mean = None
+
+        def forward(self, x):
+            if self.mean is None:
+                self.mean = x.detach().mean(0)
+            else:
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+            return torch.sin(x * self.mean)
+
+    def trained(how):
+        region, found = how(Running()), []
+        for factor in range(1, 5):
+            x = torch.full((3, 2), float(factor), requires_grad=True)
+            region(x).sum().backward()
+            found.append(x.grad)
+        return bits(found)
+
+    assert trained(ms.checkpoint()) == trained(ms.identity)

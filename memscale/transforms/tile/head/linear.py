@@ -68,6 +68,8 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
         objects = Remembered(scope.contents, None, hold=True)
     except TransformError:  # too many to be brought back
         return False
+    tables = [module.__dict__[hooks] for module in scope.modules for hooks in _HOOKS]
+    registered = [dict(table) for table in tables]
     environment = Environment({hidden.device}, host_random=True, generators=scope.generators)
     seen = set()
     known = [tensor for _, _, tensor in scope.tensors]
@@ -92,6 +94,10 @@ def is_projection(fn: Callable[..., Any], hidden: torch.Tensor) -> bool:
         finally:
             put_back(scope)
             objects.put(objects.tensors)
+            for table, then in zip(tables, registered, strict=True):
+                if len(table) != len(then):
+                    table.clear()
+                    table.update(then)
         if not isinstance(out, torch.Tensor) or out.dim() != 2 or out.shape[0] != rows:
             return False
         seen.add((out.shape[1], *watch.told))
