@@ -145,7 +145,7 @@ def test_an_edited_forward_never_gets_a_plan_of_before(unkept):
     def edited(text):
         space = {"Block": Block, "torch": torch}
         exec(source.format(text), space)
-        return nn.Sequential(*[space["Made"]() for _ in range(4)])
+        return nn.Sequential(*[space["Made"]() for _ in range(3)])
 
     Asked(made=edited("self.down(self.act(self.up(x)))")).plan()
     for text in ("self.down(torch.relu(self.up(x)))", "self.down(self.act(self.up(x))) + x"):
