@@ -103,3 +103,22 @@ def test_a_step_whose_graphs_fail_as_they_run_is_simulated_as_written(monkeypatc
     assert found.peak_bytes == written.peak_bytes
     assert "fails in the simulation (AssertionError: expected stride 24)" in found.notes[0]
     assert any(note.startswith("4 modules are compiled, and simulated as written") for note in found.notes)
+
+
+def test_the_steps_of_a_planner_trace_a_module_once_as_long_as_it_is_what_it_was(monkeypatch):
+    traced = []
+    monkeypatch.setattr(compiled_modules, "_compiler", lambda *card: None)
+    monkeypatch.setattr(
+        compiled_modules._Program, "__init__", lambda self, inductor, settings, module, *of: traced.append(module)
+    )
+    monkeypatch.setattr(compiled_modules._Program, "__call__", lambda self, tensors: tensors[-1].sin())
+    model = Waves()
+    step = {"loss": lambda out, batch: out.mean(), "hardware": "h100"}
+    steps = ms.DecisionEngine(model, torch.randn(ROWS, WIDTH), **step).steps
+    numbers = [len(traced)]
+    for rules in ((), (("first", ms.checkpoint()),), (("waves.0", ms.cast()),), (("waves.0", ms.cast()),)):
+        steps.simulate(rules, True)
+        numbers.append(len(traced))
+    model.waves[1].rounds = 3
+    steps.simulate((), True)
+    assert [*numbers, len(traced)] == [4, 4, 4, 5, 6, 7]

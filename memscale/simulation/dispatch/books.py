@@ -39,6 +39,7 @@ class Books:
         graphs: of the backwards that ran.
         made_as: the numbers that autograd nodes were made with, where they have others now.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
+        traces: whether a compiler looks at what a module would do, which takes no time of the step's.
     """
 
     def __init__(self, storages: LiveStorages, clock: Clock, host: HostTime | None) -> None:
@@ -61,10 +62,12 @@ class Books:
         self._node: int | None = None  # whose backward runs, or ran last, by its sequence number
         self.graphs = Graphs()
         self.first_of_node = 0
+        self.traces = False
 
     def calls(self, kind: str) -> None:
         """The host makes a call, of the kinds of `HostSeconds`."""
-        self._clock.calls(getattr(self._clock.host, kind))
+        if not self.traces:
+            self._clock.calls(getattr(self._clock.host, kind))
 
     def path(self) -> str:
         """Of the module that is running, in backward of the one whose forward made the node."""

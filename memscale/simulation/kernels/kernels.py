@@ -57,6 +57,7 @@ class Kernels:
 
     Attributes:
         known: what simulations have found of PyTorch's operators, by its switches; a planner's share one of these.
+        programs: what they have found of compiled modules.
     """
 
     def __init__(self, hardware: Hardware, *, probe: bool) -> None:
@@ -66,6 +67,7 @@ class Kernels:
         self.capability = hardware.capability or _DEFAULT_CAPABILITY
         self.multiprocessors = hardware.multiprocessors or _DEFAULT_MULTIPROCESSORS
         self.known: dict[Any, dict[int, Any]] = {}
+        self.programs: dict[Any, Any] = {}
         self._cpu = CpuScratch(probe=probe)
         self._times = CpuTimes() if probe and not self.is_cuda else None
         self._cuda = CudaProbe() if self.is_cuda and probe else None

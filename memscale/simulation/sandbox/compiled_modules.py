@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memscale.algebra import is_transformed
 from memscale.core import internals
 from memscale.hardware import Hardware
+from memscale.simulation.dispatch.books import Books
 from memscale.simulation.sandbox.inductor import Inductor
 from memscale.simulation.sandbox.process_state import patched
 
@@ -35,16 +38,24 @@ def compiled_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 class CompiledModules:
     """Runs modules that `torch.compile` compiled as the graphs that its compiler makes of them for `hardware`.
 
+    Args:
+        hardware, capability: of the card.
+        books: of the step.
+        programs: what is known of modules without a transform, and of their copies; what is found of them is added.
+
     Attributes:
         followed: the modules that ran so.
         reasons: why modules ran as they are written instead, each once.
     """
 
-    def __init__(self, hardware: Hardware, capability: tuple[int, int]) -> None:
+    def __init__(self, hardware: Hardware, capability: tuple[int, int], books: Books, programs: dict[Any, Any]) -> None:
         self.followed: set[int] = set()
         self.reasons: dict[str, None] = {}
         self._inductor = _compiler(hardware, capability)
-        self._programs: dict[Any, _Program | None] = {}
+        self._books = books
+        self._shared: dict[Any, tuple[_Program | str, _Same]] = programs
+        self._programs: dict[Any, _Program | str] = {}
+        self._same: dict[int, _Same] = {}
 
     @contextmanager
     def installed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -72,20 +83,61 @@ class CompiledModules:
             repr([leaf for leaf in leaves if not torch.is_tensor(leaf)]),
         )
         if key not in self._programs:
-            try:
-                with _disable_current_modes(), _hooks_away(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # those of the compiler's imports, and about the speed of kernels
-                    settings = _settings(module, compiled)
-                    program = _Program(self._inductor, settings, module, call, list(state), leaves, spec)
-                self.followed.add(id(module))
-            except Exception as error:
-                # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
-                told = next(iter(str(error).splitlines()), "")
-                self.reasons[told if isinstance(error, AsWritten) else f"{type(error).__name__}: {told}"] = None
-                program = None
-            self._programs[key] = program
+            same = self._same.get(id(module)) or self._same.setdefault(id(module), _Same(module))
+            known = self._shared.get((same.key, *key[1:]))
+            if known is None or is_transformed(module):
+                known = self._traced(module, call, compiled, list(state), leaves, spec), same
+                if not is_transformed(module):
+                    self._shared[(same.key, *key[1:])] = known
+            self._programs[key] = known[0]
         found = self._programs[key]
-        return call(*args, **kwargs) if found is None else found(tensors)
+        if isinstance(found, str):
+            self.reasons[found] = None
+            return call(*args, **kwargs)
+        self.followed.add(id(module))
+        return found(tensors)
+
+    def _traced(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        compiled: Any,
+        names: list[str],
+        leaves: list[Any],
+        spec: Any,
+    ) -> _Program | str:
+        """The graphs of a module, or why it has none."""
+        try:
+            with _disable_current_modes(), _traced_by(self._books), _hooks_away(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of the compiler's imports, and about the speed of kernels
+                settings = _settings(module, compiled)
+                return _Program(self._inductor, settings, module, call, names, leaves, spec)
+        except Exception as error:
+            # Whatever this PyTorch's compiler, or the module, does not do here: as written it is still a step.
+            told = next(iter(str(error).splitlines()), "")
+            return told if isinstance(error, AsWritten) else f"{type(error).__name__}: {told}"
+
+
+class _Same:
+    """What the copies of one module that `transform` makes have in common, and no other module has.
+
+    They share their dictionaries of buffers, which are kept here so that no other one has their addresses.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [part._buffers for part in module.modules()]
+        self.key = tuple((type(part), id(part._buffers), _plain(part)) for part in module.modules())
+
+
+def _plain(module: nn.Module) -> str:
+    """Its attributes that are plain values, and the functions among the others: what may be changed in between."""
+    return repr(
+        [
+            (name, value if isinstance(value, (bool, int, float, str)) else id(getattr(value, "__func__", value)))
+            for name, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, types.FunctionType, types.MethodType))
+        ]
+    )
 
 
 class AsWritten(Exception):
@@ -171,6 +223,15 @@ def _settings(module: nn.Module, compiled: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def _compiler(hardware: Hardware, capability: tuple[int, int]) -> Inductor:
     return Inductor(hardware, capability)
+
+
+@contextmanager
+def _traced_by(books: Books) -> Iterator[None]:
+    books.traces = True
+    try:
+        yield
+    finally:
+        books.traces = False
 
 
 @contextmanager

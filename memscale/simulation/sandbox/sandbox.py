@@ -137,7 +137,9 @@ class Simulation:
             # A compiled function has inlined what the simulation needs to see.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
-                self.compiled = CompiledModules(self._kernels.hardware, self._kernels.capability)
+                self.compiled = CompiledModules(
+                    self._kernels.hardware, self._kernels.capability, self.mode.books, self._kernels.programs
+                )
                 stack.enter_context(self.compiled.installed(compiled))
             self._record_residents()
             beside = with_storages(self._sharded.offloaded)
