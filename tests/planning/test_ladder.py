@@ -13,7 +13,7 @@ import memscale as ms
 from memscale.planning.parts.candidates import AS_IT_IS, Candidate
 from memscale.planning.parts.parts import Part
 from memscale.planning.search.foreseen import foresee
-from memscale.planning.search.halving import between, halve
+from memscale.planning.search.halving import GRAIN, between, halve
 from memscale.planning.search.ladder import Ladder, Seen
 from memscale.planning.solving.solver import Chooser
 from memscale.planning.trials.costs import Costs, Effect
@@ -129,6 +129,18 @@ def test_what_is_known_to_take_more_is_no_round():
     assert bounds[0] == bounds[1]
 
 
+def test_the_next_faster_choice_is_solved_for_only_where_a_step_uses_what_there_is():
+    for limit in range(300 << 20, 700 << 20, 50 << 20):
+        ladder, prove, _ = steps()
+
+        def half(assignment, prove=prove):
+            found = prove(assignment)
+            return Step(found.taken_bytes // 2, found.seconds)
+
+        halve(ladder, half, lambda _: False, limit, np.inf, 8)
+        assert all(rung % GRAIN == 0 for rung in ladder._choices)
+
+
 @pytest.mark.deep
 def test_a_plan_for_a_card_does_not_simulate_what_is_estimated_to_take_much_more():
     with torch.device("meta"):
@@ -138,8 +150,9 @@ def test_a_plan_for_a_card_does_not_simulate_what_is_estimated_to_take_much_more
     budget = engine.plain.taken_bytes // 2
     plan = engine.plan(budget)
     assert plan.evidence.planned.taken_bytes <= budget
-    # Of the seven that move nothing and take more, two are estimated to take so little more that they might not.
-    assert plan.evidence.simulations <= 15
+    # Of the seven that move nothing and take more, two are estimated to take so little more that they might not. Nor is
+    # the smallest of those that only offload simulated, which is estimated to take 1.44 of the budget.
+    assert plan.evidence.simulations <= 13
 
 
 def test_of_large_steps_the_fastest_that_is_estimated_to_fit_is_simulated_and_corrects_the_estimates():

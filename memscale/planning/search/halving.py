@@ -77,10 +77,10 @@ def halve(
                         below, bound = min(below, sure.seconds), bound or [choice.bound]
                 continue
             fits, below, bound, fitted = rung, min(below, found.seconds), [choice.bound], True
-            fastest = ladder.seconds(ladder.choice(over + 1).assignment)
-            is_near = fastest >= (1 - WORTH) * ladder.seconds(choice.assignment)
-            if found.taken_bytes >= USED * limit_bytes and is_near:
-                return bound
+            if found.taken_bytes >= USED * limit_bytes:
+                fastest = ladder.seconds(ladder.choice(over + 1).assignment)
+                if fastest >= (1 - WORTH) * ladder.seconds(choice.assignment):
+                    return bound
         if fitted:
             break
     return bound

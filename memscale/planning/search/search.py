@@ -304,17 +304,19 @@ class Search:
         if self._reserves:
 
             def is_too_large(assignment: Assignment) -> bool:
-                if self.costs.streams(assignment):  # to estimate the first of these takes a simulation itself
-                    return False
-                estimated = self.estimates.reserved_bytes(assignment)
-                moves = any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
-                if estimated > _OFF[moves] * safe_bytes + _SEGMENT_BYTES:
-                    passed[assignment] = estimated
-                    return True
-                return False
+                if self._is_too_large(assignment, safe_bytes):
+                    passed[assignment] = self.estimates.reserved_bytes(assignment)
+                return assignment in passed
 
             return halve(self._ladder(among), prove, is_too_large, safe_bytes, below, rounds)
         return self._ladder(among).look(prove, safe_bytes, below, rounds, seen)
+
+    def _is_too_large(self, assignment: Assignment, safe_bytes: int) -> bool:
+        """Whether its step is estimated to take so much more that it need not be simulated."""
+        if not self._reserves or self.costs.streams(assignment):  # to estimate a first one that streams is a simulation
+            return False
+        moves = any(self.costs.techniques(row, number) & MOVES for row, number in enumerate(assignment))
+        return self.estimates.reserved_bytes(assignment) > _OFF[moves] * safe_bytes + _SEGMENT_BYTES
 
     @property
     def _is_large(self) -> bool:
@@ -367,10 +369,12 @@ class Search:
 
         def may_be_faster(subset: frozenset[str], best: Proven) -> bool:
             ladder = self._ladder(subset)
-            if best.seconds * (1 - FASTER) <= ladder.seconds(ladder.least.assignment):
+            least = ladder.least.assignment
+            if best.seconds * (1 - FASTER) <= ladder.seconds(least):
                 return False
             if ladder.last <= ladder.rung(safe_bytes):
-                return ladder.rung((_HARDLY if subset & MOVES else _SURELY) * safe_bytes) <= ladder.last
+                most = (_HARDLY if subset & MOVES else _SURELY) * safe_bytes
+                return ladder.rung(most) <= ladder.last and not self._is_too_large(least, safe_bytes)
             if subset not in small:
                 return False
             taken = {**passed, **{assignment: proven.taken_bytes for assignment, proven in tried.items()}}
