@@ -84,6 +84,11 @@ def test_what_was_not_decided_is_refused_with_what_was(plan, engine):
         engine.plan("1GiB").explain("layers.0")
 
 
+def test_a_rule_outside_of_the_parts_is_told_by_its_path(plan):
+    cut = ProvenPlan(ms.Plan({"head": ms.tile(chunks=4)}), plan.evidence)
+    assert cut.explain("head") == cut.explain("")
+
+
 def test_a_runner_up_over_the_budget_is_called_that(plan):
     one = next(each for each in plan.evidence.decisions if each.chosen != "as it is")
     for peak, says in (

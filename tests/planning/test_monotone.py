@@ -1,4 +1,4 @@
-"""More never makes a plan slower, neither more techniques nor more budget."""
+"""More never makes a plan slower, neither more techniques nor more budget, nor does choosing by hand beat it."""
 
 import itertools
 import random
@@ -162,3 +162,17 @@ def test_more_budget_is_never_slower_whatever_an_allocator_makes_of_a_plan(seed)
     assert all(later <= CLOSE * earlier for earlier, later in itertools.combinations(times, 2))
     # Before torch 2.12 an allocator takes other blocks.
     assert seed not in QUICK or len(set(times)) > 1 or internals.TORCH_VERSION < (2, 12), "there is something to decide"
+
+
+def test_no_smallest_plan_takes_more_than_one_that_offloads_each_block():
+    def block(stride):
+        depthwise = nn.Conv2d(128, 128, 3, stride, padding=1, groups=128)
+        wide = [nn.Conv2d(32, 128, 1), nn.BatchNorm2d(128), nn.SiLU(inplace=True), depthwise]
+        return nn.Sequential(*wide, nn.BatchNorm2d(128), nn.SiLU(inplace=True), nn.Conv2d(128, 32, 1))
+
+    with torch.device("meta"):
+        model, batch = nn.Sequential(block(2), block(1), block(1)), torch.empty(64, 32, 112, 112)
+    step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": square, "hardware": "h100"}
+    by_hand = ms.profile(model, batch, plan={"*": ms.offload()}, **step)
+    smallest = ms.DecisionEngine(model, batch, **step).smallest()
+    assert smallest.evidence.planned.taken_bytes <= by_hand.taken_bytes

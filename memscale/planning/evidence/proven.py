@@ -82,7 +82,8 @@ class ProvenPlan(Plan):
 
         Args:
             path: of a part, or a pattern, for what was decided about it alone; of a module inside a part, for that
-                part; of one around parts, for all of them. ``""`` is what is outside of the parts, None everything.
+                part; of one around parts, for all of them. ``""`` and the loss head are what is outside of the parts,
+                None everything.
 
         Raises:
             PlanError: nothing was decided about `path`.
@@ -106,6 +107,8 @@ class ProvenPlan(Plan):
             [each for each in decisions if each.path == path or matches(path, each.path)],
             [each for each in decisions if each.path and path.startswith(f"{each.path}.")],
             [each for each in decisions if path and each.path.startswith(f"{path}.")],
+            # Outside of the parts there are rules, too: for the loss head.
+            [each for each in decisions if not each.path and any(path == rule.pattern for rule in self)],
         ):
             if found:
                 return found
