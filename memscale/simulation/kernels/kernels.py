@@ -135,7 +135,7 @@ class Kernels:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
         if self.is_cuda and op is DROPOUT:
             return {DROPOUT_STATES: dropout_states_bytes(self.multiprocessors)}
-        if not self.is_cuda or not (op._opname in _PRODUCTS or self._convolves_by_products(op, args)):
+        if not self.is_cuda or not (op._opname in _PRODUCTS or self.convolves_by_products(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
@@ -143,9 +143,10 @@ class Kernels:
             found["cuBLASLt"] = nbytes
         return found
 
-    def _convolves_by_products(self, op: OpOverload, args: Any) -> bool:
+    def convolves_by_products(self, op: OpOverload, args: Any) -> bool:
+        """Whether PyTorch convolves by matrix products of its own, whose results lie in order."""
         given = {"convolution": args, "convolution_backward": args[1:]}.get(op._opname)
-        return given is not None and without_cudnn(given, self.capability) and by_products(given)
+        return self.is_cuda and given is not None and without_cudnn(given, self.capability) and by_products(given)
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
         """What these modules do on the device that is not known, and which times are no measurements."""

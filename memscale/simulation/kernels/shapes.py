@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -228,10 +228,18 @@ _ON_CUDA = {**RESULTS_OF_RNNS, **RESULTS_OF_FUSED}
 
 
 class FakeKernels:
-    """Runs operators on fake tensors, one call at a time, to learn their layouts."""
+    """Runs operators on fake tensors, one call at a time, to learn their layouts.
 
-    def __init__(self, *, on_cuda: bool = False) -> None:
+    Args:
+        on_cuda: whether the layouts are those of a card's kernels.
+        in_order: tells of a call whether its results lie in order whatever its arguments do.
+    """
+
+    def __init__(
+        self, *, on_cuda: bool = False, in_order: Callable[[OpOverload, Any], bool] = lambda op, args: False
+    ) -> None:
         self._on_cuda = on_cuda
+        self._is_in_order = in_order
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Its cache, which is the process's, forgets that two results are one tensor (the biases' gradients of an LSTM).
         self._mode.cache_enabled = False
@@ -251,6 +259,8 @@ class FakeKernels:
                 run: Any = _ON_CUDA.get(op, op) if self._on_cuda else op
                 result = run(*exchanged(args, fakes), **exchanged(kwargs, fakes))
                 layout = result_layout(result, [fakes[id(tensor)] for tensor in arguments])
+                if self._is_in_order(op, args):
+                    return _in_order(layout, torch.contiguous_format)
                 return _as_real(
                     op, layout if not narrow else _of_dtype(layout, arguments[0].dtype), args, on_cuda=self._on_cuda
                 )

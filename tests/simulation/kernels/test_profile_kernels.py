@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import memscale as ms
 from memscale.simulation.kernels import cpu_scratch
 from memscale.simulation.kernels.cpu_scratch import CpuScratch, sound
+from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import FakeKernels, result_layout
 from tests.support.steps import Training, assert_exact
 
@@ -92,6 +93,18 @@ def test_statistics_of_a_batch_on_cuda(image, weight, training, dtype, count):
     layout = FakeKernels(on_cuda=True).layout(aten.native_batch_norm.default, args, {}, tensors)
     assert [(each.dtype, each.shape) for each in layout.outputs[1:]] == [(dtype, (count,))] * 2
     assert layout.storage_bytes[1:] == (count * dtype.itemsize,) * 2
+
+
+@pytest.mark.parametrize(("card", "groups", "is_in_order"), [("t4", 1, True), ("t4", 8, False), ("a100-80", 1, False)])
+def test_convolutions_of_pytorchs_own_lie_in_order(card, groups, is_in_order):
+    """cuDNN, which has no bfloat16 on a T4, keeps the channels last, and so does what goes channel by channel."""
+    image = torch.empty(2, 8, 6, 6, dtype=BF16).to(memory_format=torch.channels_last)
+    weight = torch.empty(8, 8 // groups, 3, 3, dtype=BF16)
+    args = (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
+    kernels = Kernels(ms.Hardware.named(card), probe=False)
+    fake = FakeKernels(on_cuda=True, in_order=kernels.convolves_by_products)
+    result = fake.layout(aten.convolution.default, args, {}, [image, weight]).outputs
+    assert (result.stride == torch.empty(result.shape, device="meta").stride()) == is_in_order
 
 
 @pytest.mark.parametrize(
