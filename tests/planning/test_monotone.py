@@ -176,3 +176,5 @@ def test_no_smallest_plan_takes_more_than_one_that_offloads_each_block():
     by_hand = ms.profile(model, batch, plan={"*": ms.offload()}, **step)
     smallest = ms.DecisionEngine(model, batch, **step).smallest()
     assert smallest.evidence.planned.taken_bytes <= by_hand.taken_bytes
+    capped = ms.DecisionEngine(model, batch, config=ms.Config(mode="balanced", max_cpu_offload_gb=0), **step)
+    assert not capped.smallest().evidence.by_tier

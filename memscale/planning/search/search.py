@@ -414,7 +414,8 @@ class Search:
         What many do to the link and to an allocator is least like what one does that is tried beside others: a plan for
         an EfficientNet took 1.36 of the time of one that offloads and checkpoints each block.
         """
-        if self._is_large or not self._reserves:
+        # Only the solver counts what the host has room for.
+        if self._is_large or not self._reserves or self._link is None or self._link.cap_bytes is not None:
             return []
         rows = collections.Counter(map(template, self.costs.paths))
         blocks = [row for row, path in enumerate(self.costs.paths) if rows[template(path)] > 1]
