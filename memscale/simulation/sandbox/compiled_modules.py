@@ -125,7 +125,7 @@ class _Same:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = [part._buffers for part in module.modules()]
+        self._tables = [part._buffers for part in module.modules()]
         self.key = tuple((type(part), id(part._buffers), _plain(part)) for part in module.modules())
 
 

@@ -137,5 +137,6 @@ EFFECTS = {
 def test_the_effect_notices_the_mutant(check, edits, monkeypatch):
     check()
     mutate(monkeypatch, edits)
-    with pytest.raises(AssertionError):
+    # A region that runs with an old copy is refused by now, where its numbers told before.
+    with pytest.raises((AssertionError, ms.CorrectnessError)):
         check()
