@@ -113,7 +113,10 @@ class Checkpointed(Transformed):
             if torch.compiler.is_compiling():
                 if functorch_state.active():  # which is traced itself: what a backward would keep is the compiler's
                     return self.fn(*args, **kwargs)
-                return _traced(self.fn, self.how.policy, args, kwargs)
+                *regions, rest = stretches(self.fn, self.how.cuts) if self.how.cuts else (self.fn, None)
+                for fn in regions:
+                    args, kwargs = (_traced(fn, self.how.policy, args, kwargs),), {}
+                return args[0] if rest is None else rest(*args)
         finally:
             pass
         # A region that runs here must not be compiled piecemeal: its recompute runs uncompiled, and would save other
@@ -147,8 +150,7 @@ def checkpoint(*, policy: Policy | None = None, cuts: tuple[Cut, ...] = ()) -> T
             and under `torch.compile`, which does not see labels, policies by name do.
         cuts: for an `nn.Sequential`: before which of its children, counted from 0, another region begins; ``(2, 1)`` is
             before child 1 of child 2, an `nn.Sequential` too, so that a region begins in one and ends in the next. Each
-            stretch up to a cut keeps its input and is recomputed by itself; behind the last cut all is as it is. Under
-            `torch.compile` it is one region, of which the compiler decides.
+            stretch up to a cut keeps its input and is recomputed by itself; behind the last cut all is as it is.
 
     Cuts behind layers with weights keep what those give, and recompute what is cheap:
 

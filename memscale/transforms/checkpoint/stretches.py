@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from memscale.algebra import OwnForward, Transformed
@@ -62,16 +63,20 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 
 def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """The functions, one after the other, that `fn` is, with the children that it has now."""
+    if torch.compiler.is_compiling():  # it has no graph of what a check looks at
+        return _cut(fn.module if isinstance(fn, OwnForward) else fn, cuts)
     check_row(fn, cuts)
-    row = _row(fn)
-    assert row is not None
+    return _cut(_row(fn), cuts)
+
+
+def _cut(row: Any, cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     places = [_place(cut) for cut in cuts]
     found: list[list[nn.Module]] = [[]]
     opened = {place[:depth] for place in places for depth in range(1, len(place))}
-    for place, child in _in_order(row, opened):
+    for place, child in _in_order(row, opened, ()):
         # A cut before a child that is cut itself is before the first one in it.
         while places and place >= places[0]:
-            del places[0]
+            places = places[1:]
             found.append([])
         found[-1].append(child)
     return [functools.partial(_in_a_row, tuple(children)) for children in found]
@@ -118,15 +123,17 @@ def _place(cut: Cut) -> tuple[int, ...]:
 
 
 def _in_order(
-    row: nn.Sequential, opened: set[tuple[int, ...]], at: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], nn.Module]]:
+    row: nn.Sequential, opened: set[tuple[int, ...]], at: tuple[int, ...]
+) -> list[tuple[tuple[int, ...], nn.Module]]:
     """The modules that run one after the other, and where they are, with what is in the rows at `opened`."""
+    found: list[tuple[tuple[int, ...], nn.Module]] = []
     for number, child in enumerate(row):
         place = (*at, number)
         if place in opened and isinstance(child, nn.Sequential):
-            yield from _in_order(child, opened, place)
+            found += _in_order(child, opened, place)
         else:
-            yield place, child
+            found.append((place, child))
+    return found
 
 
 def _row(fn: Callable[..., Any]) -> nn.Sequential | None:
