@@ -2,6 +2,7 @@
 
 from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.chosen_operators import ChosenWatch, can_choose
+from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import (
@@ -17,7 +18,7 @@ from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.rewind import Rewind
 from memscale.regions.saved_tensors import hooks_around, naming_refused_hooks, recomputes, recomputing
-from memscale.regions.scope import NOWHERE, Scope, as_it_was, code_names, put_back
+from memscale.regions.scope import NOWHERE, Scope, as_it_was, put_back
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams

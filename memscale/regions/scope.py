@@ -16,7 +16,6 @@ Not found: what no attribute shows, such as where an open file is. Objects that 
 from __future__ import annotations
 
 import copy
-import dis
 import functools
 import inspect
 import types
@@ -29,6 +28,7 @@ from torch import nn
 
 from memscale.core import Assembled, TransformError
 from memscale.regions.by_class import by_class
+from memscale.regions.code import closes_over, code_names, code_places, global_names
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
 from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Fields, Names, Place, holds, read, write
@@ -322,9 +322,9 @@ class Scope:
                         self._visit(value, NOWHERE)
                 elif _is_stateful(kind) and key not in _FIXED:
                     self._visit(value, NOWHERE)
-            for mapping, names in _code_places(type(module)):
+            for mapping, names in code_places(type(module)):
                 self._visit_names(mapping, names, NOWHERE)
-            if _closes_over(type(module)):
+            if closes_over(type(module)):
                 self._visit_cells(type(module).forward)
             for table in (own["_parameters"], own["_buffers"]):
                 if table:
@@ -348,7 +348,7 @@ class Scope:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
-        self._visit_names(home, _global_names(fn.__code__), home)
+        self._visit_names(home, global_names(fn.__code__), home)
         self._visit_cells(fn, home)
         for default in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             self._visit(default, home)
@@ -396,54 +396,3 @@ class Scope:
             self._visit(value, home)
         if (attributes := getattr(container, "__dict__", None)) is not None:  # of an instance of a subclass
             self._visit_container(attributes, home)
-
-
-@by_class
-def _closes_over(cls: Any) -> bool:
-    """Whether a module class, made in a function, has a forward that uses that function's variables."""
-    return isinstance(cls.forward, types.FunctionType) and bool(set(cls.forward.__code__.co_freevars) - {"__class__"})
-
-
-@by_class
-def _code_places(cls: Any) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
-    """The globals that a module class's forward, and the functions of its file that it calls, name as data."""
-    if cls.__module__.startswith("torch."):
-        return ()
-    found: dict[int, tuple[dict[str, Any], tuple[str, ...]]] = {}
-    pending: list[Any] = [cls.forward]
-    while pending:
-        function = pending.pop()
-        if not isinstance(function, types.FunctionType) or id(function) in found:
-            continue
-        home = function.__globals__
-        named = {name: home[name] for name in _global_names(function.__code__) if name in home}
-        data = tuple(name for name, value in named.items() if type(value) not in _CODE)
-        found[id(function)] = (home, data)
-        pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
-    return tuple((home, data) for home, data in found.values() if data)
-
-
-_CODE = {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, type(nn.Module), str}
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that `code`, and code nested in it, names; an attribute may be called like one that is not meant."""
-    names = {each.argval: None for each in dis.get_instructions(code) if each.opname.endswith(_OF_GLOBALS)}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(_global_names(constant)))
-    return tuple(names)
-
-
-_OF_GLOBALS = ("_GLOBAL", "_GLOBALS", "_NAME")
-
-
-@functools.lru_cache(maxsize=4096)
-def code_names(code: types.CodeType) -> tuple[str, ...]:
-    """Every name that `code`, and code nested in it, looks up outside its locals."""
-    names = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names.update(dict.fromkeys(code_names(constant)))
-    return tuple(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -12,10 +11,10 @@ import numpy as np
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import template
 from memscale.planning.parts.candidates import Candidate, Menu, Rules
 from memscale.planning.parts.groups import groups_of
 from memscale.planning.parts.parts import Part, parts_of
+from memscale.planning.search.alike import moving_alike
 from memscale.planning.search.foreseen import foresee
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.halving import halve
@@ -409,29 +408,10 @@ class Search:
         return smallest
 
     def _moving_alike(self, among: frozenset[str]) -> list[Assignment]:
-        """Choices with one candidate that moves activations for all blocks that have it, as one would write by hand.
-
-        What many do to the link and to an allocator is least like what one does that is tried beside others: a plan for
-        an EfficientNet took 1.36 of the time of one that offloads and checkpoints each block.
-        """
         # Only the solver counts what the host has room for.
         if self._is_large or not self._reserves or self._link is None or self._link.cap_bytes is not None:
             return []
-        rows = collections.Counter(map(template, self.costs.paths))
-        blocks = [row for row, path in enumerate(self.costs.paths) if rows[template(path)] > 1]
-        kinds = dict.fromkeys(
-            each
-            for row in blocks
-            for each in self.costs.candidates[row]
-            if "offload" in each.techniques <= among - {"stream"} and [path for path, _ in each.rules] == [""]
-        )
-        return [
-            tuple(
-                menu.index(kind) if row in blocks and kind in menu else 0
-                for row, menu in enumerate(self.costs.candidates)
-            )
-            for kind in kinds
-        ]
+        return moving_alike(self.costs, among)
 
     def prove(self, assignment: Assignment) -> Proven:
         """The step under an assignment, simulated."""
