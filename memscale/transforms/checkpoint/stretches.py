@@ -63,8 +63,8 @@ def check_row(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> None:
 
 def stretches(fn: Callable[..., Any], cuts: tuple[Cut, ...]) -> list[Callable[..., Any]]:
     """The functions, one after the other, that `fn` is, with the children that it has now."""
-    if torch.compiler.is_compiling():  # it has no graph of what a check looks at
-        return _cut(fn.module if isinstance(fn, OwnForward) else fn, cuts)
+    if torch.compiler.is_compiling():  # which cannot trace what a check looks at
+        return _cut(fn.module if isinstance(fn, OwnForward) else getattr(fn, "__self__", fn), cuts)
     check_row(fn, cuts)
     return _cut(_row(fn), cuts)
 
