@@ -49,7 +49,6 @@ BAD_ASYNC = {
     "prefetch_depth": [-1, 0.5, True],
     "min_bytes": [-1, 2.0, False],
     "streams": [0, 17, 1.0, True],
-    "debug": [0, None, "yes"],
 }
 
 

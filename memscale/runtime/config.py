@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memscale.core import Check, ConfigError, boolean, integer, optional, validate
+from memscale.core import Check, ConfigError, integer, optional, validate
 from memscale.runtime.storage.arena import SLAB_BYTES
 
 
@@ -19,7 +19,6 @@ class AsyncOffloadConfig:
         prefetch_depth: how many tensors may be on their way back at once; 0 is synchronous.
         min_bytes: tensors smaller than this stay on the device; at least 0, at most ``pool_bytes`` if given.
         streams: copy streams, shared by both directions; 2 gives one to each. 1 to 16.
-        debug: check every copy for hazards and log each move.
 
     Raises:
         ConfigError: a field is of the wrong type or out of range; all bad fields are named at once.
@@ -32,7 +31,6 @@ class AsyncOffloadConfig:
     prefetch_depth: int = 2
     min_bytes: int = 1024**2
     streams: int = 2
-    debug: bool = False
 
     def __post_init__(self) -> None:
         validate(self, _CHECKS)
@@ -58,5 +56,4 @@ _CHECKS: Mapping[str, Check] = {
     "prefetch_depth": integer(0),
     "min_bytes": integer(0),
     "streams": integer(1, 16),
-    "debug": boolean,
 }

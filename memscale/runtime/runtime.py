@@ -161,7 +161,11 @@ class Runtime:
                 engine.transfers.timeline = timeline
 
     def _new_engine(self, tensor: torch.Tensor) -> Engine:
-        return _engine_of(self._backend or self._new_backend(tensor), self.config, self._timeline)
+        return self.engine_over(self._backend or self._new_backend(tensor))
+
+    def engine_over(self, backend: Backend) -> Engine:
+        """A new engine that moves tensors by `backend`, as the runtime's config says."""
+        return Engine(backend, depth=self.config.prefetch_depth, timeline=self._timeline)
 
     def _new_backend(self, tensor: torch.Tensor) -> Backend:
         kind = tensor.device.type
@@ -216,15 +220,6 @@ class Runtime:
 
     def __deepcopy__(self, memo: Any) -> Runtime:
         return self  # a resource: copies of a model share the link
-
-
-def _engine_of(backend: Backend, config: AsyncOffloadConfig, timeline: CopyTimeline | None) -> Engine:
-    if config.debug:
-        from memscale.runtime.checking.checked_engine import CheckedEngine  # only for debugging
-        from memscale.runtime.checking.hazards import Checked
-
-        return CheckedEngine(Checked(backend), depth=config.prefetch_depth, timeline=timeline)
-    return Engine(backend, depth=config.prefetch_depth, timeline=timeline)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memscale.optimizers.separability import check_separable
-from memscale.runtime.checking.accesses import Access, join
+from tests.support.checking.accesses import Access, join
 
 _NAMES = (
     "kernel, copy, fill, record, wait, done, event waited, stream waited, device waited, malloc, free, pinned, "

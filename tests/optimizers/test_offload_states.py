@@ -11,6 +11,7 @@ from memscale.optimizers import offloaded, on_host
 from memscale.runtime import Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.simulation.measured import training_roles
+from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -295,7 +296,7 @@ def test_a_step_that_must_run_for_real_is_not_profiled_with_states_on_disk():
 
 def test_a_checked_runtime_finds_nothing_wrong_with_states_on_disk():
     """Nor where some are read in vain, for a parameter without a gradient, or for a `state_dict`."""
-    runtime = Runtime(ms.AsyncOffloadConfig(debug=True))
+    runtime = CheckedRuntime()
     parameters = [nn.Parameter(torch.randn(3000)) for _ in range(6)]
     optimizer = ms.offload_states(tier="disk").on(runtime)(torch.optim.AdamW(parameters))
     for used in (6, 6, 4, 6):

@@ -12,6 +12,7 @@ import memscale as ms
 from memscale.optimizers import offloaded, on_host
 from memscale.runtime import Runtime
 from tests.support.adversarial_device import AdversarialDevice
+from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.optimizers import batch, network, numbers, train
 
 HOWS = {
@@ -35,7 +36,7 @@ def _an_accelerator(monkeypatch):
     monkeypatch.setattr(offloaded, "_GROUP_BYTES", 400)
 
 
-def runtime(seed, *, failing=0.0, caps=None, debug=True):
+def runtime(seed, *, failing=0.0, caps=None, make=CheckedRuntime):
     draw = random.Random(seed)
     caps = caps or {"pinned": draw.choice([2000, 1 << 16]), "pageable": 2000, "disk": 1 << 16}
 
@@ -43,7 +44,7 @@ def runtime(seed, *, failing=0.0, caps=None, debug=True):
         return OSError(28, "No space left on device") if draw.random() < failing else None
 
     device = AdversarialDevice(draw.randrange, caps, fails=fails, patience=1 << 20)
-    return Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=draw.randrange(4), debug=debug), backend=device)
+    return make(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=draw.randrange(4)), backend=device)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,9 @@ def expected():
 def test_a_step_waits_for_what_it_takes_and_whoever_reads_for_what_it_makes(how, expected):
     for seed in range(6):
         model = network()
-        optimizer = how.on(runtime(seed, debug="disk" not in repr(how)))(adamw(model.parameters()))
+        optimizer = how.on(runtime(seed, make=Runtime if "disk" in repr(how) else CheckedRuntime))(
+            adamw(model.parameters())
+        )
         train(model, optimizer, range(3))
         assert numbers(model, optimizer)[0] == expected, seed
 
@@ -96,7 +99,7 @@ def test_what_rounds_rounds_the_same_there(monkeypatch, how, inner):
         return numbers(model, optimizer)[0]
 
     caps = {"pinned": 1 << 16, "disk": 1 << 18}
-    found = run(ms.compose(how, inner).on(runtime(5, caps=caps, debug=False)), adamw)
+    found = run(ms.compose(how, inner).on(runtime(5, caps=caps, make=Runtime)), adamw)
     monkeypatch.setattr(on_host, "device_type", lambda _: "cpu")
     assert found == run(inner, lambda parameters: adamw(parameters, fused=True))
 

@@ -8,6 +8,7 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload, policies
 from memscale.runtime import Runtime, home_of
+from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.checks import bits
 from tests.support.steps import RANDOM_STATE_BYTES
 
@@ -19,9 +20,9 @@ SMALL = 8 * 4 * ROWS * WIDTH + 2 * RANDOM_STATE_BYTES
 PARAMS = offload(what="params")
 
 
-def runtime_of(depth=0, **options):
+def runtime_of(depth=0, make=Runtime, **options):
     config = ms.AsyncOffloadConfig(**{"min_bytes": 0, "prefetch_depth": depth, **options})
-    return Runtime(config, disk_bytes=1 << 24)
+    return make(config, disk_bytes=1 << 24)
 
 
 def layers(count=LAYERS):
@@ -33,8 +34,8 @@ def rows():
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def streamed(how=PARAMS, depth=0, model=None, plan=None, **options):
-    runtime = runtime_of(depth, **options)
+def streamed(how=PARAMS, depth=0, model=None, plan=None, make=Runtime, **options):
+    runtime = runtime_of(depth, make, **options)
     return ms.transform(layers() if model is None else model, plan or {"*": how}, runtime=runtime), runtime
 
 
@@ -72,7 +73,7 @@ HOWS = {
 def same(train, make=layers, plan=None, depth=2, **options):
     """`train` finds the same with a model as with the streamed one, and leaves the same behind; the latter."""
     plain = make()
-    fit, _ = streamed(depth=depth, model=make(), plan=plan, debug=True, **options)
+    fit, _ = streamed(depth=depth, model=make(), plan=plan, make=CheckedRuntime, **options)
     assert bits(train(fit)) == bits(train(plain))
     assert bits(dict(fit.named_parameters())) == bits(dict(plain.named_parameters()))
     assert bits(gradients(fit)) == bits(gradients(plain))

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from memscale.runtime.checking.checked_engine import CheckedEngine
-from memscale.runtime.checking.hazards import Checked, Hazard
 from tests.support.adversarial_device import AdversarialDevice
+from tests.support.checking.checked_engine import CheckedEngine
+from tests.support.checking.hazards import Checked, Hazard
 from tests.support.checks import bits
 
 SIDE = 6

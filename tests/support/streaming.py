@@ -18,10 +18,10 @@ from torch import nn
 import memscale as ms
 from memscale import checkpoint, compose, offload
 from memscale.runtime import Homes, Runtime, home_of
-from memscale.runtime.checking.checked_engine import CheckedEngine
-from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.parameters import home as _home
 from tests.support.adversarial_device import AdversarialDevice
+from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
+from tests.support.checking.hazards import Checked
 from tests.support.checks import bits
 from tests.support.schedules import Interrupted
 
@@ -329,9 +329,9 @@ def device(draw: random.Random) -> Runtime:
     def fails() -> OSError | None:
         return OSError(28, "No space left on device") if failing and draw.random() < 0.3 else None
 
-    config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=draw.randrange(4), debug=True)
+    config = ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=draw.randrange(4))
     # A parameter for which there is no room asks again at every call.
-    return Runtime(config, backend=AdversarialDevice(draw.randrange, caps, fails=fails, patience=1 << 20))
+    return CheckedRuntime(config, backend=AdversarialDevice(draw.randrange, caps, fails=fails, patience=1 << 20))
 
 
 def results(seed: int, runtime: Runtime | None, steps: int = 3) -> list[Any]:

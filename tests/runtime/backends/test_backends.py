@@ -18,11 +18,11 @@ from memscale.runtime.backends import host as _host
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
-from memscale.runtime.checking import hazards
-from memscale.runtime.checking.accesses import Access, Accesses
-from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.storage.budget import HostBudget
 from tests.support.adversarial_device import AdversarialDevice, Deadlock
+from tests.support.checking import hazards
+from tests.support.checking.accesses import Access, Accesses
+from tests.support.checking.hazards import Checked
 from tests.support.fake_cuda import FakeCupy
 
 MIB = 1024**2

@@ -21,12 +21,12 @@ from memscale.runtime import Homes, Visit
 from memscale.runtime.backends import cuda, host_tiers
 from memscale.runtime.backends.cuda import CudaBackend, CudaEvent
 from memscale.runtime.backends.host import HostBackend
-from memscale.runtime.checking.checked_engine import CheckedEngine
-from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.storage.budget import HostBudget
 from memscale.runtime.storage.courier import Errand
 from memscale.runtime.storage.disk import DiskTierFull, FileIO
+from tests.support.checking.checked_engine import CheckedEngine
+from tests.support.checking.hazards import Checked
 from tests.support.fake_cuda import FakeCupy
 from tests.support.schedules import Program, results
 

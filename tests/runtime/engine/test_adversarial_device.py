@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale.core.errors import CorrectnessError
-from memscale.runtime.checking import hazards
-from memscale.runtime.checking.checked_engine import CheckedEngine
-from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.engine import engine as _engine
 from memscale.runtime.engine import entry, loader, transfers
 from tests.support.adversarial_device import AdversarialDevice, Deadlock, LinkSpeed
+from tests.support.checking import hazards
+from tests.support.checking.checked_engine import CheckedEngine
+from tests.support.checking.hazards import Checked
 from tests.support.schedules import NBYTES, Program, results, run_case
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:offload\(\) keeps a tensor:RuntimeWarning")

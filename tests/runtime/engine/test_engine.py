@@ -12,13 +12,13 @@ import memscale as ms
 from memscale.runtime import Homes, Runtime
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.trace import TraceBackend
-from memscale.runtime.checking.checked_engine import CheckedEngine
-from memscale.runtime.checking.hazards import Checked
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Entry
 from memscale.runtime.engine.loader import State
 from memscale.runtime.storage.courier import Errand
 from tests.support.adversarial_device import AdversarialDevice, LinkSpeed
+from tests.support.checking.checked_engine import CheckedEngine, CheckedRuntime
+from tests.support.checking.hazards import Checked
 from tests.support.checks import bits
 from tests.support.schedules import run_case
 
@@ -431,9 +431,9 @@ def test_a_step_can_be_written_for_a_trace_viewer(tmp_path):
     assert copies[0]["ts"] + copies[0]["dur"] <= copies[1]["ts"]
 
 
-def test_debugging_checks_every_copy_and_logs_it(caplog):
-    runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0, debug=True), disk_bytes=1 << 20)
-    with caplog.at_level("DEBUG", "memscale"):
+def test_a_checked_runtime_checks_every_copy_and_logs_it(caplog):
+    runtime = CheckedRuntime(ms.AsyncOffloadConfig(min_bytes=0, prefetch_depth=0), disk_bytes=1 << 20)
+    with caplog.at_level("DEBUG", "tests.support.checking"):
         ms.offload().on(runtime)(lambda x: (x * 2).sin())(torch.ones(1024, requires_grad=True)).sum().backward()
     assert [record.getMessage().split(", for")[0] for record in caplog.records] == [
         "out: 4096 bytes, disk",

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memscale as ms
 from memscale import checkpoint, compose, offload
+from tests.support.checking.checked_engine import CheckedRuntime
 from tests.support.checks import bits
 from tests.support.layers import (
     HOWS,
@@ -154,7 +155,7 @@ def in_threads(count, work):
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("how", [PARAMS, compose(PARAMS, offload()), compose(checkpoint(), PARAMS)], ids=repr)
 def test_threads_share_a_runtime(how, depth):
-    runtime = runtime_of(depth, debug=True)
+    runtime = runtime_of(depth, CheckedRuntime)
     models = [ms.transform(layers(), {"*": how}, runtime=runtime) for _ in range(3)]
     expected = trained(layers(), 5)
 

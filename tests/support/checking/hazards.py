@@ -24,9 +24,9 @@ import torch
 
 from memscale.core import CorrectnessError, version
 from memscale.runtime.backends.protocol import Backend, Buffer, Event, Stream
-from memscale.runtime.checking.accesses import Access, Accesses, Clock, join
 from memscale.runtime.storage.mapping import Bytes
 from memscale.runtime.storage.tiers import TierUse
+from tests.support.checking.accesses import Access, Accesses, Clock, join
 
 _LOG = logging.getLogger(__name__)
 _HERE = os.path.dirname(__file__)

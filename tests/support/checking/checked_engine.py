@@ -1,4 +1,4 @@
-"""The engine over `Checked`: it says what its caller makes and uses, and raises what was found."""
+"""A runtime whose engines run over `Checked`: they say what their caller makes and uses, and raise what was found."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from memscale.runtime.checking.hazards import Checked
+from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle
 from memscale.runtime.engine.loader import Loadable, Loader
 from memscale.runtime.engine.transfers import Transfers
+from memscale.runtime.runtime import Runtime
+from tests.support.checking.hazards import Checked
 
 
 class CheckedLoader(Loader):
@@ -59,3 +61,10 @@ class CheckedEngine(Engine):
         self.backend.used(tensor)
         self.backend.raise_hazards()
         return tensor
+
+
+class CheckedRuntime(Runtime):
+    """A runtime that checks every copy for hazards, and raises them at the next call of an engine."""
+
+    def engine_over(self, backend: Backend) -> CheckedEngine:
+        return CheckedEngine(Checked(backend), depth=self.config.prefetch_depth, timeline=self._timeline)

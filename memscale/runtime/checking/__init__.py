@@ -1,1 +1,0 @@
-"""Races between copies, found whether or not they went wrong."""
