@@ -69,7 +69,7 @@ def test_an_exact_transform_is_exact_and_everything_is_compared():
         "buffer norm.num_batches_tracked",
         "the random state",
     ]
-    assert str(found) == "exact: 10 results of the step are the same bits"
+    assert str(found) == "equal, bit for bit: 10 results of the step"
 
 
 def test_neither_module_is_changed():
@@ -170,7 +170,7 @@ def test_the_report_has_the_worst_first():
     found = compare(one, other)
     assert [d.name for d in found.different] == ["c", "b"]
     assert str(found).splitlines() == [
-        "2 of 3 results of the step differ",
+        "DIFFERENT: c, relative difference 1 (rounding explains 5e-05 in float32); 2 of 3 results differ",
         "differs  max abs   max ulps  ulps of largest",
         "c        1         8.39e+06  8.39e+06",
         "b        2.38e-07  2         2",
@@ -230,3 +230,52 @@ def test_on_a_gpu():
     before = torch.cuda.get_rng_state()
     assert verify(model, fit, batch().cuda()).exact
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+class InHalves(nn.Linear):
+    """The same sums in another order."""
+
+    def forward(self, x):
+        half = self.in_features // 2
+        return x[..., :half] @ self.weight[:, :half].T + (x[..., half:] @ self.weight[:, half:].T + self.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_verdict_tells_rounding_from_another_result(dtype):
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+    rows = torch.randn(64, 32).to(dtype)
+    halved = copy.deepcopy(mlp)
+    halved[0].__class__ = halved[2].__class__ = InHalves
+    found = verify(mlp, halved, rows)
+    assert found.rounds_only
+    assert found.verdict.startswith("rounding only: worst relative difference ")
+    changed = copy.deepcopy(mlp)
+    with torch.no_grad():
+        changed[0].weight[0, 0] += 2
+    found = verify(mlp, changed, rows)
+    assert not found.rounds_only
+    assert found.verdict.startswith("DIFFERENT: ")
+    assert str(found).splitlines()[0] == found.verdict
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference():
+    one = {"gradient of weight": torch.ones(3), "gradient of key.bias": torch.tensor([3e-9])}
+    other = {"gradient of weight": torch.ones(3), "gradient of key.bias": torch.tensor([-2e-9])}
+    assert compare(one, other).rounds_only
+    lost = {"gradient of weight": torch.ones(3), "gradient of key.bias": torch.tensor([1e-3])}
+    assert not compare(one, lost).rounds_only
+
+
+@pytest.mark.parametrize("name", ["the random state", "buffer count"])
+def test_no_rounding_explains_another_random_state_or_count(name):
+    found = compare({name: torch.tensor([1], dtype=torch.uint8)}, {name: torch.tensor([2], dtype=torch.uint8)})
+    assert found.verdict.startswith(f"DIFFERENT: {name}, ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_verdict_of_deep_models(dtype):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.SiLU()) for _ in range(40)]
+    deep, images = nn.Sequential(*layers).to(dtype), torch.randn(8, 8, 16, 16).to(dtype)
+    assert verify(deep, ms.transform(deep, {"*": ms.tile(chunks=4)}), images).rounds_only
