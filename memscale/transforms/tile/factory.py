@@ -120,7 +120,7 @@ def tile(
     and backward, so that no two pieces' residuals are alive together. Random numbers (dropout) are drawn piece by
     piece, in order; the recompute of a piece repeats its draws.
 
-    On a linear output projection (the `lm_head` of a language model) the result is *deferred*: see `docs/tile.md`.
+    On a linear output projection (the `lm_head` of a language model) the result is *deferred*: see `docs/loss-head.md`.
 
     Args:
         chunks: into how many pieces, as even as possible; more pieces than rows means one row a piece.
