@@ -66,8 +66,8 @@ memscale.regions: Attributes ChosenWatch Content Environment Habits Keeper NOWHE
     moved naming_refused_hooks never_compiled origin_of put_back read recomputes recomputing refuse_iterators refused
     rewinding running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded unrecorded_depth
     untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: DrawnPoint PartOfPlan TriedSize diff_text module_text plot_frontier plot_profile plot_sizes
-    plot_timelines profile_text write_frontier write_held write_html write_trace
+memscale.reports: DrawnPoint PAGES PartOfPlan TriedSize checked_target diff_text module_text plot_frontier plot_profile
+    plot_sizes plot_timelines profile_text write_frontier write_html write_page write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
     Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims

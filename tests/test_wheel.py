@@ -42,17 +42,21 @@ def test_its_contents(wheel: Path):
         (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(metadata_name).decode())
     assert {Path(name).suffix for name in names if not name.partition("/")[0].endswith(".dist-info")} == {
+        ".css",
+        ".html",
+        ".js",
         ".py",
         ".typed",
     }
-    sources = {str(path.relative_to(ROOT).as_posix()) for path in ROOT.glob("memscale/**/*.py")}
+    files = [*ROOT.glob("memscale/**/*.py"), *ROOT.glob("memscale/**/templates/*")]
+    sources = {str(path.relative_to(ROOT).as_posix()) for path in files}
     assert sources <= set(names)
     assert "memscale/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert sorted(line.partition(">")[0] for line in required) == ["highspy", "numpy", "optree", "torch"]
+    assert sorted(line.partition(">")[0] for line in required) == ["highspy", "jinja2", "numpy", "optree", "torch"]
 
 
 def test_it_imports_in_an_empty_environment(wheel: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ from os import PathLike
 from memscale.algebra import Plan
 from memscale.core import format_bytes
 from memscale.planning import OOMPrediction
-from memscale.reports import write_held
+from memscale.reports import PAGES, checked_target, write_page
 
 _ROWS = 12
 
@@ -116,17 +116,8 @@ class Explanation:
         Raises:
             ConfigError: the suffix is not ``.html``, or the folder does not exist.
         """
-        rows = [
-            (
-                format_bytes(each.nbytes),
-                str(each.count),
-                each.category,
-                each.where or "(no stack)",
-                "\n".join(each.stack),
-            )
-            for each in self.holders
-        ]
-        write_held(path, self.message, self.by_category, rows, [*self._advice(), *self.notes])
+        target = checked_target(path, "Explanation.html", PAGES, "print it for a text")
+        write_page(target, "held.html", it=self, notes=[*self._advice(), *self.notes])
 
     def _advice(self) -> list[str]:
         if self.prediction is None:

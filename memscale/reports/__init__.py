@@ -5,17 +5,18 @@ what they ask for.
 """
 
 from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
-from memscale.reports.held import write_held
-from memscale.reports.html import write_html
+from memscale.reports.page import PAGES, checked_target, write_html, write_page
 from memscale.reports.plot import plot_profile, plot_timelines
 from memscale.reports.sizes import TriedSize, plot_sizes
 from memscale.reports.text import diff_text, module_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
+    "PAGES",
     "DrawnPoint",
     "PartOfPlan",
     "TriedSize",
+    "checked_target",
     "diff_text",
     "module_text",
     "plot_frontier",
@@ -24,7 +25,7 @@ __all__ = [
     "plot_timelines",
     "profile_text",
     "write_frontier",
-    "write_held",
     "write_html",
+    "write_page",
     "write_trace",
 ]

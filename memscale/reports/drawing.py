@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,42 @@ COLOURS = {
     "backward": "#009E73",  # of a crash, whose gradients nobody can tell from what backward needs for a moment
     "rounding": "#DDDDDD",
 }
+
+
+_Number = TypeVar("_Number", float, npt.NDArray[np.float64])
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From `low` to `high` along `length` pixels that begin at `start`; upwards where the length is negative.
+
+    >>> axis = Axis(9.8, 13.6, start=100, length=380)
+    >>> axis.place(10.8), axis.ticks()
+    ('200.0', [10.0, 11.0, 12.0, 13.0])
+    >>> Axis(0, 7, 0, 1).ticks(), Axis(0, 0.12, 0, 1).ticks()
+    ([0.0, 2.0, 4.0, 6.0], [0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12])
+    """
+
+    low: float
+    high: float
+    start: float
+    length: float
+
+    def at(self, value: _Number) -> _Number:
+        """The pixel of a value."""
+        return self.start + self.length * (value - self.low) / (self.high - self.low)
+
+    def place(self, value: float) -> str:
+        """The pixel of a value, as exact as a picture shows."""
+        return f"{self.at(value):.1f}"
+
+    def ticks(self) -> list[float]:
+        """Round numbers between the ends, about three to seven of them."""
+        span = self.high - self.low
+        power = 10.0 ** math.floor(math.log10(span))
+        step = next(step for step in (0.2 * power, 0.5 * power, power, 2 * power) if span / step <= 6.5)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [float(f"{at * step:.6g}") for at in range(first, last + 1)]
 
 
 def css_name(category: str) -> str:

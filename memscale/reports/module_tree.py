@@ -57,6 +57,11 @@ class Branch:
     weight: float
     parts: tuple[Branch, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2] or ROOT
+
 
 def module_tree(held: Iterable[tuple[str, Held]], seconds: Iterable[tuple[str, float]]) -> Branch:
     """The root of the tree of modules.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memscale.core import ConfigError, RuntimeUnavailable, format_bytes, format_seconds
 from memscale.reports.drawing import COLOURS, byte_scale, columns, placed, thick, time_scale
@@ -21,6 +20,7 @@ from memscale.simulation.measured import AllocatorTrace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 INK = "#222222"
 _COLUMNS = 1200  # about as many as the widest panel has pixels
@@ -87,10 +87,9 @@ def profile_figure(profile: Profile) -> Figure:
     shown = thick([timeline.live_bytes], profile.peak_bytes)
     rows = queue_rows(profile.schedule, columns=_COLUMNS)
     figure = figure_of(10.0, "Profile.plot", height=5.0 + 0.25 * len(rows) + 0.3 * bool(rows))
-    axes, *below = figure.subplots(
-        1 + bool(rows), sharex=True, squeeze=False, height_ratios=[5.0, *([0.3 * len(rows)] if rows else [])]
-    )[:, 0]
-    _stack(axes, position, timeline.live_bytes, shown, scale)
+    heights = [5.0, 0.3 * len(rows)][: 1 + bool(rows)]
+    axes, *below = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    _stack(axes, profile, shown, scale, seconds)
     at = float(position[timeline.total_bytes.argmax()])
     _mark_peak(axes, profile.peak_bytes, at, scale, when=shortened(str(profile.moment), 90))
     phases = [(name, begin / seconds) for name, begin in timeline.phases]
@@ -123,8 +122,9 @@ def _draw_queues(axes: Axes, rows: Mapping[str, list[Bar]], seconds: float) -> N
             told.add(what)
     axes.set_yticks(range(len(rows)), [ROWS[row] for row in rows])
     axes.invert_yaxis()
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(colors=INK, left=False)
+    plain(axes)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(left=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
@@ -137,38 +137,42 @@ def figure_of(width: float, caller: str, height: float = 5.0) -> Figure:
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def _stack(
-    axes: Axes,
-    position: npt.NDArray[np.float64],
-    live_bytes: Mapping[str, npt.NDArray[np.int64]],
-    shown: list[str],
-    scale: int,
-) -> None:
-    """The area of each category in `shown` over those before it."""
-    cut = columns(position, live_bytes, count=_COLUMNS)
+def plain(axes: Axes, *, grid: bool = False) -> None:
+    """Ink for what is said, and no frame around it."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    if grid:
+        axes.grid(color="#e2e5e9")
+
+
+def label(
+    axes: Axes, text: str, at: tuple[float, float], coords: Any = "data", *, offset: tuple[float, float], **style: Any
+) -> Annotation:
+    """Write `text` so many points beside a place."""
+    style.setdefault("fontsize", 9)
+    style.setdefault("color", INK)
+    return axes.annotate(text, at, xycoords=coords, xytext=offset, textcoords="offset points", **style)
+
+
+def _stack(axes: Axes, step: Profile | AllocatorTrace, shown: list[str], scale: int, seconds: float = 1.0) -> None:
+    """The area of each category in `shown` over those before it; both axes in units of so many bytes and seconds."""
+    cut = columns(step.timeline.position / seconds, step.timeline.live_bytes, count=_COLUMNS)
     layers = np.array([cut.live_bytes[category] for category in shown]) / scale
     # Only where something changes, or a vector file has a point for every pixel; and the right edge of the last column.
     kept = [0, *(np.flatnonzero(np.diff(layers).any(axis=0)) + 1), -1]
     colours = [COLOURS[category] for category in shown]
     axes.stackplot(cut.edges[kept], layers[:, kept], labels=shown, colors=colours, step="post", linewidth=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelleft=True)
+    plain(axes)
+    axes.tick_params(labelleft=True)
 
 
 def _mark_peak(axes: Axes, peak_bytes: int, at: float, scale: int, when: str = "") -> None:
     height = peak_bytes / scale
     axes.axhline(height, color=INK, linewidth=1, linestyle=(0, (5, 3)))
     axes.plot([at], [height], "o", color=INK, markersize=5, clip_on=False)
-    how_much = axes.annotate(
-        f"peak {format_bytes(peak_bytes)}",
-        (0, height),
-        xytext=(6, 4),
-        textcoords="offset points",
-        fontsize=11,
-        fontweight="bold",
-        color=INK,
-    )
-    axes.annotate(when, (1, 0), xycoords=how_much, xytext=(6, 2), textcoords="offset points", fontsize=9, color=INK)
+    peak = f"peak {format_bytes(peak_bytes)}"
+    how_much = label(axes, peak, (0, height), offset=(6, 4), fontsize=11, fontweight="bold")
+    label(axes, when, (1, 0), how_much, offset=(6, 2))
 
 
 def _legend(figure: Figure, axes: Axes, count: int) -> None:
@@ -177,44 +181,22 @@ def _legend(figure: Figure, axes: Axes, count: int) -> None:
 
 
 def _draw(axes: Axes, trace: AllocatorTrace, shown: list[str], scale: int) -> None:
-    seconds = trace.timeline.position
-    _stack(axes, seconds, trace.timeline.live_bytes, shown, scale)
-    at = float(seconds[trace.timeline.total_bytes.argmax()])
+    _stack(axes, trace, shown, scale)
+    at = float(trace.timeline.position[trace.timeline.total_bytes.argmax()])
     _mark_peak(axes, trace.peak_bytes, at, scale)
     if trace.backward_seconds is not None:
         axes.axvline(trace.backward_seconds, color="white", linewidth=1)
-        axes.annotate(
-            "backward →",
-            (trace.backward_seconds, 0.012),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize=9,
-            color="white",
-        )
+        at_the_bottom = ("data", "axes fraction")
+        label(axes, "backward →", (trace.backward_seconds, 0.012), at_the_bottom, offset=(4, 0), color="white")
     axes.set_xlabel(f"seconds of one training step ({format_seconds(trace.seconds)})", color=INK)
 
 
 def _mark_saving(axes: Axes, trace: AllocatorTrace, first_peak_bytes: int, scale: int) -> None:
     share = 1 - trace.peak_bytes / first_peak_bytes
     axes.axhline(first_peak_bytes / scale, color="#888888", linewidth=1, linestyle=":")
-    x = 0.93
-    axes.annotate(
-        "",
-        (x, trace.peak_bytes / scale),
-        xytext=(x, first_peak_bytes / scale),
-        xycoords=("axes fraction", "data"),
-        textcoords=("axes fraction", "data"),
-        arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2},
-    )
-    axes.annotate(
-        f"{share:.0%} less",
-        (x, (trace.peak_bytes + first_peak_bytes) / 2 / scale),
-        xycoords=("axes fraction", "data"),
-        xytext=(-6, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        fontsize=11,
-        color=INK,
-    )
+    x, sides = 0.93, ("axes fraction", "data")
+    ends = [(x, nbytes / scale) for nbytes in (trace.peak_bytes, first_peak_bytes)]
+    arrow = {"arrowstyle": "->", "color": INK, "linewidth": 1.2}
+    axes.annotate("", ends[0], xytext=ends[1], xycoords=sides, textcoords=sides, arrowprops=arrow)
+    middle = (x, (ends[0][1] + ends[1][1]) / 2)
+    label(axes, f"{share:.0%} less", middle, sides, offset=(-6, 0), ha="right", va="center", fontsize=11)

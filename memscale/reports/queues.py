@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from memscale.hardware import COLLECTIVES
@@ -51,31 +51,28 @@ def queue_rows(schedule: Schedule | None, *, columns: int) -> dict[str, list[Bar
     for operator in schedule.operators:
         if operator.seconds:
             found[operator.queue].append(Bar(operator.begin, operator.begin + operator.seconds, "busy"))
-    for copy in schedule.copies:
-        for queue in queues_of(copy):
-            found[queue].append(Bar(copy.begin, min(schedule.seconds, copy.begin + copy.seconds), "busy"))
-    for each in schedule.collectives:
-        found[each.kind].append(Bar(each.begin, min(schedule.seconds, each.begin + each.seconds), "busy"))
+    spans = [(queue, copy.begin, copy.seconds) for copy in schedule.copies for queue in queues_of(copy)]
+    spans += [(each.kind, each.begin, each.seconds) for each in schedule.collectives]
+    for queue, begin, seconds in spans:
+        found[queue].append(Bar(begin, min(schedule.seconds, begin + seconds), "busy"))
     for wait in schedule.waits:
         if wait.queue == "device":
             found["device"].append(Bar(wait.begin, wait.begin + wait.seconds, wait.cause))
     gap = schedule.seconds / columns
-    return {row: list(_joined(sorted(bars), gap)) for row, bars in found.items() if bars}
+    return {row: _joined(sorted(bars), gap) for row, bars in found.items() if bars}
 
 
-def _joined(bars: Iterable[Bar], gap: float) -> Iterator[Bar]:
+def _joined(bars: Iterable[Bar], gap: float) -> list[Bar]:
     """Bars of one kind as one where they are closer than `gap`.
 
-    >>> list(_joined([Bar(0, 1, "busy"), Bar(1.1, 2, "busy"), Bar(2, 3, "room")], 0.5))
+    >>> _joined([Bar(0, 1, "busy"), Bar(1.1, 2, "busy"), Bar(2, 3, "room")], 0.5)
     [Bar(begin=0, end=2, what='busy'), Bar(begin=2, end=3, what='room')]
     """
-    last: Bar | None = None
+    joined: list[Bar] = []
     for bar in bars:
+        last = joined[-1] if joined else None
         if last is not None and bar.what == last.what and bar.begin - last.end < gap:
-            last = Bar(last.begin, max(last.end, bar.end), last.what)
+            joined[-1] = last._replace(end=max(last.end, bar.end))
         else:
-            if last is not None:
-                yield last
-            last = bar
-    if last is not None:
-        yield last
+            joined.append(bar)
+    return joined

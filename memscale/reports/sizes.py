@@ -9,7 +9,7 @@ from typing import NamedTuple
 from memscale.core import format_bytes
 from memscale.reports.drawing import byte_scale
 from memscale.reports.page import checked_target
-from memscale.reports.plot import INK, figure_of
+from memscale.reports.plot import INK, figure_of, plain
 
 _LINE, _BEST, _TOO_MUCH = "#0072B2", "#D55E00", "#999999"  # of the palette of the categories
 
@@ -44,25 +44,21 @@ def plot_sizes(
     figure = figure_of(9.0, "Tuning.plot", height=6.0)
     rate, memory = figure.subplots(2, 1, sharex=True)
     fitting = [each for each in trials if each.fits]
-    others = [each for each in trials if not each.fits]
     chosen = [each for each in fitting if each.size == best]
+    others = [each for each in trials if not each.fits]
     bytes_unit, scale = byte_scale(max(budget_bytes, *(each.taken_bytes for each in fitting)))
-    rate.plot([each.size for each in fitting], [each.per_second for each in fitting], "o-", color=_LINE)
-    rate.plot(
-        [each.size for each in chosen], [each.per_second for each in chosen], "o", color=_BEST, label=f"best: {best}"
-    )
-    memory.plot([each.size for each in fitting], [each.taken_bytes / scale for each in fitting], "o", color=_LINE)
-    memory.plot([each.size for each in chosen], [each.taken_bytes / scale for each in chosen], "o", color=_BEST)
-    memory.plot(
-        [each.size for each in others],
-        [each.taken_bytes / scale for each in others],
-        "x",
-        color=_TOO_MUCH,
-        label="does not fit",
-    )
-    memory.axhline(
-        budget_bytes / scale, color=INK, linewidth=1, linestyle="--", label=f"the budget, {format_bytes(budget_bytes)}"
-    )
+    rate.plot([each.size for each in fitting], [each.per_second for each in fitting], color=_LINE)
+    for these, mark, colour, name in (
+        (fitting, "o", _LINE, None),
+        (chosen, "o", _BEST, f"best: {best}"),
+        (others, "x", _TOO_MUCH, "does not fit"),
+    ):
+        sizes = [each.size for each in these]
+        memory.plot(sizes, [each.taken_bytes / scale for each in these], mark, color=colour, label=name)
+        if these is not others:
+            rate.plot(sizes, [each.per_second for each in these], mark, color=colour, label=name)
+    budget = f"the budget, {format_bytes(budget_bytes)}"
+    memory.axhline(budget_bytes / scale, color=INK, linewidth=1, linestyle="--", label=budget)
     memory.set_ylim(0, budget_bytes / scale * 1.5)
     rate.set_ylim(bottom=0)
     rate.set_ylabel(f"{unit} a second", color=INK)
@@ -70,9 +66,10 @@ def plot_sizes(
     memory.set_xlabel(axis, color=INK)
     if len(trials) > 1 and trials[-1].size > 8 * trials[0].size:
         memory.set_xscale("log", base=2)
+        memory.xaxis.set_major_formatter("{x:g}")
     for axes in (rate, memory):
-        axes.grid(color="#e2e5e9")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK)
+        plain(axes, grid=True)
         axes.legend(frameon=False, fontsize=9)
+    title = "".join(f"{axis} {best}: {each.per_second:.4g} {unit} a second" for each in chosen)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.savefig(target, format=target.suffix.lower()[1:])

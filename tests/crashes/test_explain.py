@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import os
 import pickle
 import struct
@@ -72,6 +73,10 @@ def test_the_page_needs_no_other_file(tmp_path: Path) -> None:
     page = path.read_text()
     assert "/home/user/train.py:16 in forward" in page
     assert "<script" not in page
+    evil = "<script>alert(1)</script>"
+    holders = tuple(dataclasses.replace(each, where=evil, stack=(evil,)) for each in found.holders)
+    dataclasses.replace(found, notes=(evil,), holders=holders, device=evil).html(path)
+    assert "<script" not in path.read_text(encoding="utf-8")
     with pytest.raises(ms.ConfigError, match=r"must end in \.html"):
         found.html(tmp_path / "crash.txt")
 

@@ -502,7 +502,7 @@ def page_of(profile, tmp_path):
 
 
 def timeline_of(text):
-    return json.loads(re.search(r'<script type="application/json" id="timeline">\n(.*)\n</script>', text)[1])
+    return json.loads(re.search(r'<script type="application/json" class="timeline">\n(.*)\n</script>', text)[1])
 
 
 @pytest.mark.parametrize("profile", [shown(), EMPIRICAL, UNTIMED], ids=["static", "empirical", "untimed"])
@@ -575,8 +575,10 @@ def test_the_chart_is_the_timeline(tmp_path):
 
 def test_the_script_finds_what_it_looks_for(tmp_path):
     text, page = page_of(shown(), tmp_path)
-    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    assert set(re.findall(r'getElementById\("(\w+)"\)', text)) == ids
+    classes = {name for _, attributes in page.elements for name in attributes.get("class", "").split()}
+    of_a_step = text[text.index("function followPointer") : text.index("function showPlans")]
+    looked_for = set(re.findall(r'\("\w*\.(\w+)( b)?"\)', of_a_step))
+    assert {name for name, _ in looked_for} == {"timeline", "cursor", "categories", "moment"} <= classes
     fields = set(re.findall(r"\bdata\.(\w+)", text))
     assert fields == set(timeline_of(text))
 
