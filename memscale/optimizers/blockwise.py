@@ -83,11 +83,17 @@ def restored(
 
 
 def _by_table(rows: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = rows.float()
+    is_half, rows = rows.dtype != torch.float32, rows.float()
     largest = rows.abs().amax(1)
-    shares = rows / torch.where(largest == 0, 1.0, largest)[:, None]
-    bits = shares.to(torch.bfloat16).view(torch.int16).view(-1).to(torch.int32).bitwise_and_(0xFFFF)
-    return _table(signed).index_select(0, bits), largest
+    shares = (rows / torch.where(largest == 0, 1.0, largest)[:, None]).view(-1)
+    bits = shares.to(torch.bfloat16).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    table, ends = _table(signed)
+    codes = table.index_select(0, bits)
+    if is_half:  # the nearest code, so that a number which was restored, and rounded, has its code again
+        place = codes.to(torch.int32)
+        above, below = shares > ends[1:].index_select(0, place), shares <= ends.index_select(0, place)
+        codes.add_(above.view(torch.uint8)).sub_(below.view(torch.uint8))
+    return codes, largest
 
 
 @functools.lru_cache(maxsize=32)
@@ -105,11 +111,12 @@ def _codes(device: torch.device, signed: bool) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def _table(signed: bool) -> torch.Tensor:
-    """The code of each number in bfloat16, by its bits."""
+def _table(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The code of each number in bfloat16, by its bits; and, by the code, above which number it is the nearest."""
     codes = _codes(torch.device("cpu"), signed)
     between = (codes[1:] + codes[:-1]) / 2
     if not signed:
         between[0] = 0.0
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    return torch.bucketize(every, between).to(torch.uint8)
+    outside = between.new_tensor([torch.inf])
+    return torch.bucketize(every, between).to(torch.uint8), torch.cat([-outside, between, outside])

@@ -58,7 +58,7 @@ def quantize_states(*, bits: int = 8, block: int = 256) -> OptimizerTransform:
 
     The contract: a number is its block's largest magnitude times one of 256 shares, the nearest one but for what
     rounding to bfloat16 first changes: at most 1.2 % of the largest away, and for numbers without a sign 0.6 %. Zero
-    stays zero, and in a second moment nothing else becomes zero. What was restored in float32 has the same codes
+    stays zero, and in a second moment nothing else becomes zero. What was restored is restored to the same numbers
     again, so that a `state_dict` keeps all that there is.
 
     Moments are states of the shape of their parameter that stay zero while gradients are, which is tried when the

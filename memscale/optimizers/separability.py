@@ -21,6 +21,8 @@ _SIDES = (5, 3, 2, 7, 11)
 _LARGE_SIDES = (64, 128)
 _STEPS = 2
 _MOST_TRIED = 8  # parameters of a group
+_RATE = 2.0**-5  # learning rate of every trial: a fine-tune's, or a warm-up's 0, may move no number of its type
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,52 +81,78 @@ def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separabili
     with torch.random.fork_rng(devices=sorted(cards)):
         random = _random_states(cards)
         try:
-            at_once, one_by_one, still = _Trial(optimizer), _Trial(optimizer), _Trial(optimizer, decays=False)
-            for number in range(_STEPS):
-                at_once.step(number, at_once.groups)
-                one_by_one.step_backwards(number)
-                still.step(number, still.groups, size=0.0)
+            own = _Trials(optimizer)
         except Exception as error:
             raise TransformError(
                 f"{how!r}: {name} cannot be stepped one parameter at a time, which this transform needs; a trial on "
                 f"small parameters ended with {type(error).__name__}: {error}"
             ) from error
+        tried = [own, *_in_float32(optimizer)]
         draws = not all(map(torch.equal, random, _random_states(cards)))
         large = _large(optimizer)
-        elementwise = large.has_plain_states() and _is_elementwise(optimizer, at_once)
-    moments, full = at_once.moments(still), at_once.full_states()
-    if (why := _why_not(at_once, one_by_one, draws)) is not None:
+        elementwise = large.has_plain_states() and _is_elementwise(optimizer, own.at_once)
+    if (why := _why_not(tried, draws)) is not None:
         raise TransformError(f"{how!r}: {name} {why}, or leave this transform out")
-    if any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"]):
-        moments |= _moments_in_float32(optimizer)
-    known, kinds = at_once.kinds(), large.kinds()
+    moments = {
+        (each.dims, each.of, each.name): each
+        for trials in reversed(tried)  # where both have it, that of the parameters as they are
+        for each in trials.at_once.moments(trials.still)
+    }
+    full, known, kinds = own.at_once.full_states(), own.at_once.kinds(), large.kinds()
     other = {state for state, kind in kinds.items() if known.get(state, kind) != kind}
     return Separability(
         full=frozenset(full - other),
-        moments=frozenset(each for each in moments if (each.dims, each.name) not in other),
+        moments=frozenset(each for each in moments.values() if (each.dims, each.name) not in other),
         elementwise=elementwise,
         composed=frozenset(name for (_, name), each in kinds.items() if any(of is not torch.Tensor for of, *_ in each)),
     )
 
 
-def _why_not(at_once: _Trial, one_by_one: _Trial, draws: bool) -> str | None:
+class _Trials:
+    """Trials of an optimizer: all parameters at once, one after the other, and all with gradients of zero."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, widens: bool = False) -> None:
+        self.at_once, self.one_by_one = _Trial(optimizer, widens=widens), _Trial(optimizer, widens=widens)
+        self.still = _Trial(optimizer, widens=widens, decays=False)
+        for number in range(_STEPS):
+            self.at_once.step(number, self.at_once.groups)
+            self.one_by_one.step_backwards(number)
+            self.still.step(number, self.still.groups, size=0.0)
+
+
+def _in_float32(optimizer: torch.optim.Optimizer) -> list[_Trials]:
+    """The trials of parameters in half precision as float32 ones, where rounding hides no step; none if refused."""
+    if not any(p.dtype in _HALVES for group in optimizer.param_groups for p in group["params"]):
+        return []
+    try:
+        return [_Trials(optimizer, widens=True)]
+    except Exception:  # it takes half precision only
+        return []
+
+
+def _why_not(tried: list[_Trials], draws: bool) -> str | None:
     """What keeps an optimizer from stepping its parameters one at a time, and what to use instead; None if nothing."""
-    if common := [repr(key) for key in at_once.state if not isinstance(key, torch.Tensor)]:
+    if common := [repr(key) for key in tried[0].at_once.state if not isinstance(key, torch.Tensor)]:
         return (
             f"keeps states that belong to no parameter ({', '.join(common)}), which parameters that step alone would "
             "change several times; use another optimizer"
         )
-    if one_by_one.results() != at_once.results() or not at_once.moved():
+    if any(each.one_by_one.results() != each.at_once.results() for each in tried):
         return (
             "does not treat each parameter alone: stepping them one after the other gives other numbers than all at "
             "once; use another optimizer"
+        )
+    if not any(each.at_once.moved() for each in tried):
+        return (
+            f"moved none of the small parameters of a trial at lr={_RATE}, which so does not show that it treats each "
+            "parameter alone; use another optimizer"
         )
     if draws:  # also where it makes no difference to parameters as small as these
         return (
             "draws random numbers, and those of a parameter would be others where it steps before the rest; use "
             "another optimizer"
         )
-    if at_once.moves_without_gradients():
+    if any(each.at_once.moves_without_gradients() for each in tried):
         return (
             "steps parameters that have no gradient, such as frozen ones, which this transform would leave alone; give "
             "the optimizer only those that get one"
@@ -147,18 +175,6 @@ def _random_states(cards: set[Any]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(card) for card in sorted(cards))]
 
 
-def _moments_in_float32(optimizer: torch.optim.Optimizer) -> frozenset[Moment]:
-    """Those that it has where parameters in bfloat16 step as float32 ones; none where it does not take these."""
-    try:
-        moving, still = _Trial(optimizer, widens=True), _Trial(optimizer, widens=True, decays=False)
-        for number in range(_STEPS):
-            moving.step(number, moving.groups)
-            still.step(number, still.groups, size=0.0)
-    except Exception:
-        return frozenset()
-    return moving.moments(still)
-
-
 def _is_elementwise(optimizer: torch.optim.Optimizer, at_once: _Trial) -> bool:
     """Whether halves of parameters step to the same numbers as the whole ones."""
     try:
@@ -177,7 +193,7 @@ class _Trial:
         optimizer: to try.
         decays: whether parameters that have no gradient decay.
         halved: whether each parameter is two, of half its numbers each.
-        widens: whether parameters in bfloat16 are float32 ones.
+        widens: whether parameters in half precision are float32 ones.
         large: whether there is one parameter of each kind, of 8192 numbers.
     """
 
@@ -203,8 +219,10 @@ class _Trial:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             if not decays and "weight_decay" in options:
                 options["weight_decay"] = 0.0
+            if "lr" in options:
+                options["lr"] = _rate_like(options["lr"])
             small = [_small(p, random, large) for p in tried]
-            small = [each.float() if widens and each.dtype == torch.bfloat16 else each for each in small]
+            small = [each.float() if widens and each.dtype in _HALVES else each for each in small]
             wholes = [_parts(each, halved) for each in small]
             for part, p in ((part, p) for parts, p in zip(wholes, tried, strict=True) for part in parts):
                 part.requires_grad_(p.requires_grad)
@@ -264,10 +282,8 @@ class _Trial:
         return [_bytes(leaf) for leaf in leaves], str(spec)
 
     def moved(self) -> bool:
-        """Whether it steps the parameters that it was given; one that has a rate of zero does not show it."""
-        rates = [group.get("lr") for group in self.groups]
-        still = [torch.equal(a, b) for a, b in zip(self.before, self._parameters(), strict=True)]
-        return not all(still) or any(rate is not None and not rate for rate in rates)
+        """Whether it steps the parameters that it was given."""
+        return not all(torch.equal(a, b) for a, b in zip(self.before, self._parameters(), strict=True))
 
     def moves_without_gradients(self) -> bool:
         """Whether a step changes parameters that have no gradient; one that then raises does so without us, too."""
@@ -323,8 +339,17 @@ def _small(parameter: torch.Tensor, random: torch.Generator, large: bool) -> tor
         shape = _LARGE_SIDES if len(shape) > 1 else (math.prod(_LARGE_SIDES),)
         shape += (1,) * (parameter.dim() - len(shape))
     values = torch.randn(shape, generator=random)
+    if shape:
+        values[::2] = 0.0  # a zero shows a step of any size
     device = "cpu" if parameter.is_meta else parameter.device
     return values.to(device, parameter.dtype)
+
+
+def _rate_like(rate: Any) -> Any:
+    """The learning rate of a trial, of the kind that `rate` is; what is neither number nor tensor stays."""
+    if isinstance(rate, torch.Tensor):
+        return torch.full_like(rate, _RATE)
+    return _RATE if isinstance(rate, (int, float)) and not isinstance(rate, bool) else rate
 
 
 def _parts(whole: torch.Tensor, halved: bool) -> list[torch.Tensor]:

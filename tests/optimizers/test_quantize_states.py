@@ -49,6 +49,19 @@ def test_numbers_come_back_as_near_as_promised_and_have_the_same_codes_again(sig
     ].isnan()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_was_restored_in_half_precision_is_restored_to_the_same_numbers_again(dtype, signed):
+    blockwise.prepare(torch.device("cpu"))
+    every = torch.arange(1, 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    largest = every[every.isfinite()][::7]  # of a block: all fractions, and the numbers that are less than normal
+    codes = torch.arange(256, dtype=torch.uint8).repeat(len(largest))
+    values = blockwise.restored(codes, largest.float(), 256, dtype, signed=signed)
+    again, largest_again = blockwise.quantized(values, 256, signed=signed)
+    assert bits(largest_again) == bits(largest.float())
+    assert torch.equal(blockwise.restored(again, largest_again, 256, dtype, signed=signed), values)  # -0 is 0
+
+
 KEPT = {"SGD with momentum": {"momentum_buffer"}, "Muon": {"momentum_buffer"}, "Lion": {"exp_avg"}}
 
 
@@ -158,6 +171,25 @@ def test_it_goes_on_from_a_state_dict_a_copy_and_a_pickle_as_it_would(how, small
     for each in others:
         train(*each, [3, 4])
         assert numbers(*each) == numbers(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_on_from_a_state_dict_as_it_would(dtype):
+    def stepped(weight, optimizer, seeds):
+        for seed in seeds:
+            weight.grad = torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.step()
+
+    weight = nn.Parameter(torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).to(dtype))
+    optimizer = HOW(torch.optim.AdamW([weight], lr=1e-3))
+    stepped(weight, optimizer, range(5))
+    loaded = nn.Parameter(weight.detach().clone())
+    other = HOW(torch.optim.AdamW([loaded], lr=1e-3))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    stepped(weight, optimizer, range(5, 10))
+    stepped(loaded, other, range(5, 10))
+    assert optimizer.state[weight]["exp_avg_sq"].dtype == torch.uint8
+    assert bits((weight.detach(), optimizer.state_dict())) == bits((loaded.detach(), other.state_dict()))
 
 
 TOGETHER = {
