@@ -32,7 +32,8 @@ FLOORS = (
     ("history", "testing", "crashes"),
     ("legacy", "verbs"),
     ("integrations",),
-    ("cli", "benchmarks"),
+    ("server", "benchmarks"),
+    ("cli",),
     ("", "__main__"),  # memscale/__init__: the public names
 )
 
