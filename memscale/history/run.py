@@ -21,7 +21,6 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.core import ConfigError, Document, tensors
 from memscale.planning import ProvenPlan, simulator
-from memscale.reports import columns
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("run", version=1, writer="Run.to_json()", error=ConfigError)
@@ -53,7 +52,8 @@ class Run:
         shapes: of the batch's tensors, with their dtypes.
         config: as Python, ``""`` for the usual one.
         budget_bytes: what the plan was made for, None where that is not known.
-        timeline: live bytes by category over the step, as few columns as a small picture has, None where not known.
+        timeline: live bytes by category over the step, as few columns as a small picture has; no part of what runs are
+            compared by, and None in a baseline's file.
     """
 
     id: str
@@ -70,7 +70,7 @@ class Run:
     shapes: tuple[str, ...] = ()
     config: str = ""
     budget_bytes: int | None = None
-    timeline: Mapping[str, Any] | None = None
+    timeline: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -190,6 +190,8 @@ class Run:
 def _timeline_of(profile: Profile) -> dict[str, Any] | None:
     if not profile.changes:
         return None
+    from memscale.reports import columns  # loaded with the first run that is made
+
     timeline = profile.timeline
     live = columns(timeline.position, timeline.live_bytes, count=_MOST_COLUMNS).live_bytes
     return {

@@ -11,7 +11,6 @@ from django.utils.safestring import SafeString, mark_safe
 from memscale.core import format_bytes
 from memscale.reports import COLOURS, Axis, byte_scale, placed, time_scale
 
-
 #: The classes that the style sheet colours categories by.
 CLASSES = {category: f"c-{category.replace(' ', '-')}" for category in COLOURS}
 _LEFT, _TOP, _WIDTH, _HEIGHT = 76, 26, 900, 260
