@@ -31,8 +31,9 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes
-    format_flops format_seconds found_once from_data fsdp_groups fsdp_groups_of history_path in_process_group integer
-    internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees read_or_empty scalar_loss
+    format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of history_path
+    in_process_group integer internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees
+    read_or_empty scalar_loss
     shown simulated_choices simulated_device_type simulating simulation spellings takes_no template tensors
     unflatten validate version versions
 memscale.crashes: Explanation Holder explain
