@@ -23,8 +23,9 @@ memscale.policies:
     Move Policy Recompute Save Site Verdict attention_saveable dots_saveable dots_with_no_batch_dims_saveable
     everything_saveable nothing_saveable save_and_offload_only_these_names save_any_names_but_these
     save_from_both_policies save_only_these_names
-memscale.algebra: Former Method OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach chain
-    compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform uninstall
+memscale.algebra: ForwardPatch Method OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach
+    chain compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform
+    uninstall
 memscale.benchmarks:
 memscale.cli: main
 memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError

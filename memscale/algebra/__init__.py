@@ -6,7 +6,7 @@ from memscale.algebra.functions import functional
 from memscale.algebra.of_optimizers import rules_by_parameter
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import (
-    Former,
+    ForwardPatch,
     Method,
     OfModule,
     OwnForward,
@@ -18,7 +18,7 @@ from memscale.algebra.region import (
 )
 
 __all__ = [
-    "Former",
+    "ForwardPatch",
     "Method",
     "OfModule",
     "OwnForward",

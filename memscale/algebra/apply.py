@@ -22,7 +22,7 @@ from memscale.algebra.composition import AnyOptimizer, Transform, compose
 from memscale.algebra.functions import copy_tree
 from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
-from memscale.algebra.region import Former, Relocation, Transformed, attach, entitle, placing_in
+from memscale.algebra.region import ForwardPatch, Relocation, Transformed, attach, name_regions, placing_in
 from memscale.core import Assembled, PlanError, TransformError, assembled_in, batches, shown, takes_no
 from memscale.runtime import Runtime
 from memscale.telemetry import counted
@@ -126,7 +126,7 @@ def transform(
     copy, memo = copy_tree(model)
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
-    entitle(copy)
+    name_regions(copy)
     _keep_shared_parameters(copy)
     _tell_of_its_own_checkpointing(copy)
     # A process whose plan is empty answers the others, too.
@@ -137,25 +137,54 @@ def transform(
     return copy if optimizer is None else (copy, stepping)
 
 
-def install(model: nn.Module, plan: PlanLike, *, runtime: Runtime | None = None) -> list[Former]:
-    """Apply `plan` to `model` itself, and return what `uninstall` takes it off with."""
+def install(
+    model: nn.Module,
+    plan: PlanLike,
+    *,
+    runtime: Runtime | None = None,
+    over: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, fn: fn,
+    around_root: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    wrapped: Iterable[ForwardPatch] = (),
+) -> list[ForwardPatch]:
+    """Apply `plan` to `model` itself, and return what `uninstall` takes it off with.
+
+    Args:
+        model, plan, runtime: as in `transform`.
+        over: makes of each region's path and its transformed forward what runs in its place.
+        around_root: makes of the root's forward, a region or not, what runs in its place.
+        wrapped: patches of an earlier plan, over whose forward somebody has put another: regions go inside of that.
+    """
     _check_model("install", model)
-    regions = find_regions(model, as_plan(plan))
-    before = [Former(module) for module, _ in regions]
-    for former, (module, how) in zip(before, regions, strict=True):
-        former.ours = attach(module, how.on(runtime))
-    entitle(model)
+    regions = dict(find_regions(model, as_plan(plan)))
+    former = {patch.module: patch for patch in wrapped}
+    patches = []
+    for path, module in model.named_modules():
+        layers: list[Callable[..., Any]] = []
+        if (how := regions.get(module)) is not None:
+            layers += [how.on(runtime), partial(over, path)]
+        if module is model and around_root is not None:
+            layers.append(around_root)
+        if layers:
+            patches.append(former.get(module) or ForwardPatch(module))
+            patches[-1].apply(partial(_layered, layers))
+    name_regions(model, patches)
     _keep_shared_parameters(model)
-    return before
+    return patches
 
 
-def uninstall(before: list[Former]) -> dict[nn.Module, Callable[..., Any]]:
+def _layered(layers: list[Callable[..., Any]], fn: Callable[..., Any]) -> Callable[..., Any]:
+    for layer in layers:
+        fn = layer(fn)
+    return fn
+
+
+def uninstall(patches: Iterable[ForwardPatch]) -> list[tuple[ForwardPatch, Callable[..., Any]]]:
     """Take off what `install` put on: every attribute is the object that it was.
 
     Returns:
         The forwards that somebody else has put over a region since then, which stay.
     """
-    return {former.module: on_top for former in before if (on_top := former.put_back()) is not None}
+    return [(patch, on_top) for patch in patches if (on_top := patch.put_back()) is not None]
 
 
 def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:

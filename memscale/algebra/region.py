@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -174,9 +174,19 @@ class Method(OfModule, Assembled):
     def __init__(self, module: nn.Module, fn: Callable[..., Any]) -> None:
         OfModule.__init__(self, module)
         self.fn = fn
+        self._taken: tuple[list[Callable[..., Any]], Callable[..., Any]] | None = None  # what `__func__` calls, itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate's unwrap_model makes types.MethodType(forward, model) of a forward that is bound already.
+        if args and isinstance(args[0], nn.Module) and args[0] is self._module():
+            args = args[1:]
         return self.fn(*args, **kwargs)
+
+    def rebind(self, fn: Callable[..., Any]) -> None:
+        """Call `fn` from here on, also for those who have taken `__func__` before."""
+        self.fn = fn
+        if self._taken is not None:
+            self._taken[0][0] = fn
 
     @property  # type: ignore[misc]  # as `unittest.mock` does, for the same `isinstance`
     def __class__(self) -> Any:
@@ -189,25 +199,30 @@ class Method(OfModule, Assembled):
     @property
     def __func__(self) -> Callable[..., Any]:
         """The function of the module and the arguments of `fn`. Given another module, it runs as that one's forward."""
-        own, fn = self._module, self.fn
-        others: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
+        if self._taken is not None:
+            return self._taken[1]
+        # A cell that this and the function share: either of them in the other would be a cycle.
+        own, cell = self._module, [self.fn]
+        others: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            fn = cell[0]
             if (mine := own()) is module:
                 return fn(*args, **kwargs)
-            if module not in others:
-                others[module] = remapped(fn, {id(mine): module})
-            return others[module](*args, **kwargs)
+            if module not in others or others[module][0] is not fn:
+                others[module] = fn, remapped(fn, {id(mine): module})
+            return others[module][1](*args, **kwargs)
 
-        original = inspect.unwrap(fn)
+        original = inspect.unwrap(self.fn)
         functools.update_wrapper(forward, original)
         # Who follows this would arrive at the module's own forward.
         del forward.__wrapped__  # type: ignore[attr-defined]
         # A method has the attributes of its function, and Dynamo of PyTorch 2.10 asks the function for them.
-        forward.fn = fn  # type: ignore[attr-defined]
+        forward.fn = self.fn  # type: ignore[attr-defined]
         module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(fn)
+        signature = inspect.signature(self.fn)
         forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])  # type: ignore[attr-defined]
+        self._taken = cell, forward
         return forward
 
     def __getattr__(self, name: str) -> Any:
@@ -221,6 +236,10 @@ class Method(OfModule, Assembled):
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Method:
         return Method(remap(self.module), remap(self.fn))
+
+    def __reduce__(self) -> Any:
+        make, args, state = super().__reduce__()
+        return make, args, {**state, "_taken": None}
 
 
 class Relocation(OfModule, Assembled):
@@ -332,16 +351,30 @@ def _state(module: nn.Module) -> Any:
     return {name: _Lent(value) if isinstance(value, (Method, State)) else value for name, value in state.items()}
 
 
-class Former(OfModule):
-    """What a module has of its own where a region is going to be."""
+class ForwardPatch(OfModule):
+    """What makes a module a region, and takes that off again: every attribute is then the object that it was.
+
+    Others may wrap or replace the forward in between. Theirs stays, over the module's forward of before.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.attributes = {name: module.__dict__[name] for name in _ATTACHED if name in module.__dict__}
-        self.ours: Method | None = None  # what made it a region
+        self.method: Method | None = None
+
+    def apply(self, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let the module's forward run under `how`: inside the forward that others have put over it, where they did."""
+        module, before = self.module, self.attributes.get("forward")
+        if self.method is None:
+            self.method = attach(module, how)
+            return
+        self.method.rebind(how(OwnForward(module, before)))
+        if module.__dict__.get("forward") is before:
+            module.__dict__["forward"] = self.method
+        _refuse_copies(module)
 
     def put_back(self) -> Callable[..., Any] | None:
-        """Let every attribute be the object that it was, unless the module is gone.
+        """Let every attribute be the object that it was, unless the module is gone. `apply` may follow.
 
         Returns:
             A forward that somebody else has put over the region, which stays; the region under it becomes what was
@@ -354,11 +387,25 @@ class Former(OfModule):
         for name in _ATTACHED:
             module.__dict__.pop(name, None)
         module.__dict__.update(self.attributes)
-        if now is self.ours or now is before or self.ours is None:
+        if self.method is None:
             return None
-        self.ours.fn = OwnForward(module, before)
-        module.__dict__["forward"] = now
-        return now
+        self.method.rebind(OwnForward(module, before))
+        while isinstance(now, Method) and isinstance(now.fn, OwnForward):
+            now = now.fn.patched  # of this region, or of a former one that somebody has kept and put back
+        if now is before or _is_of(now, self.method):
+            return None
+        if now is None:  # somebody took off what was there, and the region over it
+            del module.__dict__["forward"], self.attributes["forward"]
+            return None
+        on_top: Callable[..., Any] = now
+        module.__dict__["forward"] = on_top
+        return on_top
+
+
+def _is_of(forward: Any, method: Method) -> bool:
+    """Whether `forward` is `method`, or what Python binds of it or of its function."""
+    function = getattr(forward, "__func__", None)
+    return forward is method or function is method or (method._taken is not None and function is method._taken[1])
 
 
 def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Method:
@@ -367,15 +414,20 @@ def attach(module: nn.Module, how: Callable[[Callable[..., Any]], Callable[..., 
     inside = now.fn if isinstance(now, Method) and now.module is module else OwnForward(module, now)
     method = Method(module, how(inside))
     module.__dict__["forward"] = method
-    module.__dict__["_replicate_for_data_parallel"] = Replication(module)
-    module.__dict__["__getstate__"] = State(module)
+    _refuse_copies(module)
     return method
 
 
-def entitle(model: nn.Module) -> None:
-    """Give the regions of `model` the paths of their modules."""
+def _refuse_copies(module: nn.Module) -> None:
+    module.__dict__["_replicate_for_data_parallel"] = Replication(module)
+    module.__dict__["__getstate__"] = State(module)
+
+
+def name_regions(model: nn.Module, patches: Iterable[ForwardPatch] = ()) -> None:
+    """Give the regions of `model` the paths of their modules, also those of `patches` that others have wrapped."""
+    wrapped = {patch.module: patch.method for patch in patches}
     for path, module in model.named_modules():
-        for part in assembled_in(module.__dict__.get("forward")):
+        for part in assembled_in(wrapped.get(module) or module.__dict__.get("forward")):
             if isinstance(part, Transformed):
                 part.title = path or "(model)"
 
@@ -387,4 +439,6 @@ def placing_in(module: nn.Module) -> list[Placing]:
 
 def is_transformed(model: nn.Module) -> bool:
     """Whether a module of `model` is a region."""
-    return any(isinstance(module.__dict__.get("forward"), Method) for module in model.modules())
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    # What somebody has kept of a region, and put back after it was taken off, is the module's own forward.
+    return any(isinstance(each, Method) and not isinstance(each.fn, OwnForward) for each in forwards)

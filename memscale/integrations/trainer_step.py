@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
-from memscale.algebra import Former, OwnForward
+from memscale.algebra import ForwardPatch, OwnForward
 from memscale.core import ConfigError, Loss, RuntimeUnavailable, device_type, tensors
 
 
@@ -147,13 +147,13 @@ class _Asked:
         count = None
         if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
             count = max((tensor.numel() for tensor in tensors([inputs.get("labels")])), default=None)
-        former = Former(trainer.model)
+        patch = ForwardPatch(trainer.model)
         trainer.model.__dict__["forward"] = forward
         try:
             loss: torch.Tensor = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
             return loss
         finally:
-            former.put_back()
+            patch.put_back()
 
 
 class _Called(Exception):  # it is no error
@@ -183,7 +183,7 @@ def _mixed_precision(trainer: Any) -> Iterator[None]:
     if precision not in ("bf16", "fp16"):
         yield
         return
-    former = Former(model)
+    patch = ForwardPatch(model)
     # Prepared models have what was there before accelerate's own.
     under = model.__dict__.get("_original_forward", model.__dict__.get("forward"))
     if getattr(under, "__func__", None) is type(model).forward:
@@ -194,7 +194,7 @@ def _mixed_precision(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        former.put_back()
+        patch.put_back()
 
 
 @contextlib.contextmanager

@@ -61,23 +61,6 @@ def decide(
         hardware: the model's device.
         moving: whether the caller asks for offloading by name.
     """
-    verdict = _decide(model, batch, optimizer, config, hardware, moving)
-    if not verdict.plan or not config.enable_checkpointing or not checkpointing_off(model):
-        return verdict
-    try:  # a plan takes the place of the model's own checkpointing
-        return _decide(model, batch, optimizer, config, hardware, moving)
-    finally:
-        checkpointing_on(model)
-
-
-def _decide(
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    hardware: Hardware,
-    moving: bool,
-) -> Verdict:
     rule = _rule(model, config, hardware, moving)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, profile = None, None
@@ -92,10 +75,15 @@ def _decide(
     if batch is None and config.force_optimize:
         return Verdict(rule, None, step_bytes, None, for_all=True)
     limit = min(hardware.usable_bytes, int(config.target_gpu_utilization * hardware.memory_bytes))
-    if step_bytes <= limit:
-        if config.force_optimize:
-            return Verdict(rule, profile, step_bytes, None)
+    if step_bytes <= limit and not config.force_optimize:
         return Verdict(Plan(), profile, step_bytes, _fits(step_bytes, limit, config, hardware, profile))
+    if config.enable_checkpointing and checkpointing_off(model):
+        try:  # what follows takes the place of the model's own checkpointing
+            return decide(model, batch, optimizer, config, hardware, moving=moving)
+        finally:
+            checkpointing_on(model)
+    if step_bytes <= limit:
+        return Verdict(rule, profile, step_bytes, None)
     # The link's speed decides how much may move. Where it is not known, who asks for offloading gets it by the rule.
     if engine is not None and not (moving and not knows_copies(hardware)):
         try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.algebra import Former, attach, install, uninstall
+from memscale.algebra import ForwardPatch, Method, install, uninstall
 from memscale.config import Config
 from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
@@ -24,7 +26,7 @@ from memscale.legacy.reality import Reality
 from memscale.legacy.recording import Recording
 from memscale.legacy.shapes import Shapes, as_batch, shapes_of, with_shapes
 from memscale.legacy.steps import leave, listen
-from memscale.legacy.watch import Gate, Seen, Watch, idle, is_a_step_of_its_own, never_called
+from memscale.legacy.watch import Seen, Watch, idle, is_a_step_of_its_own, never_called
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
@@ -91,8 +93,13 @@ class Executor:
         self._looked = False  # whether a step has shown which of them run
         # That have parameters of the model: to look takes 1 ms a step in a model of 1,000.
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._before: list[Former] = []
-        self._watch = None if verdict.for_all else Watch(self.before_call)
+        self._patches: list[ForwardPatch] = []
+        self._over: list[tuple[str, Callable[..., Any]]] = []  # by paths, the forwards of others that stay
+        self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
+        self._watch = None if verdict.for_all else Watch(self.before_direct_call)
+        self._hook: Any = None  # which is called before what others have put over the model's forward
+        self._announced = False  # whether it has been, for the call that comes to the forward next
+        self._planning: int | None = None  # the thread that plans
         self._plans = PlansByShapes()
         self._between_steps = True
         self._reality: Reality | None = None
@@ -187,8 +194,21 @@ class Executor:
         if self.model.__dict__.get(ATTRIBUTE) is not self:
             return
         self.uninstall()
+        for path, on_top in self._over:
+            whose = getattr(on_top, "__qualname__", type(on_top).__qualname__)
+            # What a step has shown to call the region is a wrapper, and takes nothing away.
+            LOG.log(
+                logging.INFO if self._has_run(path) else logging.WARNING,
+                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
+                repr(path) if path else f"the {self._kind}",
+                on_top.__module__,
+                whose,
+            )
+        self._seen = {}
         self._optimizing.release()
         leave(self)
+        if self._hook is not None:
+            self._hook.remove()
         if self._server is not None:
             self._server.close()
         self._metrics = self._server = None
@@ -201,25 +221,26 @@ class Executor:
 
     def attach(self) -> None:
         """Enter the executor into the model and turn Hugging Face caches off."""
-        self.model.__dict__[ATTRIBUTE] = self
-        self._caching = caches_off(self.model, self.config)
+        model = self.model
+        model.__dict__[ATTRIBUTE] = self
+        self._caching = caches_off(model, self.config)
+        if self._watch is not None:
+            self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
 
     def install(self) -> None:
         """Put the plan's regions on the model."""
         model = self.model
         if self.plan and self.config.enable_checkpointing:
             keep_checkpointing_off(model, self.config)
-        # First the root, which a region may be as well as watched.
-        self._before = [] if self._watch is None else [Former(model)]
-        regions = install(model, self.plan.of_functions(), runtime=self.runtime)
-        made = {region.module: region for region in regions}
-        for path, module in model.named_modules():
-            if module in made:
-                seen = self._seen[path] = Seen()
-                made[module].ours = attach(module, seen.over)
-        if self._watch is not None:
-            self._before[0].ours = attach(model, self._watch.over)
-        self._before += regions
+        self._seen = {}
+        self._patches = install(
+            model,
+            self.plan.of_functions(),
+            runtime=self.runtime,
+            over=self._see,
+            around_root=None if self._watch is None else self._watch.over,
+            wrapped=self._wrapped,
+        )
         listen(self)
 
     def install_optimizer(self) -> None:
@@ -232,20 +253,43 @@ class Executor:
     def uninstall(self) -> None:
         """Take the plan's regions off, and leave what `attach` did."""
         model = self.model
-        for module, on_top in uninstall(self._before).items():
-            path = next(path for path, each in model.named_modules() if each is module)
-            whose = getattr(on_top, "__qualname__", type(on_top).__qualname__)
-            LOG.warning(
-                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
-                repr(path) if path else f"the {self._kind}",
-                on_top.__module__,
-                whose,
-            )
-        self._before = []
-        self._seen = {}
+        paths = {module: path for path, module in model.named_modules()}
+        left = uninstall(self._patches)
+        self._over = [(paths.get(patch.module, ""), on_top) for patch, on_top in left]
+        # A forward that calls what it was put over stays around the regions of the next plan, too. The root's is looked
+        # up before the hooks of a call, one of which is to plan.
+        self._wrapped = [patch for patch, _ in left if self._has_run(paths.get(patch.module, ""))]
+        self._wrapped += [patch for patch in self._patches if patch.module is model]
+        self._patches = []
         let_checkpointing(model)
 
+    def _has_run(self, path: str) -> bool:
+        if not path and self._watch is not None:
+            return self._watch.ran
+        return path in self._seen and self._seen[path].ran
+
+    def _see(self, path: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        seen = self._seen[path] = Seen()
+        return seen.over(fn)
+
     # -- plans for the batches that come -------------------------------------------------------------------------------
+
+    def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A hook of the model: what others put over its forward, autocast say, is not to be entered twice."""
+        if torch.compiler.is_compiling() or model is not self._model():
+            return
+        if self._planning not in (None, threading.get_ident()):
+            with self._lock:  # until the model has its regions again
+                pass
+        if torch.is_grad_enabled() and self._planning is None:
+            self.before_call(args, kwargs)
+            self._announced = True
+
+    def before_direct_call(self, args: Any, kwargs: Any) -> None:
+        """Called in the forward: who calls that itself, as `model.forward(x)`, passes by the hooks of the model."""
+        if not self._announced and isinstance(self.model.__dict__["forward"], Method):  # with nobody's around it
+            self.before_call(args, kwargs)
+        self._announced = False
 
     def before_call(self, args: Any, kwargs: Any) -> None:
         """Called with the arguments of each call of the model with gradients: plan, where no plan is for these."""
@@ -314,8 +358,7 @@ class Executor:
         batch = as_batch(model.forward, args, kwargs)
         optimizer = None if self._optimizer is None else self._optimizing.without(self._optimizer())
         self.hardware = hardware_of(model)
-        former = Former(model)
-        model.__dict__["forward"] = Gate(model, model.__dict__.get("forward"), self._lock)
+        self._planning = threading.get_ident()
         try:
             for wanted in [shapes] if batch is None else self._plans.widened(shapes):
                 say(self.config, f"planning for a batch of shapes {', '.join(map(str, wanted))}")
@@ -328,7 +371,7 @@ class Executor:
                 self._plans.refused.append(wanted)
             return verdict, shapes
         finally:
-            former.put_back()
+            self._planning = None
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
         """Make `verdict`, for a batch of `shapes`, what holds."""

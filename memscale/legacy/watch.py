@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from memscale.algebra import OwnForward, Plan
+from memscale.algebra import Plan
 from memscale.core import Assembled, in_process_group, simulating
 from memscale.regions import functorch_state
 
@@ -20,6 +19,7 @@ class _Over(Assembled):
     """`fn`, a forward that is looked at. A tree that `transform` makes has a plan of its own, and `fn` without this."""
 
     fn: Callable[..., Any]
+    ran = False  # whether it was called
 
     def over(self: _Same, fn: Callable[..., Any]) -> _Same:
         """This over a forward."""
@@ -45,6 +45,7 @@ class Watch(_Over):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.ran = True
             self.before(args, kwargs)
         return self.fn(*args, **kwargs)
 
@@ -52,28 +53,9 @@ class Watch(_Over):
 class Seen(_Over):
     """A region of a plan, which notes that it ran."""
 
-    def __init__(self) -> None:
-        self.ran = False
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran = True  # without a look at what it was, by which a compiler would guard
         return self.fn(*args, **kwargs)
-
-
-class Gate(OwnForward):
-    """The root's own forward while its step is simulated: other threads wait until that is over."""
-
-    def __init__(self, module: nn.Module, patched: Callable[..., Any] | None, lock: threading.RLock) -> None:
-        super().__init__(module, patched)
-        self.lock = lock
-        self.thread = threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == self.thread:
-            return super().__call__(*args, **kwargs)
-        with self.lock:
-            pass
-        return self.module(*args, **kwargs)
 
 
 def never_called(kind: str) -> str:
