@@ -1,7 +1,8 @@
 """Checkpoint policies: which values of a region are kept for backward, as data.
 
 A policy maps a `Site` (one operator call inside the region) to a verdict: `Save` its output, `Recompute` it in
-backward, or `Move` it to another memory tier. The names follow `jax.checkpoint_policies`, and so does their meaning.
+backward, or `Move` it to another memory tier. Calls whose tensors need no gradient are always recomputed. The names
+follow `jax.checkpoint_policies`, and so does their meaning.
 
 Values: `nothing_saveable`, `everything_saveable`, `dots_saveable`, `dots_with_no_batch_dims_saveable`, and one that JAX
 does not have, `attention_saveable`.
@@ -240,9 +241,6 @@ class SaveFromBothPolicies(Policy):
         first, second = (policy.verdict(site) for policy in self.policies)
         return second if isinstance(first, Recompute) else first
 
-
-#: Policies that keep contractions, by their batch dimensions and nothing else.
-BY_BATCH_DIMS = frozenset({DotsSaveable, DotsWithNoBatchDimsSaveable, AttentionSaveable})
 
 nothing_saveable = NothingSaveable()
 everything_saveable = EverythingSaveable()

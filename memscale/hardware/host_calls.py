@@ -21,8 +21,7 @@ class HostSeconds(NamedTuple):
         region: of a transformed module, and again where its forward runs under saved-tensor hooks, recomputes too.
         saved: of such hooks for a tensor.
         copy: of a copy to or from another tier.
-        watched: of a mode of ours that looks at an operator or a view, as policies that see labels do.
-        chosen: of a watch for a few operators, as policies of products have around a region.
+        watched: of a dispatch mode of memscale that looks at an operator or a view, as policies do.
     """
 
     operator: float
@@ -35,7 +34,6 @@ class HostSeconds(NamedTuple):
     saved: float
     copy: float
     watched: float
-    chosen: float
 
 
 # What a virtual machine with an H100 and 16 cores took (torch 2.11). Steps of 27 small models of the zoo, which its
@@ -45,10 +43,9 @@ class HostSeconds(NamedTuple):
 _DEFAULT = {"operator": 29e-6, "backward": 40e-6, "view": 4.8e-6, "module": 24e-6}
 _LISTED = 0.45  # of a view: AdamW of 11 to 133 tensors
 
-# In the time of an operator and a module: of regions, hooks, copies, looks at operators, and watches for a few. Beside
-# a card in the same steps. On a CPU, where these two are shorter: regions of GPT-2, a copy on that machine, 18 µs of 18
-# for a look, and 250 to 410 for a region of one to five kept results.
-_OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 1.0, 5.9), (6.5, 0.4, 3.4, 1.0, 16.0)
+# In the time of an operator and a module: of regions, hooks, copies, and looks at operators. Beside a card in the same
+# steps. On a CPU, where these two are shorter: regions of GPT-2, a copy on that machine, and 18 µs of 18 for a look.
+_OF_CARDS, _OF_CPUS = (5.7, 0.2, 4.5, 1.0), (6.5, 0.4, 3.4, 1.0)
 
 
 def host_calls(hardware: Hardware) -> HostSeconds:

@@ -1,7 +1,6 @@
 """What a region depends on, and how it is run again."""
 
 from memscale.regions import functorch_state, hidden_changes
-from memscale.regions.chosen_operators import ChosenWatch, can_choose
 from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.functorch_state import Keeper, without_levels_above
@@ -17,7 +16,14 @@ from memscale.regions.places import Attributes, Content, Place, differing, holds
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.rewind import Rewind
-from memscale.regions.saved_tensors import hooks_around, naming_refused_hooks, recomputes, recomputing
+from memscale.regions.saved_tensors import (
+    PacksSeveral,
+    hooks_around,
+    naming_refused_hooks,
+    pack_all,
+    recomputes,
+    recomputing,
+)
 from memscale.regions.scope import NOWHERE, Scope, as_it_was, put_back
 from memscale.regions.snapshot import Habits, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
@@ -30,7 +36,6 @@ from memscale.regions.views import rewinding, wait_for_recomputes
 __all__ = [
     "NOWHERE",
     "Attributes",
-    "ChosenWatch",
     "Content",
     "Environment",
     "Habits",
@@ -38,6 +43,7 @@ __all__ = [
     "Note",
     "OperatorWatch",
     "Origin",
+    "PacksSeveral",
     "Place",
     "Remembered",
     "Rewind",
@@ -47,7 +53,6 @@ __all__ = [
     "accelerators",
     "arguments",
     "as_it_was",
-    "can_choose",
     "code_names",
     "counted_states",
     "differing",
@@ -63,6 +68,7 @@ __all__ = [
     "naming_refused_hooks",
     "never_compiled",
     "origin_of",
+    "pack_all",
     "put_back",
     "read",
     "recomputes",

@@ -8,8 +8,7 @@ attention), so that the recompute runs under one that does nothing if the forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,28 +62,6 @@ def modes() -> Modes:
         tuple([mode for mode in dispatch_modes() if not _watches(mode)]),
         dispatches > 0,
     )
-
-
-def only_watchers_since(then: tuple[Any, ...]) -> bool:
-    """Whether the dispatch modes that are on beyond those of `then` only watch: others may run an operator themselves.
-
-    Where those are not on, somebody has switched them off, to be seen by none.
-    """
-    if not _c._len_torch_dispatch_stack():
-        return not then
-    now = dispatch_modes()
-    return _same(now[: len(then)], then) and all(map(_watches, now[len(then) :]))
-
-
-@contextmanager
-def without_outer_modes(outer: tuple[Any, ...]) -> Iterator[None]:
-    """Run the body without the dispatch modes `outer`, the outermost ones."""
-    present = dispatch_modes()
-    _set_dispatch(present[len(outer) :])
-    try:
-        yield
-    finally:
-        _set_dispatch(present)
 
 
 def dispatch_modes() -> tuple[Any, ...]:

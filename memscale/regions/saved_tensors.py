@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 def hooks_around() -> Any:
     """What autograd calls here with each tensor that it would save, and with each that backward asks for; or `None`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class PacksSeveral:
+    """Saved-tensor hooks that take several tensors at once, in a method beside `pack`."""
+
+    def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """What `pack` would return for each of `tensors`, which it is given with their graph."""
+        raise NotImplementedError
+
+
+def pack_all(pack: Callable[[torch.Tensor], Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """What the hook `pack` returns for each of `tensors`."""
+    hooks = getattr(pack, "__self__", None)
+    if isinstance(hooks, PacksSeveral):
+        return hooks.pack_all(tensors)
+    return [pack(tensor.detach()) for tensor in tensors]
 
 
 class naming_refused_hooks:

@@ -83,6 +83,9 @@ def _disabled(run: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(run)  # type: ignore[no-any-return]
 
 
+_NO_KEYWORDS: dict[str, Any] = {}
+
+
 class OperatorWatch(internals.TorchDispatchMode):
     """A dispatch mode of ours: `on_call` is called with each operator, and calls it.
 
@@ -98,8 +101,12 @@ class OperatorWatch(internals.TorchDispatchMode):
 
     @never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _as_without_a_mode(func) if torch.is_inference_mode_enabled() else nullcontext():
-            return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
+        if torch.is_inference_mode_enabled():
+            with _as_without_a_mode(func):
+                return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
+        if _dynamo_callback() is None:
+            return self.on_call(func, args, kwargs or _NO_KEYWORDS)
+        return _disabled(type(self).on_call)(self, func, args, kwargs or {})
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of `func`."""

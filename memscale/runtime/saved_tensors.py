@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memscale.core import RuntimeUnavailable, TransformError, changed_error, check_tier, internals, version
-from memscale.regions import hooks_around, never_compiled, recomputes, unrecorded
+from memscale.regions import PacksSeveral, hooks_around, never_compiled, recomputes, unrecorded
 from memscale.runtime.engine.engine import Engine
 from memscale.runtime.engine.entry import Handle, kept_tensor
 from memscale.runtime.parameters.home import Saved, any_is_running, home_on_device
@@ -36,7 +36,7 @@ def hooks_here(
     return kind(runtime_for(runtime), tier, min_bytes, outer, region)
 
 
-class Hooks:
+class Hooks(PacksSeveral):
     """What autograd calls with each tensor that a region saves, and with each that its backward asks for."""
 
     def __init__(self, runtime: Runtime, tier: str, min_bytes: int | None, outer: Any, region: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Method, Transformed
 from memscale.core import internals
-from memscale.regions import ChosenWatch, OperatorWatch
+from memscale.regions import OperatorWatch
 from memscale.simulation.dispatch.books import Books
 from memscale.simulation.sandbox.process_state import patched
 
@@ -25,7 +25,7 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
     `Exception`, such as the one that ends a recompute early, and modules take another path while global hooks exist.
     """
     run, forward, push = nn.Module.__call__, Method.__call__, internals.autograd._push_saved_tensors_default_hooks
-    look, watch = OperatorWatch.__torch_dispatch__, ChosenWatch.__enter__
+    look = OperatorWatch.__torch_dispatch__
     calls = books.calls
 
     def module_run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -55,17 +55,8 @@ def calls_followed(books: Books, paths: dict[int, str]) -> Iterator[None]:
         calls("watched")
         return look(mode, *args, **kwargs)
 
-    def watched(chosen: ChosenWatch) -> Any:
-        calls("chosen")
-        return watch(chosen)
-
-    def lost(chosen: ChosenWatch) -> None:
-        books.settled = False
-
     with (
         patched(OperatorWatch, "__torch_dispatch__", looked),
-        patched(ChosenWatch, "__enter__", watched),
-        patched(ChosenWatch, "lose", lost),
         patched(nn.Module, "__call__", module_run),
         patched(Method, "__call__", region_run),
         patched(internals.autograd, "_push_saved_tensors_default_hooks", pushed),

@@ -27,15 +27,11 @@ from memscale.policies import (
 from memscale.regions import (
     Scope,
     functorch_state,
-    hooks_around,
     naming_refused_hooks,
-    recomputes,
     uncompiled,
     without_dynamo,
 )
-from memscale.runtime import Runtime
 from memscale.transforms.checkpoint import functorch, recompute
-from memscale.transforms.checkpoint.chosen import ChosenRecorder, chosen
 from memscale.transforms.checkpoint.compiled import may_change, why_not_compiled
 from memscale.transforms.checkpoint.selective import Recorder
 from memscale.transforms.checkpoint.stretches import Cut, check_cuts, check_row, stretches
@@ -205,19 +201,9 @@ def _region(self: Checkpointed, fn: Callable[..., Any], memory: recompute.Memory
         with functorch_state.region():
             return fn(*args, **kwargs)
     policy = self.how.policy
-    record = None if isinstance(policy, NothingSaveable) else functools.partial(_recorder, policy, self.runtime)
+    record = None if isinstance(policy, NothingSaveable) else functools.partial(Recorder, policy, self.runtime)
     with naming_refused_hooks(self.how, "recomputing"):
         return recompute.run(fn, record, memory, args, kwargs)
-
-
-def _recorder(
-    policy: Policy, runtime: Runtime | None, inputs: list[torch.Tensor], left_alone: bool
-) -> Recorder | ChosenRecorder:
-    # Inside another region the recompute has to keep what the run kept, and what a watch loses the next run does not.
-    outer = hooks_around()
-    if left_alone and not (outer and recomputes(outer[1])) and (ops := chosen(policy)):
-        return ChosenRecorder(ops, runtime)
-    return Recorder(policy, runtime, inputs)
 
 
 def _traced(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:

@@ -32,13 +32,12 @@ from memscale.regions import (
     unrecorded,
     wait_for_recomputes,
 )
-from memscale.transforms.checkpoint.chosen import ChosenRecorder
-from memscale.transforms.checkpoint.kept_tensors import Kept
-from memscale.transforms.checkpoint.selective import Recorder
+from memscale.transforms.checkpoint.saved import SavedTensors
+from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
-# Makes a recorder of a region with these inputs, of which is known whether it leaves alone what is kept.
-Record = Callable[[list[torch.Tensor], bool], Recorder | ChosenRecorder]
+# Makes a recorder of a region with these inputs.
+Record = Callable[[list[torch.Tensor]], Recorder]
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a tensor that the run saved: its version, whether it is trained
 _reruns = [0]  # of this process; two threads at once may count as one
@@ -59,7 +58,6 @@ class Memory:
 
     def __init__(self) -> None:
         self.habits: dict[Any, Habits] = {}
-        self.left_alone: dict[Any, bool] = {}  # whether the region never changed in place what a policy keeps
         # In which nothing was learned from a run that made a tensor: the next may be the first to change it in place.
         self.made: set[Any] = set()
         self.looked: tuple[bool, ...] = ()
@@ -151,18 +149,18 @@ class _Frame:
         wait_for_recomputes()
         scope = Scope(fn, follows=True)
         self._call = arguments(args, kwargs, scope)
-        tensors = self._call.take_tensors()  # `Kept` decides what holds them
+        tensors = self._call.take_tensors()  # `SavedTensors` decides what holds them
         self._memory = memory
         self._mode = (scope.flags(), len(scope.places), len(tensors))
         self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
         self.streams = Streams(self._snapshot.environment.devices)
         self._requires_grad = [tensor.requires_grad for tensor in tensors]
-        self._inputs: Kept | None = Kept(tensors)
+        self._inputs: SavedTensors | None = SavedTensors(tensors)
         self._replaced: set[int] = set()  # those that the region changes in place
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._concluded = False
-        self.recorder = record and record(tensors, memory.left_alone.get(self._mode, False))
+        self.recorder = record and record(tensors)
 
     @property
     def is_observed(self) -> bool:
@@ -187,7 +185,7 @@ class _Frame:
         self._seen.append((_shape(tensor), tensor.dtype, tensor._version, tensor.requires_grad))
         self.streams.see(tensor)
         if self.recorder is not None:
-            self.recorder.needed = self.recorder.count
+            self.recorder.mark()
         return placeholder
 
     def conclude(self) -> None:
@@ -209,8 +207,7 @@ class _Frame:
                 self._memory.looked = (*self._memory.looked, training)
             self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(habits)
         if self.recorder is not None:
-            is_left_alone = self.recorder.conclude(snapshot.environment.moved)
-            self._memory.left_alone[self._mode] = is_left_alone and self._memory.left_alone.get(self._mode, True)
+            self.recorder.conclude(snapshot.environment.moved)
         inputs.seal(versions)
         for index, old_value in snapshot.take_replaced().items():
             inputs.replace(index, old_value)
@@ -232,9 +229,32 @@ class _Frame:
         live = [reference() for reference in self._placeholders]
         if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
             live = [placeholder if placeholder is wanted else None for placeholder in live]
+        last = in_backward and self._concluded and not _keeps_graph()
+        try:
+            # Where a policy's results may turn out to be of other calls, the first rerun is not the last one.
+            found = self._rerun(live, last=last and self.recorder is None)
+        except Misaligned:
+            self.recorder = None
+            found = self._rerun(live, last=last)
+        if not simulating():
+            _reruns[0] += 1
+        # Not before: what a rerun that failed has found must not be used, and would only take memory.
+        for placeholder in live:
+            if placeholder is not None:
+                placeholder.found = found[placeholder.index]
+        if in_backward and _keeps_graph():
+            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
+        elif last:
+            # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
+            self._fn = self._inputs = self._snapshot = self.recorder = None
+        return found[wanted.index]
+
+    def _rerun(self, live: list[_Placeholder | None], *, last: bool) -> dict[int, _Found]:
+        """Run the region again up to the last tensor that is wanted, and return those that are."""
+        assert self._fn is not None
+        assert self._snapshot is not None
         refused: dict[int, str] = {}
         fresh: list[torch.Tensor] = []
-        last = in_backward and self._concluded and not _keeps_graph()
         with self.streams.again() as streams:
             found = self._values(refused, fresh)
             rerun = _Rerun(self._seen, live, fresh, streams)
@@ -245,7 +265,7 @@ class _Frame:
             ):
                 _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
                 try:
-                    with self._replaying(values):
+                    with self._replaying(values) as rerun.replayer:
                         self._snapshot.environment.context.copy().run(self._fn, *args, **kwargs)
                 except _Stop:
                     pass
@@ -256,20 +276,9 @@ class _Frame:
                     _autograd._pop_saved_tensors_default_hooks()
             self.streams = streams
         rerun.check()
-        if not simulating():
-            _reruns[0] += 1
-        # Not before: what a rerun that failed has found must not be used, and would only take memory.
-        for placeholder in live:
-            if placeholder is not None:
-                placeholder.found = rerun.found[placeholder.index]
-        if in_backward and _keeps_graph():
-            torch.autograd.Variable._execution_engine.queue_callback(_AtTheEnd(self._forget))
-        elif last:
-            # Every tensor that is left to ask for has its value now; the inputs are not needed any more.
-            self._fn = self._inputs = self._snapshot = self.recorder = None
-        return rerun.found[wanted.index]
+        return rerun.found
 
-    def _replaying(self, values: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    def _replaying(self, values: list[torch.Tensor]) -> AbstractContextManager[Replayer | None]:
         if not self._concluded:
             # A region that asks for gradients itself (forces are those of an energy) is recomputed in the middle of its
             # run. That is no part of the run, so it must not count as such where operators are numbered.
@@ -379,6 +388,7 @@ class _Rerun:
         self._last = next(index for index in range(len(live) - 1, -1, -1) if live[index] is not None)
         self._end = _end(seen, self._last)
         self._count = 0
+        self.replayer: Replayer | None = None
         self.found: dict[int, _Found] = {}
 
     @never_compiled
@@ -386,6 +396,8 @@ class _Rerun:
         index = self._count
         self._count += 1
         self._streams.see(tensor)
+        if self.replayer is not None and index <= self._last:
+            self.replayer.check(index)
         if index <= self._last:
             shape, dtype, expected, _ = self._seen[index]
             if (now := _shape(tensor)) != shape or tensor.dtype != dtype:

@@ -1,195 +1,216 @@
-"""What a policy keeps of a region's run: outputs of operators, by the numbers of these, to be replayed."""
+"""Results of operators that a policy saves in a region's run, to stand in for these operators in a recompute."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from memscale.core import CorrectnessError, internals, version
-from memscale.policies import Move, Recompute, Save, Verdict
-from memscale.regions import counted_states, memory_of
+from memscale.core import internals, pytrees, version
+from memscale.regions import hooks_around, recomputes, running_statistics, unrecorded
 from memscale.runtime import Hooks, Runtime, hooks_here
-from memscale.transforms.checkpoint.kept_tensors import Kept
+from memscale.transforms.checkpoint.saved import SavedTensors
 
-# They are given memory without its version, so that what is changed in them is not seen in what they are views of.
-UNSAFE_VIEWS = frozenset(
-    {
-        torch.ops.aten._unsafe_view.default,
-        torch.ops.aten.unsafe_split.Tensor,
-        torch.ops.aten.unsafe_split_with_sizes.default,
-    }
-)
+#: An operator and what it is given: of tensors the shape, the dtype and `requires_grad`.
+CallSpec = tuple[Any, ...]
+
+
+def call_spec(op: internals.OpOverload, args: Any, kwargs: Any) -> CallSpec | None:
+    """What tells a call of `op` from other calls; `None` for one on tensors that need no gradient.
+
+    Such calls are not saved: they make tables that code keeps for the next time, so that a run and its recompute differ
+    in them, and a table must never be made of another call's result.
+    """
+    spec: list[Any] = [op, torch.is_grad_enabled()]
+    needs_gradient = False
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                needs_gradient |= each.requires_grad
+                spec += _size(each), each.dtype, each.requires_grad
+            elif type(each) in _NUMBERS:
+                spec.append(each)
+    return tuple(spec) if needs_gradient else None
+
+
+_NUMBERS = (bool, int, float, complex, str)
+
+
+def _size(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested and tensor.layout is torch.strided:  # each of its parts has a shape of its own
+        return tensor.dim()
+    return tensor.shape
+
+
+class Left(NamedTuple):
+    """What a call of an operator left beside its result.
+
+    Attributes:
+        statistics: the running statistics that it moved, as they were then.
+        random: the generators that it drew from, with their states then.
+    """
+
+    statistics: list[torch.Tensor]
+    random: list[tuple[torch.Generator, torch.Tensor]]
+
+    @classmethod
+    def by(cls, op: internals.OpOverload, args: Any, kwargs: Any, result: Any) -> Left:
+        """What the call of `op` that has just been made left."""
+        statistics = [each.clone() for each in running_statistics(op, args, kwargs)]
+        if torch.Tag.nondeterministic_seeded not in op.tags:
+            return cls(statistics, [])
+        generators = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+        if not generators:
+            indices = {tensor.device.index for tensor in pytrees.tensors(result) if tensor.is_cuda}
+            generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in indices)]
+        return cls(statistics, [(each, each.get_state()) for each in generators])
+
+
+class Result:
+    """What one call of an operator gave.
+
+    Attributes:
+        op: the operator.
+        call: the number of the call among the recorded ones.
+        tier: where the outputs wait for backward; `None` means on their device.
+        outputs: the tensors in it, until they are sealed.
+    """
+
+    __slots__ = ("_aliases", "_constants", "_is_copied", "_left", "_saved", "call", "op", "outputs", "tier")
+
+    def __init__(
+        self,
+        op: internals.OpOverload,
+        call: int,
+        tier: str | None,
+        result: Any,
+        left: Left,
+        alias: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.op = op
+        self.call = call
+        self.tier = tier
+        # Some kernels return sizes and seeds beside tensors. A single output is None here.
+        is_single = not isinstance(result, (tuple, list))
+        self._constants = None if is_single else [None if isinstance(o, torch.Tensor) else (o,) for o in result]
+        tensors = [each for each in ([result] if is_single else result) if isinstance(each, torch.Tensor)]
+        self.outputs: list[torch.Tensor] = [alias(output) for output in tensors]
+        self._aliases = [(output, version(output)) for output in self.outputs]
+        self._is_copied = False
+        self._left = left
+        self._saved: SavedTensors | None = None
+
+    def add_alias(self, alias: torch.Tensor) -> None:
+        """Watch the version of `alias`, which lies in the memory of an output and counts versions of its own."""
+        if not self._is_copied:
+            self._aliases.append((alias, version(alias)))
+
+    def copy(self) -> None:
+        """Keep a copy, since an operator is about to change an output in place."""
+        if not self._is_copied:
+            self._is_copied = True
+            self.outputs = [output.clone() for output in self.outputs]
+            self._aliases = []
+
+    def forget_unmoved(self, moved: Collection[torch.Generator]) -> int:
+        """Forget the states of generators other than `moved`. Returns how many are left."""
+        random = [(generator, state) for generator, state in self._left.random if generator in moved]
+        self._left = self._left._replace(random=random)
+        return len(random)
+
+    def seal(self, hooks: Hooks | None) -> None:
+        """After the run: hold the outputs as saved tensors, by `hooks` or by those around the region."""
+        versions = [tensor._version for tensor in self.outputs]
+        outputs, self.outputs = self.outputs, []
+        self._saved = SavedTensors(outputs, hooks and (hooks.pack, hooks.unpack))
+        self._saved.seal(versions)
+        if self._saved.through_hooks:  # which let go of the memory, unless something else holds it
+            self._aliases = []
+        self._aliases = [(alias, version(alias)) for alias, _ in self._aliases]
+
+    @property
+    def is_by_recompute(self) -> bool:
+        """Whether a recompute of the region around this one brings the outputs back."""
+        return self._saved is not None and self._saved.by_recompute
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The outputs, brought back."""
+        assert self._saved is not None
+        return self._saved.tensors()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody changed an output in place since the run, to whom it was returned."""
+        return any(version(alias) != then for alias, then in self._aliases)
+
+    def again(self, outputs: list[torch.Tensor], statistics: list[torch.Tensor]) -> Any:
+        """The result once more, with these outputs; running statistics and random generators are as they were then."""
+        for generator, state in self._left.random:
+            generator.set_state(state)
+        for each, then in zip(statistics, self._left.statistics, strict=False):
+            each.data.copy_(then)  # an operator that moves them counts no versions
+        # Autograd makes what it is given part of the recompute's graph, and a region may change it in place.
+        copy = torch.Tensor.clone if self._is_copied else torch.Tensor.detach
+        remaining = iter([copy(output) for output in outputs])
+        if self._constants is None:
+            return next(remaining)
+        return tuple(next(remaining) if constant is None else constant[0] for constant in self._constants)
 
 
 class Results:
-    """Outputs that a recorder numbers and keeps while a region runs; `conclude` hands them to the hooks around it.
+    """The saved results of one run of a region, by the calls that they stand in for.
+
+    Calls are told apart by what they are and by how many such calls came before: a call that only the run makes, or
+    only the recompute (to fill a cache, say), does not shift calls of another kind. `expected` tells whether it shifted
+    those of its own kind.
 
     Attributes:
-        ops: the operators whose outputs are kept, by number.
-        changed_later: those of which an output was changed in place, after a copy was taken.
-        random_after: where random generators that the region moved were after an operator that draws.
+        by_call: for each kind of call with saved results, these, by how many such calls came before.
+        weights: a number for each of these kinds; a sum of them says how many calls there were of each.
+        expected: for each tensor that autograd saved, that sum of the calls before it.
     """
 
-    def __init__(self, runtime: Runtime | None) -> None:
-        self._runtime = runtime
-        self._tiers: dict[int, str] = {}  # of the operators whose outputs move
-        self._outputs: dict[int, list[torch.Tensor]] = {}
-        self._aliases: dict[int, list[tuple[torch.Tensor, int]]] = {}  # of outputs, each with its version
-        self._forms: dict[int, list[tuple[Any] | None] | None] = {}
-        self._kept: dict[int, Kept] = {}
-        self.ops: dict[int, internals.OpOverload] = {}
-        self.changed_later: set[int] = set()
-        self.random_after: dict[int, list[tuple[torch.Generator, torch.Tensor]]] = {}
-        self._running: dict[int, list[torch.Tensor]] = {}  # statistics as they were after an operator that moves them
-        self._counted: list[torch.Tensor] = []
-        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._outputs
-
-    def follow(self, verdict: Verdict, index: int, op: internals.OpOverload, result: Any) -> None:
-        """Do what a policy said of the `result` of operator `index`."""
-        match verdict:
-            case Save():
-                self.keep(index, op, result)
-            case Move(tier):
-                self._tiers[index] = tier
-                self.keep(index, op, result)
-            case Recompute():
-                pass
-
-    def keep(self, index: int, op: internals.OpOverload, result: Any) -> None:
-        """Keep the `result` of operator `index`."""
-        # Of one output, which is a number of Python where a tensor is asked for its only one.
-        single = not isinstance(result, (tuple, list))
-        outputs = [result] if single else list(result)
-        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
-        if not tensors:
-            return
-        self.ops[index] = op
-        # Where the tensors go among the outputs: some kernels return sizes and seeds beside them.
-        self._forms[index] = None if single else [None if isinstance(o, torch.Tensor) else (o,) for o in outputs]
-        self._outputs[index] = [self._alias(output) for output in tensors]
-        self._aliases[index] = [(output, version(output)) for output in self._outputs[index]]
-        if torch.Tag.nondeterministic_seeded in op.tags:
-            # Replaying draws no numbers, so the generators must jump to where drawing them left off.
-            generators = [torch.default_generator]
-            if tensors[0].is_cuda:
-                generators.append(torch.cuda.default_generators[tensors[0].device.index])
-            states = [generator.get_state() for generator in generators]
-            self.random_after[index] = list(zip(generators, states, strict=True))
-            self._counted += counted_states(states)
-
-    def keep_running(self, index: int, statistics: list[torch.Tensor]) -> None:
-        """Keep what operator `index` has made of running statistics, for one that is kept is not run again, and a later
-        one may read them."""
-        if statistics:
-            self._running[index] = [each.clone() for each in statistics]
-
-    def move_running(self, index: int, statistics: list[torch.Tensor]) -> None:
-        """Do to running statistics what operator `index` would do, which counts no versions."""
-        for each, then in zip(statistics, self._running.get(index, ()), strict=False):
-            each.data.copy_(then)
-
-    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` without its graph, of the same version: an alias made inside a dispatch mode has one of its own."""
-        with torch._C._ForceDispatchKeyGuard(*self._keys):
-            return tensor.detach()
-
-    def see(self, result: Any) -> None:
-        """Told of tensors that may lie in the memory of kept ones, and have versions of their own."""
-        for tensor in [result] if isinstance(result, torch.Tensor) else result:
-            storage = memory_of(tensor)
-            for index, outputs in self._outputs.items():
-                if index in self._aliases and any(memory_of(output) == storage for output in outputs):
-                    self._aliases[index].append((self._alias(tensor), version(tensor)))
-
-    def protect(self, storage: int) -> None:
-        """Copy kept values in a storage that is about to be changed in place."""
-        for index, outputs in self._outputs.items():
-            for position, output in enumerate(outputs):
-                if memory_of(output) == storage and index not in self.changed_later:
-                    outputs[position] = output.clone()
-                    self.changed_later.add(index)
-                    self._aliases.pop(index, None)
-
-    def drop_changed(self) -> bool:
-        """Let go of outputs that were changed in place unseen, and say whether there were some.
-
-        A recompute makes them again.
-        """
-        changed = [index for index in self._outputs if self._is_changed(index)]
-        self._drop(changed)
-        return bool(changed)
-
-    def _drop(self, indices: list[int]) -> None:
-        for index in indices:
-            del self._outputs[index], self.ops[index]
-            self._aliases.pop(index, None)
-
-    def _is_changed(self, index: int) -> bool:
-        return any(version(alias) != then for alias, then in self._aliases.get(index, ()))
-
-    def conclude(self, needed: int, moved: Collection[torch.Generator]) -> None:
-        """After the run: hand what is kept to the hooks around the region.
+    def __init__(self, calls: list[CallSpec], results: Collection[Result], marks: list[int]) -> None:
+        """Index the results.
 
         Args:
-            needed: how many operators had run when autograd last saved a tensor.
-            moved: the generators that the region has drawn from. A recompute takes them back, and at its end to where
-                it found them; others, those of attention without dropout, would stay where a replay had set them, and
-                what was drawn after the forward would be drawn again after backward.
+            calls: the recorded calls of the run, in order.
+            results: what was saved of them.
+            marks: for each tensor that autograd saved, how many recorded calls came before.
         """
-        for index, states in self.random_after.items():
-            self.random_after[index] = [(generator, state) for generator, state in states if generator in moved]
-        del self._counted[sum(map(len, self.random_after.values())) :]
-        # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
-        self._drop([index for index in self._outputs if index >= needed])
-        self._running = {index: each for index, each in self._running.items() if index in self._outputs}
-        moving = {tier: hooks_here(self._runtime, tier, 0) for tier in set(self._tiers.values())}
-        for index in list(self._outputs):
-            # No name here for the outputs: they move only if nobody but `Kept` holds them.
-            self._kept[index] = kept = _sealed(self._outputs.pop(index), moving.get(self._tiers.get(index, "")))
-            if kept.through_hooks:  # which let go of the memory, unless something else holds it
-                self._aliases.pop(index, None)
-            else:
-                self._aliases[index] = [(alias, version(alias)) for alias, _ in self._aliases.get(index, ())]
-        for hooks in moving.values():
-            if hooks is not None:
-                hooks.leave()
+        by_number = {result.call: result for result in results}
+        self.by_call: dict[CallSpec, dict[int, Result]] = {calls[number]: {} for number in by_number}
+        self.weights = {spec: 1 << (32 * at) for at, spec in enumerate(self.by_call)}
+        seen: Counter[CallSpec] = Counter()
+        sums = [0]
+        for number, spec in enumerate(calls):
+            if spec in self.by_call:
+                if number in by_number:
+                    self.by_call[spec][seen[spec]] = by_number[number]
+                seen[spec] += 1
+            sums.append(sums[-1] + self.weights.get(spec, 0))
+        self.expected = [sums[mark] for mark in marks]
+        self.ops = frozenset(result.op for result in results)
 
-    def recomputed(self) -> dict[int, list[torch.Tensor]]:
-        """By operator, the tensors that a recompute of the region around this one brings back, all at once."""
-        return {index: kept.tensors() for index, kept in self._kept.items() if kept.by_recompute}
-
-    def replay(self, index: int, op: internals.OpOverload, recomputed: dict[int, list[torch.Tensor]]) -> Any:
-        """The recorded result of operator `index`, which is `op` in the recompute; `None` if it is to be computed.
-
-        Raises:
-            CorrectnessError: it was another operator in the run.
-        """
-        kept = self._kept.get(index)
-        if kept is None or self._is_changed(index):  # since the region has run, by whoever it was returned to
-            return None
-        if self.ops[index] is not op:
-            raise CorrectnessError(
-                f"the recompute differs from the run: operator {index} was {self.ops[index]} and is now {op}. A "
-                "checkpointed region must do the same at every run with the same inputs"
-            )
-        for generator, state in self.random_after.get(index, ()):
-            generator.set_state(state)
-        # Never the kept tensor itself: autograd will make it part of the recompute's graph, or change it in place.
-        copy = torch.Tensor.clone if index in self.changed_later else torch.Tensor.detach
-        remaining = iter([copy(output) for output in recomputed.get(index) or kept.tensors()])
-        form = self._forms[index]
-        if form is None:
-            return next(remaining)
-        return tuple(next(remaining) if constant is None else constant[0] for constant in form)
+    def __iter__(self) -> Iterator[Result]:
+        for results in self.by_call.values():
+            yield from results.values()
 
 
-def _sealed(outputs: list[torch.Tensor], hooks: Hooks | None) -> Kept:
-    versions = [tensor._version for tensor in outputs]
-    kept = Kept(outputs, hooks and (hooks.pack, hooks.unpack))
-    kept.seal(versions)
-    return kept
+def seal_all(results: list[Result], calls: list[CallSpec], runtime: Runtime | None) -> None:
+    """Hold the outputs of all `results` as saved tensors."""
+    around = hooks_around()
+    if results and around is not None and recomputes(around[1]):
+        # A recompute around this region matches saved tensors by position. It compares their shapes, so one of a shape
+        # that stands for the calls lets it notice that others are saved.
+        with unrecorded():
+            around[0](torch.empty(0, hash(tuple(calls[result.call] for result in results)) & 0x7FFFFFFF))
+    tiers = {result.tier for result in results if result.tier is not None}
+    moving = {tier: hooks_here(runtime, tier, 0) for tier in tiers}
+    for result in results:
+        result.seal(None if result.tier is None else moving[result.tier])
+    for hooks in moving.values():
+        if hooks is not None:
+            hooks.leave()

@@ -1,13 +1,15 @@
-"""Policies that keep some values: outputs of chosen operators are recorded, and replayed instead of recomputed.
+"""Policies that save some values: results of operators are recorded, and stand in for these operators in a recompute.
 
-Both sides watch the operators of a region in the order they run. `Recorder` asks the policy about each and keeps
-what it says; `Replayer` sees the same sequence during the recompute and answers from what was kept.
+Both sides watch the operators of a region. `Recorder` asks the policy about each and saves what it says; `Replayer`
+gives the saved result in place of the same call: the same operator on tensors of the same shapes, after as many of
+these as in the run. A recompute that makes other such calls is noticed at the next tensor that autograd saves.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -15,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from memscale.core import internals
-from memscale.policies import Policy, Recompute, Site, Verdict, batch_dims
+from memscale.policies import Move, Policy, Recompute, Site, Verdict, batch_dims
 from memscale.regions import (
     OperatorWatch,
+    counted_states,
     is_stand_in,
     is_unrecorded,
     memory_of,
@@ -26,8 +29,17 @@ from memscale.regions import (
     unrecorded_depth,
 )
 from memscale.runtime import Runtime
-from memscale.transforms.checkpoint.results import UNSAFE_VIEWS, Results
+from memscale.transforms.checkpoint.results import CallSpec, Left, Result, Results, call_spec, seal_all
 from memscale.transforms.labels import listeners
+
+# They are given memory without its version, so that what is changed in them is not seen in what they are views of.
+_UNSAFE_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
 
 
 def is_view(op: internals.OpOverload) -> bool:
@@ -35,28 +47,55 @@ def is_view(op: internals.OpOverload) -> bool:
     return op.is_view or op is torch.ops.aten._unsafe_view.default
 
 
-class _Kind(enum.Enum):
-    """What an operator does to memory."""
+class Misaligned(BaseException):
+    """A recompute makes other calls than the run. Not an `Exception`, which the region's own code might catch."""
 
-    VIEWS = enum.auto()
+
+class _Kind(enum.Enum):
+    """What becomes of the calls of an operator."""
+
+    PASSES = enum.auto()  # nothing: views hold no memory of their own
+    SHARES = enum.auto()  # an unsafe view
     CASTS = enum.auto()
     CHANGES = enum.auto()
     MAKES = enum.auto()
 
 
-@cache  # a region asks at each operator, and asking PyTorch takes as long as a dispatch mode does
-def _kind(op: internals.OpOverload) -> _Kind:
-    if is_view(op):
-        return _Kind.VIEWS
+def _kind(op: Any) -> _Kind:
+    # A run and its recompute differ in views: autograd detaches what it saves, and hooks on a tensor view it when it
+    # is a leaf, as a recompute's inputs are.
+    if op in _UNSAFE_VIEWS:
+        return _Kind.SHARES
+    if not isinstance(op, internals.OpOverload) or op.is_view:
+        return _Kind.PASSES
     if op is torch.ops.aten._to_copy.default:
         return _Kind.CASTS
     return _Kind.CHANGES if op._schema.is_mutable else _Kind.MAKES
 
 
+class _Asked(NamedTuple):
+    """What is known of an operator: its kind, and what a policy says of it that does not see labels."""
+
+    op: Any  # held, so that no other one gets its id
+    kind: _Kind
+    verdict: Verdict | None
+
+
 @cache
-def _said(policy: Policy) -> dict[internals.OpOverload, Verdict]:
-    """What a policy that does not see labels has said of operators."""
+def _asked(policy: Policy) -> dict[int, _Asked]:
+    """What was found out for `policy`, by the id of the operator: operators hash in Python, in a microsecond."""
     return {}
+
+
+def _ask(policy: Policy, op: Any) -> _Asked:
+    kind = _kind(op)
+    verdict: Verdict | None = None
+    if kind in (_Kind.CASTS, _Kind.MAKES) and not policy.sees_labels:
+        verdict = policy.verdict(Site(op, None, batch_dims(op)))
+        if isinstance(verdict, Recompute):
+            kind = _Kind.PASSES
+    found = _asked(policy)[id(op)] = _Asked(op, kind, verdict)
+    return found
 
 
 class _Output(NamedTuple):
@@ -65,45 +104,31 @@ class _Output(NamedTuple):
     It is known for as long as that memory `lives`: then nobody can label it any more, and another tensor may be there.
     """
 
-    position: int
+    call: int
     op: internals.OpOverload
     size: torch.Size
     stride: tuple[Any, ...]
     offset: Any
     dtype: torch.dtype
     rest: tuple[Any, ...] | None  # `None` where the operator has one output
+    left: Left
     lives: weakref.ref[torch.UntypedStorage]
 
 
-class _Numbering(OperatorWatch):
-    """Numbers the operators that a region runs."""
+class _Watch(OperatorWatch):
+    """Sees the operators of a region, apart from memscale's own and casts that autocast may have in its cache."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.count = 0
         self._depth = unrecorded_depth()
         self._inputs = {id(tensor) for tensor in inputs}
 
-    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Views hold no memory of their own, and a run and its recompute differ in them: autograd detaches what it
-        # saves, and hooks on a tensor view it when it is a leaf, as a recompute's inputs are.
-        kind = _kind(func)
-        is_view = kind is _Kind.VIEWS and func not in UNSAFE_VIEWS
-        if is_view or is_unrecorded(self._depth) or (kind is _Kind.CASTS and self._is_of_cached_cast(args[0])):
-            return func(*args, **kwargs)
-        if func in UNSAFE_VIEWS:
-            result = func(*args, **kwargs)
-            self.on_unsafe_view(result)
-            return result
-        index = self.count
-        self.count += 1
-        return self.on_operator(index, kind, func, args, kwargs)
-
-    def on_unsafe_view(self, result: Any) -> None:
-        """Called with what such an operator gave."""
-
-    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled inside a region stays compiled; the operators in it are not seen."""
+        return True
 
     def _is_of_cached_cast(self, source: torch.Tensor) -> bool:
         # Autocast casts a leaf once, then answers from a cache that a recompute finds in another state (and a
@@ -111,16 +136,22 @@ class _Numbering(OperatorWatch):
         return id(source) in self._inputs or (source.is_leaf and source.requires_grad) or is_stand_in(source)
 
 
-class Recorder(_Numbering):
-    """Keeps what `policy` saves while a region runs; `conclude` hands it to the hooks around the region."""
+class Recorder(_Watch):
+    """Saves what `policy` says while a region runs."""
 
     def __init__(self, policy: Policy, runtime: Runtime | None, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._policy = policy
-        self._verdicts = None if policy.sees_labels else _said(policy)
-        self.results = Results(runtime)
-        self._made: dict[int, _Output] = {}
-        self.needed = 0  # how many operators had run when autograd last saved a tensor
+        self._asked = _asked(policy)
+        self._runtime = runtime
+        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        self._calls: list[CallSpec] = []
+        self._marks: list[int] = []  # for each tensor that autograd saved, how many calls came before
+        self._results: dict[int, Result] = {}  # by call
+        self._lying: dict[int, list[Result]] = {}  # by memory
+        self._made: dict[int, _Output] = {}  # by memory
+        self._states: list[torch.Tensor] = []  # of random generators, as they count in a simulation
+        self._replayed = Results([], [], [])
 
     def __enter__(self) -> Recorder:
         listeners.stack.append(self._on_label)
@@ -131,27 +162,56 @@ class Recorder(_Numbering):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         listeners.stack.remove(self._on_label)
 
-    def on_unsafe_view(self, result: Any) -> None:
-        self.results.see(result)
-
-    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
+    def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        _, kind, verdict = self._asked.get(id(op)) or _ask(self._policy, op)
+        if kind is _Kind.PASSES or is_unrecorded(self._depth):
+            return op(*args, **kwargs)
+        if kind is _Kind.SHARES:
+            return self._see_views(op(*args, **kwargs))
         if kind is _Kind.CHANGES:
             self._protect(op, args, kwargs)
             return op(*args, **kwargs)
+        if kind is _Kind.CASTS and self._is_of_cached_cast(args[0]):
+            return op(*args, **kwargs)
+        if (spec := call_spec(op, args, kwargs)) is None:
+            return op(*args, **kwargs)
+        call = len(self._calls)
+        self._calls.append(spec)
         result = op(*args, **kwargs)
-        if self._verdicts is None:
-            self._note(index, op, result)
-        self.results.keep_running(index, running_statistics(op, args, kwargs))
-        verdict = None if self._verdicts is None else self._verdicts.get(op)
+        left = Left.by(op, args, kwargs, result)
         if verdict is None:
+            self._note(call, op, result, left)
             verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
-            if self._verdicts is not None:
-                self._verdicts[op] = verdict
-        if not isinstance(verdict, Recompute):
-            self.results.follow(verdict, index, op, result)
+        self._save(verdict, call, op, result, left)
         return result
 
-    def _note(self, index: int, op: internals.OpOverload, result: Any) -> None:
+    def mark(self) -> None:
+        """Called when autograd saves a tensor."""
+        self._marks.append(len(self._calls))
+
+    def _save(self, verdict: Verdict, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
+        if isinstance(verdict, Recompute) or call in self._results:
+            return
+        tier = verdict.tier if isinstance(verdict, Move) else None
+        saved = Result(op, call, tier, result, left, self._alias)
+        if saved.outputs:  # and not a number of Python
+            self._results[call] = saved
+            self._states += counted_states([state for _, state in left.random])
+            for output in saved.outputs:
+                self._lying.setdefault(memory_of(output), []).append(saved)
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` without its graph, of the same version: an alias made inside a dispatch mode has one of its own."""
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
+            return tensor.detach()
+
+    def _see_views(self, views: Any) -> Any:
+        for view in [views] if isinstance(views, torch.Tensor) else views:
+            for result in self._lying.get(memory_of(view), ()):
+                result.add_alias(self._alias(view))
+        return views
+
+    def _note(self, call: int, op: internals.OpOverload, result: Any, left: Left) -> None:
         """Remember where an operator put its first output, which may be given a label later."""
         several = isinstance(result, (tuple, list)) and len(result) > 0
         first, rest = (result[0], tuple(result[1:])) if several else (result, None)
@@ -159,21 +219,24 @@ class Recorder(_Numbering):
             storage = first.untyped_storage()
             lives = weakref.ref(storage, partial(_forget, weakref.ref(self), storage._cdata))
             self._made[storage._cdata] = _Output(
-                index, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest, lives
+                call, op, first.shape, first.stride(), first.storage_offset(), first.dtype, rest, left, lives
             )
 
     def _on_label(self, tensor: torch.Tensor, label: str) -> None:
         made = self._made.get(memory_of(tensor))
-        if made is None or made.position in self.results or made.dtype != tensor.dtype:
+        if made is None or made.call in self._results or made.dtype != tensor.dtype:
             return
         verdict = self._policy.verdict(Site(made.op, label, batch_dims(made.op)))
         if not isinstance(verdict, Recompute):
             with unrecorded(), torch.no_grad():
                 whole = tensor.detach().as_strided(made.size, made.stride, made.offset)
-            self.results.follow(verdict, made.position, made.op, whole if made.rest is None else (whole, *made.rest))
+            result = whole if made.rest is None else (whole, *made.rest)
+            self._save(verdict, made.call, made.op, result, made.left)
 
     def _protect(self, op: internals.OpOverload, args: Any, kwargs: Any) -> None:
-        """Copy kept values that `op` is about to change in place."""
+        """Copy saved results that `op` is about to change in place."""
+        if not self._lying and not self._made:
+            return
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
                 self._protect_value(value)
@@ -184,20 +247,33 @@ class Recorder(_Numbering):
     def _protect_value(self, value: Any) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, torch.Tensor):
-                storage = memory_of(tensor)
-                self._made.pop(storage, None)  # a later label would name the changed value
-                self.results.protect(storage)
+                memory = memory_of(tensor)
+                self._made.pop(memory, None)  # a later label would name the changed value
+                for result in self._lying.pop(memory, ()):
+                    result.copy()
 
-    def conclude(self, moved: Collection[torch.Generator]) -> bool:
-        """After the run. Whether the region left alone what is kept, so that nobody need look at what changes it."""
-        left_alone = not self.results.changed_later
-        self.results.conclude(self.needed, moved)
+    def conclude(self, moved: Collection[torch.Generator]) -> None:
+        """After the run: hand what is saved to the hooks around the region.
+
+        Args:
+            moved: the generators that the region has drawn from. A recompute takes them back, and at its end to where
+                it found them; others, those of attention without dropout, would stay where a replay had set them, and
+                what was drawn after the forward would be drawn again after backward.
+        """
+        # A recompute stops at the last tensor that autograd saved, so what came after it is never asked for.
+        last = self._marks[-1] if self._marks else 0
+        results = [result for call, result in self._results.items() if call < last]
+        del self._states[sum(result.forget_unmoved(moved) for result in results) :]
+        self._lying.clear()
         self._made.clear()
-        return left_alone
+        self._results.clear()
+        seal_all(results, self._calls, self._runtime)
+        self._replayed = Results(self._calls, results, self._marks)
+        self._calls, self._marks = [], []
 
     def replayer(self, inputs: Iterable[torch.Tensor]) -> Replayer:
-        """What answers in a recompute with these inputs."""
-        return Replayer(self.results, inputs)
+        """What stands in for the saved calls in a recompute with these inputs."""
+        return Replayer(self._replayed, inputs)
 
 
 def _forget(recorder: weakref.ref[Recorder], storage: int, _: object) -> None:
@@ -206,18 +282,40 @@ def _forget(recorder: weakref.ref[Recorder], storage: int, _: object) -> None:
         alive._made.pop(storage, None)
 
 
-class Replayer(_Numbering):
-    """Answers from `results` for the operators that were kept, and runs the others."""
+class Replayer(_Watch):
+    """Gives saved results in place of the calls that they are of."""
 
     def __init__(self, results: Results, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__(inputs)
         self._results = results
+        self._ops = {id(op) for op in results.ops}
+        self._seen: Counter[CallSpec] = Counter()
+        self._sum = 0
         # Not when they are asked for: the other region's recompute needs autograd, which is off inside a dispatch mode.
-        self._recomputed = results.recomputed()
+        self._brought = {result: result.tensors() for result in results if result.is_by_recompute}
 
-    def on_operator(self, index: int, kind: _Kind, op: internals.OpOverload, args: Any, kwargs: Any) -> Any:
-        answer = self._results.replay(index, op, self._recomputed)
-        if answer is None:
+    def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        results = self._results
+        if id(op) not in self._ops or is_unrecorded(self._depth):
             return op(*args, **kwargs)
-        self._results.move_running(index, running_statistics(op, args, kwargs))
-        return answer
+        if op is torch.ops.aten._to_copy.default and self._is_of_cached_cast(args[0]):
+            return op(*args, **kwargs)
+        spec = call_spec(op, args, kwargs)
+        if spec is None or (saved := results.by_call.get(spec)) is None:
+            return op(*args, **kwargs)
+        number = self._seen[spec]
+        self._seen[spec] += 1
+        self._sum += results.weights[spec]
+        result = saved.get(number)
+        if result is None or result.is_changed:
+            return op(*args, **kwargs)
+        return result.again(self._brought.get(result) or result.tensors(), running_statistics(op, args, kwargs))
+
+    def check(self, index: int) -> None:
+        """Called when autograd saves its tensor `index` in the recompute.
+
+        Raises:
+            Misaligned: the recompute has made other calls than the run had until then.
+        """
+        if self._sum != self._results.expected[index]:
+            raise Misaligned

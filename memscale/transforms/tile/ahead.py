@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from memscale.regions import hooks_around, recomputes
+from memscale.regions import PacksSeveral, hooks_around, recomputes
 from memscale.transforms.tile.cutting import Cut
 
 
-class Ahead:
+class Ahead(PacksSeveral):
     """The arguments of all pieces, as the hooks around have them; for hooks that recompute."""
 
     def __init__(self, cut: Cut, hooks: Any) -> None:

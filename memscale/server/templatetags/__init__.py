@@ -1,1 +1,0 @@
-"""What templates write figures with."""

@@ -1,0 +1,352 @@
+"""Which calls of a recompute a policy's saved results stand in for, where run and recompute make other calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import memscale as ms
+from memscale import checkpoint, compose, offload, policies
+from tests.support.checks import bits
+
+DOTS = checkpoint(policy=policies.dots_saveable)
+NAMES = checkpoint(policy=policies.save_any_names_but_these())
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Everything(policies.Policy):
+    spelling: ClassVar[str] = "Everything"
+    sees_labels: ClassVar[bool] = False
+
+    def verdict(self, site: policies.Site) -> policies.Verdict:
+        return policies.Save()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Labelled(Everything):
+    spelling: ClassVar[str] = "Labelled"
+    sees_labels: ClassVar[bool] = True
+
+
+MOVED = policies.save_and_offload_only_these_names(names_which_can_be_offloaded=["kept"], tier="disk")
+SINGLE = {
+    "dots": DOTS,
+    "projections": checkpoint(policy=policies.dots_with_no_batch_dims_saveable),
+    "names": NAMES,
+    "moved": checkpoint(policy=MOVED),
+    "both": checkpoint(policy=policies.save_from_both_policies(policies.dots_saveable, MOVED)),
+    "everything": checkpoint(policy=Everything()),
+    "everything, labels": checkpoint(policy=Labelled()),
+}
+TRANSFORMS = SINGLE | {
+    "checkpoint, dots": compose(checkpoint(), DOTS),
+    "dots, checkpoint": compose(DOTS, checkpoint()),
+    "dots, dots": compose(DOTS, DOTS),
+    "names, dots": compose(NAMES, DOTS),
+    "checkpoint, names": compose(checkpoint(), NAMES),
+    "offload, dots": compose(offload(min_bytes=0, tier="disk"), DOTS),
+}
+
+
+@functools.lru_cache
+def frequencies(count: int) -> torch.Tensor:
+    return 2.0 ** torch.arange(count)
+
+
+@functools.lru_cache
+def product(count: int) -> torch.Tensor:
+    """Of the operator and the shapes of a layer without a bias."""
+    square = torch.arange(float(count**2)).view(count, count) / count**2
+    return square @ square
+
+
+@functools.lru_cache(maxsize=1)
+def sine(count: int) -> torch.Tensor:
+    return torch.arange(float(count)).sin()
+
+
+CACHES = (frequencies, product, sine)
+
+
+def kept(x: torch.Tensor) -> torch.Tensor:
+    return ms.name(x, "kept")
+
+
+class Field(nn.Module):
+    """A table that the first call makes, and five layers that are alike."""
+
+    def __init__(self, table: Any = frequencies) -> None:
+        super().__init__()
+        self.table = table
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(x * self.table(8) / 128)
+        for layer in self.layers:
+            h = torch.tanh(kept(layer(h))).sin()
+        return h
+
+
+class Attention(nn.Module):
+    """Products of several kinds, the first of which fills a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = product(8) + frequencies(8) / 64
+        q, k, v = kept(self.q(x)), self.k(x), kept(self.v(x))
+        scores = kept((q @ k.mT) + bias).softmax(-1)
+        return (x + self.out(kept(scores @ v))).sin()
+
+
+class Alternates(nn.Module):
+    """A cache of one entry, which the recompute finds with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = kept((x * sine(8)).sin())
+        h = kept(self.layer(h)).sin() + sine(64)[:8]
+        return kept(h * sine(8)).sin().tanh()
+
+
+class Detached(nn.Module):
+    """A table that is made of a weight, once for all."""
+
+    tables: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.tables:
+            with torch.no_grad():
+                self.tables[0] = kept(self.first.weight @ self.second.weight)
+        h = kept(self.first(x)).tanh() + kept(self.second(x)).tanh()
+        return kept((h @ self.tables[0]).tanh() @ self.second.weight).sin()
+
+
+PROGRAMS = {
+    "field": Field,
+    "field of products": lambda: Field(lambda count: product(count).sum(0)),
+    "attention": Attention,
+    "one entry": Alternates,
+}
+
+
+def clear() -> None:
+    Detached.tables.clear()
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+def gradients(run: Any, module: nn.Module, between: Any = lambda: None) -> bytes:
+    x = torch.linspace(-1, 1, 192).view(3, 8, 8).requires_grad_()
+    y = run(x)
+    between()
+    return bits([y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])])
+
+
+@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_cache_that_the_run_fills_shifts_no_result(program, how):
+    """A product of one layer stood for that of the next, in silence; or a recompute was said to differ."""
+    torch.manual_seed(0)
+    module = program()
+    fit = ms.transform(module, {"": how})
+    clear()
+    expected = gradients(module, module)
+    clear()
+    assert [gradients(fit, module) for _ in range(3)] == 3 * [expected]
+
+
+@pytest.mark.parametrize("how", SINGLE.values(), ids=SINGLE)
+@pytest.mark.parametrize("program", [*PROGRAMS.values(), Detached], ids=[*PROGRAMS, "of a weight"])
+def test_calls_that_only_the_recompute_makes_shift_no_result(program, how):
+    torch.manual_seed(0)
+    module = program()
+    fit = ms.transform(module, {"": how})
+    clear()
+    expected = gradients(module, module)
+    for _ in range(3):
+        assert gradients(fit, module, clear) == expected
+        assert gradients(module, module) == expected  # with what the recompute has left in the caches
+
+
+@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_table_that_is_made_of_a_weight_is_right_or_refused(how):
+    torch.manual_seed(0)
+    module = Detached()
+    fit = ms.transform(module, {"": how})
+    clear()
+    expected = gradients(module, module)
+    clear()
+    try:
+        found = gradients(fit, module)
+    except ms.CorrectnessError:  # a region inside another one saves other results in the recompute of that one
+        assert how not in SINGLE.values()
+    else:
+        assert found == expected
+    assert gradients(fit, module) == expected
+
+
+class Draws(nn.Module):
+    """Random numbers of both generators, and a label that comes after a later draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(8, generator=self.generator)
+        mask = torch.bernoulli(torch.full_like(x, 0.5))
+        later = torch.rand(8)
+        h = self.layer(kept(mask) * x).sin() * kept(later)
+        return (F.dropout(h, 0.5) * noise * torch.rand(8, generator=self.generator) * torch.rand(8)).sin()
+
+
+class Changes(nn.Module):
+    """Changes saved results and their views in place, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = kept(self.layer(x))
+        h[:, 0].mul_(2)
+        h = kept(h.clone()).sin()
+        a, b = kept(self.layer(h)).chunk(2, -1)
+        values, indices = (kept(a) * b.exp()).sort(-1)
+        kept(values).detach().view(-1).add_(0)
+        both = torch.cat([kept(values).sin(), indices.to(x.dtype)], -1).add_(1).relu_()
+        total, weights = torch.max(both.sin(), 1)
+        return both.sin() * total[:, None] + kept(torch.mm(both[0], self.layer.weight)).sin() * weights.sum()
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = kept(self.norm(kept(self.layer(x))))
+        self.mean.lerp_(kept(h.detach().mean((0, 1))), 0.1)
+        return (h * self.mean * self.norm.running_mean).sin()
+
+
+@pytest.mark.parametrize("how", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("program", [Draws, Changes, Buffers])
+def test_what_saved_operators_draw_and_change(program, how):
+    found = []
+    for transform in (ms.identity, how):
+        torch.manual_seed(0)
+        module = program()
+        fit = ms.transform(module, {"": transform})
+        found.append([gradients(fit, module) for _ in range(3)])
+        found[-1].append(bits([*module.buffers(), torch.rand(1)]))
+    assert found[0] == found[1]
+
+
+def test_a_region_repeats_no_product():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    fit, x = ms.transform(module, {"": DOTS}), torch.ones(4, 8)
+    for _ in range(3):
+        assert _flops(lambda: fit(x).sum().backward()) == _flops(lambda: module(x).sum().backward())
+
+
+def _flops(step: Any) -> int:
+    with FlopCounterMode(display=False) as counted:
+        step()
+    return counted.get_total_flops()
+
+
+@pytest.fixture
+def weights():
+    torch.manual_seed(0)
+    return torch.randn(8, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+
+def _bias_in_place(x, weight, bias):
+    # Without a mode `linear` adds its bias in place, to an unsafe view of the product.
+    return F.linear(x.transpose(0, 1), weight, bias).sin().cos()
+
+
+def _gates_in_place(x, weight, bias):
+    first, second = F.linear(x, weight, bias).unsafe_chunk(2, -1)
+    return first.sigmoid_() * second.tanh_()
+
+
+def _sometimes(x, weight, bias):
+    y = x @ weight
+    return (y.mul_(2) if _sometimes.now else y).sin().cos() + bias
+
+
+@pytest.mark.parametrize("fn", [_bias_in_place, _gates_in_place, _sometimes])
+def test_what_is_changed_in_place_is_computed_again(fn, weights):
+    fit, found = DOTS(fn), []
+    for now in (False, True, False, True):
+        _sometimes.now = now
+        for run in (fn, fit):
+            x = torch.linspace(-1, 1, 96).view(3, 4, 8).requires_grad_()
+            found.append(bits(torch.autograd.grad(run(x, *weights).sum(), (x, *weights))))
+    assert found[::2] == found[1::2]
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 4, 8)], ids=["mm", "unsafe view"])
+def test_a_result_that_its_caller_changed_is_computed_again(shape, weights):
+    """It was replayed as it had become, in silence."""
+    weight, _ = weights
+    fit = DOTS(lambda x: (y := x @ weight, (y + 1).sin()))
+    x = torch.randn(shape, requires_grad=True)
+    (expected,) = torch.autograd.grad((x @ weight + 1).sin().sum(), x)
+    for _ in range(2):
+        y, z = fit(x)
+        with torch.no_grad():
+            y.add_(1)
+        assert torch.equal(torch.autograd.grad(z.sum(), x)[0], expected)
+
+
+def test_dropout_of_attention_is_the_same_in_backward():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x):
+            return F.dropout(self.attention(x, x, x, need_weights=False)[0], 0.5)
+
+    torch.manual_seed(0)
+    block = Block()
+    fit = ms.transform(block, {"": DOTS})
+    for _ in range(3):
+        found = []
+        for module in (block, fit):
+            x = torch.linspace(-1, 1, 64).view(2, 4, 8).requires_grad_()
+            torch.manual_seed(1)
+            found.append(bits([*torch.autograd.grad(module(x).sum(), [x, *module.parameters()]), torch.rand(1)]))
+        assert found[0] == found[1]
+
+
+def test_what_a_region_in_another_keeps_is_the_same_in_the_recompute_of_that_one():
+    """A watch that found a change in its run kept less there than the recompute did: the second step failed."""
+    plain = nn.MultiheadAttention(8, 2, batch_first=True)
+    found = []
+    for run in (plain, *3 * [ms.transform(plain, {"": ms.compose(ms.checkpoint(), DOTS)})]):
+        x = torch.linspace(-1, 1, 64).view(2, 4, 8)
+        found.append(bits(torch.autograd.grad(run(x, x, x)[0].sum(), list(plain.parameters()))))
+    assert found[1:] == found[:1] * 3
