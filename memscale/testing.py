@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from memscale.config import Config
-from memscale.core import budget_bytes, format_bytes
+from memscale.core import budget_bytes, format_unlike
 from memscale.hardware import Hardware
 from memscale.simulation import MemoryProfiler, Profile, as_hardware
 
@@ -59,5 +59,5 @@ def limit_peak(limit: int | float | str, *, hardware: Hardware | str | None = No
 
 
 def _too_much(name: str, taken: int, limit_bytes: int, profile: Profile) -> str:
-    over = f"over its limit of {format_bytes(limit_bytes)}"
-    return f"{name} takes {format_bytes(taken)} of {profile.hardware.name}, {over}\n{profile}"
+    takes, limit = format_unlike(taken, limit_bytes)
+    return f"{name} takes {takes} of {profile.hardware.name}, over its limit of {limit}\n{profile}"

@@ -32,16 +32,17 @@ memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCach
     Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes
-    format_flops format_seconds found_once from_data fsdp_groups fsdp_groups_of history_path in_process_group integer
-    internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees read_or_empty scalar_loss
+    format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of history_path
+    in_process_group integer internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees
+    read_or_empty scalar_loss
     shown simulated_choices simulated_device_type simulating simulation spellings takes_no template tensors
     unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
     host_seconds knows_copies new_memory_seconds nominal on_card seconds span tfloat32 work_of
-memscale.history: Baseline Comparison History Run TEXTS TRACKERS commit_of keep keep_measured record to_csv
-    to_json_lines
+memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_of document_of is_address keep
+    keep_measured queue_path record send to_csv to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
 memscale.legacy: Executor attached detach optimize wrap wrapped
@@ -67,14 +68,18 @@ memscale.regions: Attributes Content Environment Habits Keeper NOWHERE Note Oper
     naming_refused_hooks never_compiled origin_of pack_all put_back read recomputes recomputing refuse_iterators
     refused rewinding running_statistics stand_for storages takes_batch_statistics uncompiled unrecorded
     unrecorded_depth untouched wait_for_recomputes without_dynamo without_levels_above write
-memscale.reports: DrawnPoint PAGES PartOfPlan TriedSize checked_target diff_text module_text plot_frontier plot_profile
-    plot_sizes plot_timelines profile_text write_frontier write_html write_page write_trace
+memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan TriedSize byte_scale checked_target columns diff_text
+    module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
+    write_html write_page write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
     Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims
 memscale.runtime.engine: Engine
 memscale.runtime.parameters: HostCopy Mapped MappedTensors is_movable
 memscale.runtime.storage: PAGE_BYTES page_aligned_memory
+memscale.server: backup invite migrate run
+memscale.server.migrations:
+memscale.server.templatetags:
 memscale.simulation: Attribution Given Holding Ledger MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile
   ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections
   queues_of reserved_bytes spliced
@@ -85,7 +90,7 @@ memscale.simulation.parallel:
 memscale.simulation.sandbox:
 memscale.simulation.schedule:
 memscale.simulation.measured: AllocatorTrace measure training_roles
-memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted faults folder
+memscale.telemetry: COMMANDS Consent Machine SCHEMA State Weeks canonical consent count counted folder
     give_consent schema take_consent_back uncounted week_of
 memscale.transforms: Cut cast checkpoint layers listeners may_be_proven name offload proven_rows tile
 memscale.transforms.cast:

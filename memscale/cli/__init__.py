@@ -17,7 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; None takes them from ``sys.argv``.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if words[:1] == ["server"]:  # which serves without PyTorch, and starts without it
+            from memscale.cli.running import run_app
+            from memscale.cli.server import SERVER
+
+            return run_app(SERVER, words[1:])
         from memscale.cli.app import run
     except ModuleNotFoundError as error:
         package = (error.name or "memscale").partition(".")[0]
@@ -25,4 +31,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"memscale: the command needs {package}: pip install 'memscale-transforms[cli]'", file=sys.stderr)
         return 2
-    return run(sys.argv[1:] if arguments is None else list(arguments))
+    return run(words)

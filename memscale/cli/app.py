@@ -1,10 +1,7 @@
-"""The commands and how their errors reach the user: one line each."""
+"""The commands."""
 
 from __future__ import annotations
 
-import errno
-import os
-import sys
 from typing import Annotated
 
 import typer
@@ -16,21 +13,19 @@ from memscale.cli.history import HISTORY
 from memscale.cli.options import add
 from memscale.cli.plan import FrontierOptions, PlanOptions, frontier, plan
 from memscale.cli.predict import Options, predict
+from memscale.cli.pull import pull
+from memscale.cli.running import run_app
+from memscale.cli.server import SERVER
 from memscale.cli.telemetry import TELEMETRY
 from memscale.cli.tune import TuneOptions, tune
-from memscale.core import MemscaleError
 from memscale.telemetry import COMMANDS
 from memscale.telemetry import count as count_call
-
-# The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
-# so no import names it in both.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO}
 
 app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
 app.add_typer(HISTORY, name="history")
 app.add_typer(TELEMETRY, name="telemetry")
+app.add_typer(SERVER, name="server")
+app.command("plan-pull", hidden=True)(pull)
 
 
 def _version(asked: bool) -> None:
@@ -52,7 +47,8 @@ _PREDICT = """Tell whether a training step fits on a card, without the card and 
 Exits with 0 if it fits, 3 if it does not, 2 if an option is wrong."""
 _PLAN = """Find the fastest training step that fits a budget, and say why it is that.
 
-Exits with 0 if there is one, 3 if nothing fits, 2 if an option is wrong."""
+`memscale plan pull plan:HASH` reads one from a team's server instead. Exits with 0 if there is one, 3 if nothing fits,
+2 if an option is wrong."""
 _FRONTIER = """Show what memory costs in time: plans from the smallest step to the step as it is.
 
 Exits with 0, with 3 if nothing fits the budget, with 2 if an option is wrong."""
@@ -75,23 +71,6 @@ def run(arguments: list[str]) -> int:
     """Run the command line ``arguments`` and return the exit status."""
     if arguments and arguments[0] in COMMANDS:
         count_call(f"command:{arguments[0]}")
-    try:
-        status = int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
-        sys.stdout.flush()  # here, and not when Python ends: what cannot be written is an error like others
-        return status
-    except MemscaleError as error:
-        message = str(error)
-    except _UsageError as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-        if (context := getattr(error, "ctx", None)) is not None:
-            message = f"{message.rstrip('.')} ({context.command_path} --help shows what it takes)"
-    except OSError as error:
-        if error.errno not in _UNWRITABLE:
-            raise
-        message = f"the output cannot be written: {error.strerror}"
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would say so again when it ends
-    except (KeyboardInterrupt, typer.Abort):
-        print("memscale: stopped", file=sys.stderr)
-        return 130
-    print(f"memscale: {message}", file=sys.stderr)
-    return 2
+    if arguments[:2] == ["plan", "pull"]:  # `plan` has no other word that is not an option
+        arguments = ["plan-pull", *arguments[2:]]
+    return run_app(app, arguments)

@@ -23,9 +23,10 @@ from typer import Option
 import memscale as ms
 from memscale.cli.options import count
 from memscale.cli.step import typed_budget
+from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
-from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds
+from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
 from memscale.planning import DecisionEngine, Evidence, ProvenPlan
 from memscale.reports import plot_timelines
 
@@ -63,9 +64,8 @@ def demo(options: DemoOptions) -> int:
     _check_picture(out)
     if budget is not None:
         budget_bytes(typed_budget(budget), ms.Hardware.detect(job.device.type).usable_bytes)
-    # The model comes from its config alone; nothing here may reach for the network.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    _check_packages()
+    with offline():
+        _check_packages()
     screen = Console()
     text = read_text()
     screen.print(
@@ -146,9 +146,10 @@ def _checked_job(options: DemoOptions) -> Job:
     )
     needed_bytes = 2 * job.state_bytes + job.activation_bytes
     if needed_bytes > free_bytes:
+        needed, free = format_unlike(needed_bytes, free_bytes)
         raise ConfigError(
-            f"the demo would need about {format_bytes(needed_bytes)} and {job.device} has "
-            f"{format_bytes(free_bytes)} free; lower --batch, --seq, --layers or --width"
+            f"the demo would need about {needed} and {job.device} has {free} free; lower --batch, --seq, --layers "
+            "or --width"
         )
     return job
 

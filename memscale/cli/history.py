@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,21 @@ from memscale.cli.step import Step, StepOptions, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, show
 from memscale.config import Config
 from memscale.core import ConfigError, aligned, budget_bytes, format_bytes, format_seconds
-from memscale.history import TEXTS, TRACKERS, Baseline, Comparison, History, Run, commit_of, record
+from memscale.history import (
+    TEXTS,
+    TRACKERS,
+    Baseline,
+    Comparison,
+    History,
+    Remote,
+    Run,
+    commit_of,
+    document_of,
+    is_address,
+    queue_path,
+    record,
+    send,
+)
 from memscale.simulation import MemoryProfiler
 
 HISTORY = typer.Typer(help="What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now.")
@@ -35,7 +50,8 @@ class CheckOptions:
     baseline: Annotated[
         str,
         Option(
-            metavar="FILE|REF", help="A file of runs, or a git reference whose runs are in the history, such as main."
+            metavar="FILE|REF|URL#LABEL",
+            help="A file of runs, a git reference whose runs are in the history, or a baseline of a server's project.",
         ),
     ]
     plan: Shorthand = None
@@ -66,15 +82,26 @@ def check(options: CheckOptions) -> int:
             "--update into a file, or set $MEMSCALE_HISTORY where the baseline's commit is checked"
         )
     if options.update:
-        assert isinstance(source, Baseline), "checked before"
-        source.write(run)
+        assert not isinstance(source, str), "checked before"
+        _write(source, run)
     comparison = None if before is None else Comparison(before, run, tolerance_bytes)
     _tell(run, comparison, options)
     return DOES_NOT_FIT if comparison is not None and comparison.is_regression and not options.update else 0
 
 
-def _source(options: CheckOptions) -> Baseline | str:
-    """The file of runs, or the commit whose runs are in the history."""
+@dataclasses.dataclass(frozen=True)
+class _Labelled:
+    """The baselines that a server's project has under a label."""
+
+    remote: Remote
+    label: str
+
+
+def _source(options: CheckOptions) -> Baseline | _Labelled | str:
+    """The file of runs, the project's label, or the commit whose runs are in the history."""
+    if is_address(options.baseline):
+        url, _, label = options.baseline.partition("#")
+        return _Labelled(Remote(url), label or "main")
     path = Path(options.baseline)
     if options.update or path.exists() or path.suffix:
         if path.is_dir() or not path.resolve().parent.is_dir():
@@ -89,11 +116,20 @@ def _source(options: CheckOptions) -> Baseline | str:
     return commit
 
 
-def _before(source: Baseline | str, run: Run) -> Run | None:
+def _before(source: Baseline | _Labelled | str, run: Run) -> Run | None:
     if isinstance(source, Baseline):
         return source.run(run.name, run.hardware)
+    if isinstance(source, _Labelled):
+        return source.remote.baseline(source.label, run)
     with History() as history:
         return next(iter(history.runs(name=run.name, hardware=run.hardware, commit=source, last=1)), None)
+
+
+def _write(source: Baseline | _Labelled, run: Run) -> None:
+    if isinstance(source, Baseline):
+        source.write(run)
+        return
+    source.remote.set_baseline(source.label, run)
 
 
 def _simulated(step: Step, options: CheckOptions) -> Run:
@@ -184,6 +220,39 @@ def compare(first: _RunId, second: Annotated[str, Argument(metavar="ID", help="L
     with History() as history:
         show(str(Comparison(history.run(first), history.run(second))))
     return 0
+
+
+@HISTORY.command("push")
+def push(
+    to: Annotated[
+        str | None, Option(metavar="URL", help="The project's page; by default what waits for any server is sent.")
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the JSON that would be sent, and send nothing.")] = False,
+) -> int:
+    """Send runs to a team's server, each once. The token is $MEMSCALE_TOKEN, or in a file of mode 0600."""
+    url = None if to is None else Remote(to).url
+    with History(queue_path()) as history:
+        if dry_run:
+            runs = [run for run, *_ in history.waiting()] if url is None else history.unsent(url)
+            for run in runs:
+                print(json.dumps(document_of(run)))
+            return 0
+        if url is not None:
+            history.queue(url)
+        refused: list[str] = []
+        told = {"new": 0, "was there": 0}
+
+        def tell(run: Run, _: str, said: str) -> None:
+            if said in told:
+                told[said] += 1
+            else:
+                refused.append(f"{run.id} {run.name!r}: {said}")
+
+        send(history, tell)  # what is not acknowledged waits, and goes next time
+    print(f"{told['new']} sent, {told['was there']} were there")
+    for line in refused:
+        print(f"memscale: {line}", file=sys.stderr)
+    return 1 if refused else 0
 
 
 @HISTORY.command("export")

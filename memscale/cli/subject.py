@@ -7,7 +7,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,26 @@ def _missing(source: str) -> str:
     )
 
 
+@contextmanager
+def offline() -> Iterator[None]:
+    """Keep transformers from the network: a model comes from its config alone.
+
+    transformers reads the variable once, when it is loaded. Afterwards the variable is as the user had it: a user who
+    sets it opts out of telemetry, and a command that does so does not.
+    """
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = before or "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+
+
+@offline()
 def _from_config(path: Path, dtype: torch.dtype) -> Subject:
-    # The model comes from its config alone; nothing here may reach for the network.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

@@ -37,7 +37,7 @@ from memscale.core.simulating import (
     simulating,
     simulation,
 )
-from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds
+from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds, format_unlike
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
 from memscale.core.values import Value, factory, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
@@ -83,6 +83,7 @@ __all__ = [
     "format_bytes",
     "format_flops",
     "format_seconds",
+    "format_unlike",
     "found_once",
     "from_data",
     "fsdp_groups",

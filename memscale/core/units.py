@@ -12,6 +12,7 @@ from memscale.core.errors import ConfigError
 from memscale.core.misuse import shown
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MOST_DIGITS = 12  # behind the point: a byte of a TiB
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -21,12 +22,33 @@ def format_bytes(nbytes: float) -> str:
     >>> format_bytes(512), format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1023.9 * 2**20)
     ('512 B', '1.50 KiB', '3.00 GiB', '1.00 GiB')
     """
+    return _in_unit(nbytes, None)
+
+
+def _in_unit(nbytes: float, digits: int | None) -> str:
+    """With so many digits behind the point, or with three in all."""
     power = 0
     # 999.5 and not 1024, so that no number needs a fourth digit before its point.
     while abs(nbytes) >= 999.5 and power < len(_UNITS) - 1:
         nbytes /= 1024
         power += 1
-    return f"{nbytes:.0f} B" if power == 0 else f"{_three_digits(nbytes)} {_UNITS[power]}"
+    if power == 0:
+        return f"{nbytes:.0f} B"
+    return f"{_three_digits(nbytes) if digits is None else f'{nbytes:.{digits}f}'} {_UNITS[power]}"
+
+
+def format_unlike(*sizes: float) -> tuple[str, ...]:
+    """Return `sizes`, which a sentence compares, with so many digits that different sizes read differently.
+
+    >>> format_unlike(134 * 2**20, 134.004 * 2**20), format_unlike(3 * 2**30, 2**20)
+    (('134.000 MiB', '134.004 MiB'), ('3.00 GiB', '1.00 MiB'))
+    """
+    texts = tuple(map(format_bytes, sizes))
+    digits = 0
+    while len(set(texts)) < len(set(sizes)) and digits < _MOST_DIGITS:
+        digits += 1
+        texts = tuple(_in_unit(nbytes, digits) for nbytes in sizes)
+    return texts
 
 
 def format_seconds(seconds: float) -> str:

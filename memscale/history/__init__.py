@@ -3,9 +3,12 @@
 from memscale.history.baseline import Baseline
 from memscale.history.comparison import Comparison
 from memscale.history.database import History
+from memscale.history.document import document_of
 from memscale.history.export import TEXTS, TRACKERS, to_csv, to_json_lines
 from memscale.history.recording import keep, keep_measured, record
+from memscale.history.remote import Remote
 from memscale.history.run import Run, commit_of
+from memscale.history.sending import is_address, queue_path, send
 
 __all__ = [
     "TEXTS",
@@ -13,11 +16,16 @@ __all__ = [
     "Baseline",
     "Comparison",
     "History",
+    "Remote",
     "Run",
     "commit_of",
+    "document_of",
+    "is_address",
     "keep",
     "keep_measured",
+    "queue_path",
     "record",
+    "send",
     "to_csv",
     "to_json_lines",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Baseline:
         Raises:
             ConfigError: as `runs`, or the file cannot be written.
         """
+        run = dataclasses.replace(run, timeline=None)  # which no comparison asks for, and which would fill a diff
         others = [each for each in self.runs() if (each.name, each.hardware) != (run.name, run.hardware)]
         ordered = sorted(
             [*others, run], key=lambda each: (each.name, each.hardware)

@@ -14,11 +14,18 @@ from pathlib import Path
 from memscale.core import HISTORY, ConfigError, filesystem_of
 from memscale.history.run import Run
 
-_SCHEMA = 1
-_TABLE = """
+_SCHEMA = 2
+_TABLES = (
+    """
 CREATE TABLE run (id TEXT PRIMARY KEY, name TEXT NOT NULL, hardware TEXT NOT NULL, commit_ TEXT NOT NULL,
                   document TEXT NOT NULL) WITHOUT ROWID;
-"""
+""",
+    # What is to be sent where. `stamp` is new with each change of the run: an answer is to the stamp that was sent.
+    """
+CREATE TABLE delivery (run TEXT NOT NULL, url TEXT NOT NULL, stamp INTEGER NOT NULL, done INTEGER NOT NULL,
+                       PRIMARY KEY (run, url)) WITHOUT ROWID;
+""",
+)
 _BUSY_SECONDS = 5.0
 # Where the memory that WAL shares between processes is not shared.
 _ELSEWHERE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "fuse.sshfs")
@@ -75,8 +82,12 @@ class History:
         """Let go of the file."""
         self._connection.close()
 
-    def add(self, run: Run) -> None:
+    def add(self, run: Run, *, send_to: str | None = None) -> None:
         """Keep a run, in the place of the one with its id; it is on disk when this returns.
+
+        Args:
+            run: to keep.
+            send_to: the address of a server's project, for which the run then waits in the file.
 
         Raises:
             ConfigError: the file cannot be written, or another process is writing for seconds.
@@ -84,6 +95,41 @@ class History:
         row = (run.id, run.name, run.hardware, run.commit.removesuffix("+"), run.to_json())
         with self._told(), self._writing():
             self._connection.execute("INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?)", row)
+            stamp = time.time_ns()
+            self._connection.execute("UPDATE delivery SET stamp = ?, done = 0 WHERE run = ?", (stamp, run.id))
+            if send_to is not None:
+                self._connection.execute("INSERT OR IGNORE INTO delivery VALUES (?, ?, ?, 0)", (run.id, send_to, stamp))
+
+    def queue(self, url: str) -> None:
+        """Let every run that was not queued for `url` wait for it."""
+        with self._told(), self._writing():
+            self._connection.execute(
+                "INSERT OR IGNORE INTO delivery SELECT id, ?, ?, 0 FROM run", (url, time.time_ns())
+            )
+
+    def waiting(self) -> list[tuple[Run, str, int]]:
+        """The runs that wait, the oldest first, each with its address and the stamp that `delivered` asks for."""
+        with self._told():
+            rows = self._connection.execute(
+                "SELECT document, url, stamp FROM delivery JOIN run ON run = id WHERE NOT done ORDER BY id"
+            ).fetchall()
+        return [(Run.from_json(document), url, stamp) for document, url, stamp in rows]
+
+    def unsent(self, url: str) -> list[Run]:
+        """The runs that `queue` would let go to `url`, and those that wait for it."""
+        with self._told():
+            rows = self._connection.execute(
+                "SELECT document FROM run LEFT JOIN delivery ON run = id AND url = ? WHERE done IS NOT 1 ORDER BY id",
+                (url,),
+            ).fetchall()
+        return [Run.from_json(document) for (document,) in rows]
+
+    def delivered(self, run: Run, url: str, stamp: int) -> None:
+        """Send the run there no more, unless it changed since `stamp`."""
+        with self._told(), self._writing():
+            self._connection.execute(
+                "UPDATE delivery SET done = 1 WHERE run = ? AND url = ? AND stamp = ?", (run.id, url, stamp)
+            )
 
     def runs(
         self,
@@ -140,8 +186,9 @@ class History:
                         f"the history {str(self.path)!r} has schema version {schema}, and this version of memscale "
                         f"knows {_SCHEMA}; use a newer memscale, or another file"
                     )
-                if schema == 0:
-                    self._connection.execute(_TABLE)
+                if schema < _SCHEMA:
+                    for table in _TABLES[schema:]:
+                        self._connection.execute(table)
                     self._connection.execute(f"PRAGMA user_version = {_SCHEMA}")
         except BaseException:
             self._connection.close()

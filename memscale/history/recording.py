@@ -15,6 +15,7 @@ from memscale.config import Config
 from memscale.core import HISTORY, MemscaleError, tensors
 from memscale.history.database import History
 from memscale.history.run import Run
+from memscale.history.sending import is_address, send_later
 from memscale.observability import rank
 from memscale.simulation import Profile
 
@@ -45,7 +46,8 @@ def record(
 
     Args:
         profile, name, plan, measured, model, batch, config: as in `Run.of`.
-        path: of the history's file; None is ``$MEMSCALE_HISTORY``, and without that nothing is recorded.
+        path: of the history's file; None is ``$MEMSCALE_HISTORY``, and without that nothing is recorded. The address
+            of a project on a server, ``"https://..."``, sends the run there, from a file in which it waits.
 
     Raises:
         ConfigError, PlanError: as `Run.of`, which is about the call.
@@ -92,8 +94,11 @@ def keep_measured(run: Run, path: str, measured: Mapping[str, float]) -> Run | N
 
 def _added(run: Run, path: str | os.PathLike[str] | None) -> Run | None:
     try:
-        with History(path) as history:
-            history.add(run)
+        if is_address(path):
+            send_later(run, str(path))
+        else:
+            with History(path) as history:
+                history.add(run)
     except (MemscaleError, OSError) as error:
         _log.warning("this run is not recorded: %s", error)
         return None

@@ -26,6 +26,7 @@ from memscale.simulation import Profile
 _DOCUMENT = Document("run", version=1, writer="Run.to_json()", error=ConfigError)
 _MOST_HOLDINGS = 20
 _MOST_SHAPES = 16
+_MOST_COLUMNS = 160  # of a timeline
 _GIT_SECONDS = 5.0
 
 
@@ -50,6 +51,9 @@ class Run:
             run was told of the model; nothing of their values.
         shapes: of the batch's tensors, with their dtypes.
         config: as Python, ``""`` for the usual one.
+        budget_bytes: what the plan was made for, None where that is not known.
+        timeline: live bytes by category over the step, as few columns as a small picture has; no part of what runs are
+            compared by, and None in a baseline's file.
     """
 
     id: str
@@ -65,6 +69,8 @@ class Run:
     model: str = ""
     shapes: tuple[str, ...] = ()
     config: str = ""
+    budget_bytes: int | None = None
+    timeline: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -121,6 +127,8 @@ class Run:
             model=_hash_of(model) if isinstance(model, nn.Module) else "",
             shapes=tuple(_shape_of(tensor) for tensor in tensors(batch)[:_MOST_SHAPES]),
             config="" if config is None or not config.given else repr(config),
+            budget_bytes=plan.evidence.budget_bytes if isinstance(plan, ProvenPlan) else None,
+            timeline=_timeline_of(profile),
         )
 
     @property
@@ -177,6 +185,21 @@ class Run:
             "decision_source": self.decision_source,
             **{f"measured_{name}": value for name, value in self.measured.items()},
         }
+
+
+def _timeline_of(profile: Profile) -> dict[str, Any] | None:
+    if not profile.changes:
+        return None
+    from memscale.reports import columns  # loaded with the first run that is made
+
+    timeline = profile.timeline
+    live = columns(timeline.position, timeline.live_bytes, count=_MOST_COLUMNS).live_bytes
+    return {
+        "unit": timeline.unit,
+        "end": float(timeline.position[-1]),
+        "phases": [[name, begin] for name, begin in timeline.phases],
+        "live": {category: values.tolist() for category, values in live.items() if values.any()},
+    }
 
 
 def _source_of(plan: Plan | None) -> str:

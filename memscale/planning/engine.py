@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes
+from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
@@ -368,7 +368,8 @@ class DecisionEngine:
 
     def _unchanged(self, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         taken = self.plain.taken_bytes
-        trace = (f"smart skip: the step as it is takes {format_bytes(taken)} of {format_bytes(limit)}",)
+        takes, budget = format_unlike(taken, limit)
+        trace = (f"smart skip: the step as it is takes {takes} of {budget}",)
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
         return ProvenPlan(Plan(), evidence, decision)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from memscale.config import Config
-from memscale.core import BudgetError, format_bytes
+from memscale.core import BudgetError, format_unlike
 from memscale.planning.beside import Setting, beside
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
@@ -37,9 +37,10 @@ class Refusal:
     def error(self, smallest: Proven, limit: int, *, tells: bool) -> BudgetError:
         """The error, with what would help if it `tells` that, for which steps are simulated."""
         least = smallest.taken_bytes
+        asked, reached = format_unlike(limit, least)
         said = (
-            f"no plan fits {format_bytes(limit)} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak "
-            f"within reach is {format_bytes(least)} ({least} bytes)"
+            f"no plan fits {asked} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak within reach is "
+            f"{reached} ({least} bytes)"
         )
         error = BudgetError("; ".join([said, *(self._what_helps(smallest, limit) if tells else ())]))
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.steps.model)
@@ -48,7 +49,7 @@ class Refusal:
     def _what_helps(self, smallest: Proven, limit: int) -> list[str]:
         wider = sorted(self._wider(smallest), key=lambda each: each[1])
         lines = [
-            f"Config({field}=True) would lower it to {format_bytes(nbytes)}"
+            f"Config({field}=True) would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
             for field, nbytes in wider
             if nbytes < smallest.taken_bytes
         ]
@@ -56,9 +57,8 @@ class Refusal:
         said, nbytes = beside(own, smallest.profile, limit, step.other, model=step.model, optimizer=step.optimizer)
         if said:
             fits = ", which fits" if nbytes <= limit else ""
-            lines.append(
-                f"beside its plan {' and '.join(said)} would lower it to {format_bytes(nbytes)} ({nbytes} bytes){fits}"
-            )
+            lower, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
+            lines.append(f"beside its plan {' and '.join(said)} would lower it to {lower} ({nbytes} bytes){fits}")
         states = smallest.profile.by_category.get("optimizer state", 0)
         lighter = ", or an optimizer with less state" if states else ""
         return lines or [f"take a smaller batch and accumulate gradients{lighter}"]

@@ -2,8 +2,7 @@
 
 from memscale.policy.artifact import Artifact
 from memscale.policy.context import FEATURES, TECHNIQUES, StrategyContext, eligible
-from memscale.policy.decision import StrategyDecision, everything
-from memscale.policy.selecting import rule, select, widenings
+from memscale.policy.decision import StrategyDecision, everything, rule, select, widenings
 
 __all__ = [
     "FEATURES",

@@ -18,7 +18,7 @@ _MOST_VALUE = 1 << 40
 _ARMS = 1 << len(TECHNIQUES)  # sets of techniques, each technique a bit
 
 # A node: feature, threshold, the row below it for at most that, and for more; or -1, arm, value, 0: a leaf.
-_Node = tuple[int, int, int, int]
+_Node = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Artifact:
 
     sha256: str
     trees: tuple[tuple[_Node, ...], ...]
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, ...], ...]
     threshold: int
     planner: str
 
@@ -61,20 +61,22 @@ class Artifact:
 
     @classmethod
     def _checked(cls, found: bytes) -> Artifact:
-        if len(found) > _MOST_BYTES:
-            raise ValueError("too large")
         data = json.loads(found)
-        if data["schema"] != SCHEMA or tuple(data["features"]) != FEATURES or tuple(data["techniques"]) != TECHNIQUES:
-            raise ValueError("of another schema")
-        trees = tuple(tuple(_node(node) for node in tree) for tree in data["trees"])
-        ranges = tuple((_integer(low), _integer(high)) for low, high in data["ranges"])
-        if not 0 < len(trees) <= _MOST_TREES or len(ranges) != len(FEATURES):
-            raise ValueError("not a forest")
-        for tree in trees:
-            _check_tree(tree)
-        threshold, planner = _integer(data["threshold"]), data["manifest"]["planner"]
-        if not 0 <= threshold <= 100 or not isinstance(planner, str):
-            raise ValueError("not a threshold")
+        trees = tuple(tuple(_integers(node, 4) for node in tree) for tree in data["trees"])
+        ranges = tuple(_integers(each, 2) for each in data["ranges"])
+        (threshold,), planner = _integers([data["threshold"]], 1), data["manifest"]["planner"]
+        is_sound = (
+            len(found) <= _MOST_BYTES
+            and data["schema"] == SCHEMA
+            and (tuple(data["features"]), tuple(data["techniques"])) == (FEATURES, TECHNIQUES)
+            and 0 < len(trees) <= _MOST_TREES
+            and all(map(_is_tree, trees))
+            and len(ranges) == len(FEATURES)
+            and 0 <= threshold <= 100
+            and isinstance(planner, str)
+        )
+        if not is_sound:
+            raise ValueError("not a forest of this schema")
         return cls(hashlib.sha256(found).hexdigest(), trees, ranges, threshold, planner)
 
     def vote(self, context: StrategyContext) -> tuple[tuple[str, ...], int]:
@@ -104,31 +106,22 @@ class Artifact:
         return tuple(name for bit, name in enumerate(TECHNIQUES) if best >> bit & 1), confidence
 
 
-def _check_tree(tree: tuple[_Node, ...]) -> None:
-    if not 0 < len(tree) <= _MOST_NODES:
-        raise ValueError("not a tree")
+def _is_tree(tree: tuple[_Node, ...]) -> bool:
+    """Whether each row is a leaf or refers to rows further on, so that no walk comes back, and no walk is long."""
     depth = [0] * len(tree)
-    for row, (feature, *rest) in enumerate(tree):
-        if feature < 0:
-            arm, value, _ = rest
-            if feature != -1 or not 0 <= arm < _ARMS or not 0 <= value <= _MOST_VALUE:
-                raise ValueError("not a leaf")
-            continue
-        for below in rest[1:]:
-            # Further on only: no walk can come back.
-            if feature >= len(FEATURES) or not row < below < len(tree):
-                raise ValueError("not a node")
-            depth[below] = max(depth[below], depth[row] + 1)
-    if max(depth) > _MOST_DEPTH:
-        raise ValueError("too deep")
+    for row, (feature, arm, value, other) in enumerate(tree):
+        if feature == -1:
+            if not (0 <= arm < _ARMS and 0 <= value <= _MOST_VALUE):
+                return False
+        elif not (0 <= feature < len(FEATURES) and row < min(value, other) and max(value, other) < len(tree)):
+            return False
+        else:
+            for below in (value, other):
+                depth[below] = max(depth[below], depth[row] + 1)
+    return 0 < len(tree) <= _MOST_NODES and max(depth) <= _MOST_DEPTH
 
 
-def _node(node: Any) -> _Node:
-    feature, threshold, low, high = node
-    return _integer(feature), _integer(threshold), _integer(low), _integer(high)
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int or abs(value) > _MOST_VALUE:
-        raise ValueError("not an integer in range")
-    return value
+def _integers(values: Any, count: int) -> tuple[int, ...]:
+    if len(values) != count or any(type(value) is not int or abs(value) > _MOST_VALUE for value in values):
+        raise ValueError(f"not {count} integers in range")
+    return tuple(values)

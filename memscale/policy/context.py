@@ -21,6 +21,7 @@ _PROBE_BYTES = 1 << 30
 TECHNIQUES = ("checkpoint", "tile", "offload")
 SWITCHES = {"checkpoint": "enable_checkpointing", "tile": "enable_tiling", "offload": "enable_offloading"}
 
+_STATIC = ("parameter", "gradient", "optimizer state")
 _NUMBERED = re.compile(r"^((?:[^.]*[^.\d][^.]*\.)*)(\d+)(?:\.|$)")
 
 
@@ -100,47 +101,43 @@ class StrategyContext:
         if not profile.changes:
             raise ConfigError("this profile has no timeline; make a new one with memscale.profile")
         live = {name: int(each.max()) for name, each in profile.timeline.live_bytes.items()}
-        taken = profile.reserved_peak_bytes if profile.reserved_peak_bytes is not None else profile.peak_bytes
-        activations = live.get("activation", 0)
-        excess = max(taken - limit, 0)
+        peak, at_peak = (
+            profile.peak_bytes,
+            {name: profile.by_category.get(name, 0) for name in (*_STATIC, "activation")},
+        )
+        taken = peak if profile.reserved_peak_bytes is None else profile.reserved_peak_bytes
+        activations, excess = live.get("activation", 0), max(taken - limit, 0)
         seconds = profile.step_seconds or 0.0
         begins = dict(profile.phases) if profile.position_unit == "seconds" else {}
         forward = begins.get("backward", 0.0) - begins.get("forward", 0.0)
-        optimizer = seconds - begins["optimizer"] if "optimizer" in begins else 0.0
         prefix, count, block_seconds = _blocks(profile)
-        outside = [
-            each.nbytes
-            for each in profile.holdings
-            if each.category not in ("parameter", "gradient", "optimizer state") and not _is_in(each.path, prefix)
-        ]
-        link = _link_bytes_per_second(hardware)
-        at_peak, peak = profile.by_category, profile.peak_bytes
-        known = ("parameter", "gradient", "optimizer state", "activation")
+        transient = [each for each in profile.holdings if each.category not in _STATIC]
+        outside = [each.nbytes for each in transient if not _is_in(each.path, prefix)]
+        carried = _link_bytes_per_second(hardware) * forward
+        has_link = _link_bytes_per_second(hardware) > 0
         rate = max(hardware.flops_per_second.values(), default=0.0)
-        bandwidth = hardware.bandwidth_bytes_per_second or 0.0
-        static = sum(live.get(name, 0) for name in ("parameter", "gradient", "optimizer state"))
         return cls(
             pressure=_ratio(taken, limit),
-            static_over_budget=_ratio(static, limit),
+            static_over_budget=_ratio(sum(live.get(name, 0) for name in _STATIC), limit),
             excess_over_activations=_ratio(excess, activations),
-            parameter_share=_ratio(at_peak.get("parameter", 0), peak),
-            gradient_share=_ratio(at_peak.get("gradient", 0), peak),
-            state_share=_ratio(at_peak.get("optimizer state", 0), peak),
-            activation_share=_ratio(at_peak.get("activation", 0), peak),
-            other_share=_ratio(peak - sum(at_peak.get(name, 0) for name in known), peak),
+            parameter_share=_ratio(at_peak["parameter"], peak),
+            gradient_share=_ratio(at_peak["gradient"], peak),
+            state_share=_ratio(at_peak["optimizer state"], peak),
+            activation_share=_ratio(at_peak["activation"], peak),
+            other_share=_ratio(peak - sum(at_peak.values()), peak),
             reserved_over_allocated=_ratio(taken, peak),
             largest_over_budget=_ratio(max((each.nbytes for each in profile.holdings), default=0), limit),
             outside_over_budget=_ratio(max(outside, default=0), limit),
             blocks=_ratio(count, 1),
             block_seconds_share=_ratio(block_seconds, seconds),
             forward_share=_ratio(forward, seconds),
-            optimizer_share=_ratio(optimizer, seconds),
-            link_window=_ratio(activations, link * forward) if link else 0,
-            excess_window=_ratio(excess, link * forward) if link else 0,
+            optimizer_share=_ratio(seconds - begins.get("optimizer", seconds), seconds),
+            link_window=_ratio(activations, carried) if has_link else 0,
+            excess_window=_ratio(excess, carried) if has_link else 0,
             host_over_activations=_MOST if config.host_bytes is None else _ratio(config.host_bytes, activations),
-            machine_balance=_ratio(rate, bandwidth),
+            machine_balance=_ratio(rate, hardware.bandwidth_bytes_per_second or 0.0),
             intensity_share=_ratio(profile.flops, rate * seconds),
-            has_link=int(link > 0),
+            has_link=int(has_link),
             is_accelerator=int(hardware.device_type != "cpu"),
             eligible=eligible(config),
         )
@@ -208,6 +205,3 @@ def _link_bytes_per_second(hardware: Hardware) -> float:
     if hardware.device_type == "cpu" or not knows_copies(hardware):
         return 0.0
     return min(_PROBE_BYTES / copy_seconds(_PROBE_BYTES, "pinned", way, hardware) for way in DIRECTIONS)
-
-
-__all__ = ["FEATURES", "SWITCHES", "TECHNIQUES", "StrategyContext", "eligible"]

@@ -4,6 +4,7 @@ Loaded by the first `Profile`, `Frontier` or `Tuning` that is asked to print or 
 what they ask for.
 """
 
+from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, placed, time_scale
 from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
 from memscale.reports.page import PAGES, checked_target, write_html, write_page
 from memscale.reports.plot import plot_profile, plot_timelines
@@ -12,18 +13,24 @@ from memscale.reports.text import diff_text, module_text, profile_text
 from memscale.reports.trace import write_trace
 
 __all__ = [
+    "COLOURS",
     "PAGES",
+    "Axis",
     "DrawnPoint",
     "PartOfPlan",
     "TriedSize",
+    "byte_scale",
     "checked_target",
+    "columns",
     "diff_text",
     "module_text",
+    "placed",
     "plot_frontier",
     "plot_profile",
     "plot_sizes",
     "plot_timelines",
     "profile_text",
+    "time_scale",
     "write_frontier",
     "write_html",
     "write_page",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from memscale.core import format_bytes
+from memscale.core import format_bytes, format_unlike
 from memscale.hardware import Hardware, has_rate
 from memscale.simulation.allocator.caching import TRIM, TRIM_IF_GROWN, Replay, replay
 from memscale.simulation.allocator.settings import AllocatorSettings
@@ -165,9 +165,10 @@ def _advice(
     expandable = replace(settings, expandable_segments=True)
     less = replay(events, settings=expandable, streams=streams).reserved_peak_bytes
     if found.reserved_peak_bytes - less >= least:
+        expanding, fixed = format_unlike(less, found.reserved_peak_bytes)
         yield (
-            f"with {_ALLOCATOR_VARIABLES[0]}=expandable_segments:True the step would reserve "
-            f"{format_bytes(less)} in place of {format_bytes(found.reserved_peak_bytes)}"
+            f"with {_ALLOCATOR_VARIABLES[0]}=expandable_segments:True the step would reserve {expanding} in place of "
+            f"{fixed}"
         )
 
 

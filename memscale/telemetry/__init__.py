@@ -1,9 +1,9 @@
 """How memscale is used, counted for those who asked for it: off by default, and nothing here opens a connection."""
 
 from memscale.telemetry.consent import Consent, State, consent, folder, give_consent, take_consent_back
+from memscale.telemetry.counters import COMMANDS, SCHEMA, schema
 from memscale.telemetry.counting import count, counted, uncounted, week_of
 from memscale.telemetry.report import Machine, Weeks, canonical
-from memscale.telemetry.schema import COMMANDS, SCHEMA, faults, schema
 
 __all__ = [
     "COMMANDS",
@@ -16,7 +16,6 @@ __all__ = [
     "consent",
     "count",
     "counted",
-    "faults",
     "folder",
     "give_consent",
     "schema",

@@ -10,27 +10,17 @@ import shutil
 import stat
 
 from memscale.core import ConfigError
-from memscale.telemetry.schema import SCHEMA
+from memscale.telemetry.counters import SCHEMA
 
 _FILE = "consent.json"
 _MOST_BYTES = 4096
 
 # Any value of these but "", "0" and "false" is a no: of a person, of a machine that builds, of a test.
-_REFUSALS = (
-    "DO_NOT_TRACK",
-    "HF_HUB_OFFLINE",
-    "CI",
-    "GITHUB_ACTIONS",
-    "GITLAB_CI",
-    "BUILDKITE",
-    "CIRCLECI",
-    "TF_BUILD",
-    "JENKINS_URL",
-    "TRAVIS",
-    "CODEBUILD_BUILD_ID",
-    "TEAMCITY_VERSION",
-    "PYTEST_CURRENT_TEST",
+_NAMES = (
+    "DO_NOT_TRACK HF_HUB_OFFLINE CI GITHUB_ACTIONS GITLAB_CI BUILDKITE CIRCLECI TF_BUILD JENKINS_URL TRAVIS "
+    "CODEBUILD_BUILD_ID TEAMCITY_VERSION PYTEST_CURRENT_TEST"
 )
+_REFUSALS = tuple(_NAMES.split())
 _OWN = "MEMSCALE_TELEMETRY"
 
 
@@ -59,13 +49,10 @@ class Consent:
 
 def folder() -> str | None:
     """Where all files of this are, which need not exist; None where a user has no place for settings."""
-    shared = os.environ.get("XDG_CONFIG_HOME")
-    if shared and shared[0] == "/":  # the specification has others ignored
-        return f"{shared}/memscale/telemetry"
-    if home := os.environ.get("HOME"):
-        return f"{home}/.config/memscale/telemetry" if home[0] == "/" else None
-    appdata = os.environ.get("APPDATA")
-    return f"{appdata}/memscale/telemetry" if appdata else None
+    for name, below in (("XDG_CONFIG_HOME", ""), ("HOME", "/.config"), ("APPDATA", "")):
+        if os.path.isabs(home := os.environ.get(name, "")):  # the specification has others ignored
+            return f"{home}{below}/memscale/telemetry"
+    return None
 
 
 def is_off() -> bool:
@@ -90,7 +77,7 @@ def consent() -> Consent:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return Consent(State.OFF, f"{place}/{_FILE} cannot be read; say `memscale telemetry local` or `on` again")
     for name in _REFUSALS:
-        if _is_set(name):
+        if os.environ.get(name, "").strip().lower() not in ("", "0", "false"):
             return Consent(State.OFF, f"${name} is set")
     own = os.environ.get(_OWN, "").strip().lower()
     if own == "local":
@@ -106,7 +93,9 @@ def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
     Raises:
         ConfigError: there is no folder to write it in.
     """
-    place = _place()
+    place = folder()
+    if place is None:
+        raise ConfigError("there is no folder for settings: set $HOME or $XDG_CONFIG_HOME to an absolute path")
     chosen = {"state": state.value, "endpoint": endpoint, "since": since, "schema": SCHEMA}
     part = f"{place}/{_FILE}.part-{os.getpid()}"
     try:
@@ -117,7 +106,7 @@ def give_consent(state: State, *, since: str, endpoint: str = "") -> None:
     except OSError as error:
         raise ConfigError(
             f"{place} cannot be written: {error.strerror}; set $XDG_CONFIG_HOME to a folder that can"
-        ) from (error)
+        ) from error
 
 
 def take_consent_back(*, clean: bool = False) -> None:
@@ -127,41 +116,23 @@ def take_consent_back(*, clean: bool = False) -> None:
         ConfigError: a file cannot be removed.
     """
     place = folder()
-    if place is None:
-        return
     try:
-        if clean:
-            shutil.rmtree(place)
-        else:
-            os.unlink(f"{place}/{_FILE}")
+        if place is not None:
+            shutil.rmtree(place) if clean else os.unlink(f"{place}/{_FILE}")
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}; remove it by hand") from error
 
 
-def _place() -> str:
-    place = folder()
-    if place is None:
-        raise ConfigError("there is no folder for settings: set $HOME or $XDG_CONFIG_HOME to an absolute path")
-    return place
-
-
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").strip().lower() not in ("", "0", "false")
-
-
-def _read(path: str) -> dict[str, object]:
-    """The JSON of a small regular file of this user's own; without waiting, for a pipe has nobody at its other end."""
+def _read(path: str) -> dict[str, str | int]:
+    """What a small regular file of this user's own holds; without waiting, as for the other end of a pipe."""
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         found = os.fstat(number)
-        own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
-        if not stat.S_ISREG(found.st_mode) or not own:
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != getattr(os, "geteuid", lambda: found.st_uid)():
             raise ValueError("not a file of this user's")
-        chosen = json.loads(os.read(number, _MOST_BYTES))
+        chosen: dict[str, str | int] = json.loads(os.read(number, _MOST_BYTES))
+        return chosen
     finally:
         os.close(number)
-    if not isinstance(chosen, dict):
-        raise TypeError("not a JSON object")
-    return chosen

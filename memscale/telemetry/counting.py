@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from typing import Any, TypeVar
 
 from memscale.telemetry.consent import State, consent, folder, is_off
-from memscale.telemetry.facts import facts_of, subject_of
+from memscale.telemetry.facts import Call
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,18 +40,16 @@ def counted(call: str) -> Callable[[_F], _F]:
         def call_of(*args: Any, **kwargs: Any) -> Any:
             if is_off() or getattr(_within, "call", False):
                 return verb(*args, **kwargs)
-            _within.call = True
-            subject = subject_of(args, kwargs)
-            result = error = None
+            _within.call, this = True, Call(call, args, kwargs)
             try:
-                result = verb(*args, **kwargs)
-                return result
-            except Exception as raised:
-                error = raised
+                this.result = verb(*args, **kwargs)
+                return this.result
+            except Exception as error:
+                this.error = error
                 raise
             finally:
                 _within.call = False
-                count(f"{call}_called", lambda: facts_of(call, args, kwargs, result, error, subject))
+                count(f"{call}_called", this.facts)
 
         return call_of  # type: ignore[return-value]
 

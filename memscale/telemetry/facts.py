@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from memscale.core import BudgetError, CorrectnessError, RuntimeUnavailable, TransformError
-from memscale.telemetry.counters import DIMENSIONS, below, decade, peak_error
-from memscale.telemetry.structure import architecture_of
+from memscale.telemetry import counters
 
 _ERRORS = {
     BudgetError: "budget_error",
@@ -18,87 +18,152 @@ _ERRORS = {
     RuntimeUnavailable: "runtime_unavailable",
     TransformError: "transform_error",
 }
-_EXECUTOR = "_memscale_executor"
 
 
-def subject_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The executor of the model of a call, as it is before the call."""
-    with contextlib.suppress(Exception):
-        return vars(_model_in(args, kwargs)).get(_EXECUTOR)
-    return None
+@dataclass
+class Call:
+    """A call of a verb: what it was given and, once it is over, what came of it."""
 
+    verb: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+    error: Exception | None = None
 
-def facts_of(
-    call: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, error: Exception | None, before: Any
-) -> Iterator[str]:
-    """The buckets of a call, as ``name:bucket``; those that cannot be told are left out."""
-    tellers = {
-        "params": lambda: [decade(sum(each.numel() for each in _model_in(args, kwargs).parameters()))],
-        "architecture": lambda: [architecture_of(_model_in(args, kwargs))],
-        "technique": lambda: _techniques(result, args, kwargs),
-        "mode": lambda: [str(_given("config", args, kwargs).mode.value)],
-        "pressure": lambda: [below(_pressure(result), "pressure")],
-        "outcome": lambda: [_outcome(result, error)],
-        "decision_source": lambda: [_decision_source(result)],
-        "peak_error": lambda: [peak_error(before.peak_error)],
-    }
-    for dimension in DIMENSIONS:
-        if call in dimension.calls:
-            with contextlib.suppress(Exception):
-                for bucket in tellers[dimension.name]():
-                    if bucket in dimension.buckets:
-                        yield f"{dimension.name}:{bucket}"
+    def __post_init__(self) -> None:
+        self.before: Any = None  # the executor of the model as the call found it
+        with contextlib.suppress(Exception):
+            self.before = _executor_in(self.model)
 
+    @property
+    def model(self) -> Any:
+        """The model that the verb was given, or a predictor's, or a trainer's."""
+        given = self.args[0] if self.args else self.kwargs.get("model", self.kwargs.get("target"))
+        return given if isinstance(given, nn.Module) else getattr(given, "model", None)
 
-def _model_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model that a verb was given, or a predictor's, or a trainer's."""
-    given = args[0] if args else kwargs.get("model", kwargs.get("target"))
-    found = given if isinstance(given, nn.Module) else getattr(given, "model", None)
-    if not isinstance(found, nn.Module):
-        raise LookupError
-    return found
-
-
-def _given(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return kwargs.get(name) or next(each for each in args if type(each).__name__.lower() == name)
+    def facts(self) -> Iterator[str]:
+        """The buckets of the call, as ``name:bucket``; those that cannot be told are left out."""
+        for name, dimension in counters.DIMENSIONS.items():
+            if self.verb in dimension.calls:
+                with contextlib.suppress(Exception):
+                    told = _TELLERS[name](self)
+                    for bucket in (told,) if isinstance(told, str) else told:
+                        if bucket in dimension.buckets:
+                            yield f"{name}:{bucket}"
 
 
 def _executor_in(result: Any) -> Any:
     model = result if isinstance(result, nn.Module) else getattr(result, "model", None)
-    return None if model is None else vars(model).get(_EXECUTOR)
+    return getattr(model, "__dict__", {}).get("_memscale_executor")
 
 
-def _techniques(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    executor = _executor_in(result)
-    plan = executor.plan if executor is not None else kwargs.get("plan", args[1] if len(args) > 1 else None)
-    text = repr(result if hasattr(result, "evidence") else plan)
-    known = next(each.buckets for each in DIMENSIONS if each.name == "technique")
-    return [name for name in known if f" {name}(" in text or f"({name}(" in text]
+def _plan_of(call: Call) -> Any:
+    """The plan that a call made, or was given."""
+    if (executor := _executor_in(call.result)) is not None:
+        return executor.plan
+    given = call.kwargs.get("plan", call.args[1] if len(call.args) > 1 else None)
+    return call.result if hasattr(call.result, "evidence") else given
 
 
-def _decision_source(result: Any) -> str:
-    executor = _executor_in(result)
-    plan = result if executor is None else executor.plan
-    if not hasattr(plan, "evidence"):
-        raise LookupError
+def _techniques(call: Call) -> list[str]:
+    text = repr(_plan_of(call))
+    return [name for name in counters.DIMENSIONS["technique"].buckets if f" {name}(" in text or f"({name}(" in text]
+
+
+def _mode(call: Call) -> str:
+    config = call.kwargs.get("config") or next(each for each in call.args if type(each).__name__ == "Config")
+    return str(config.mode.value)
+
+
+def _decision_source(call: Call) -> str:
+    plan = _plan_of(call)
     return "user_config" if plan.decision is None else str(plan.decision.decision_source)
 
 
-def _pressure(result: Any) -> float:
+def _pressure(call: Call) -> str:
     """What the step takes as it is, as a share of what it may."""
+    result, executor = call.result, _executor_in(call.result)
     if (evidence := getattr(result, "evidence", None)) is not None:
-        return float(evidence.plain.taken_bytes / evidence.budget_bytes)
+        return counters.pressure(evidence.plain.taken_bytes / evidence.budget_bytes)
     if hasattr(result, "capacity_bytes"):
-        return float(result.peak_bytes / result.capacity_bytes)
-    executor = _executor_in(result)
-    if executor.profile is None:
-        raise LookupError
-    return float(executor.step_bytes / (executor.config.target_gpu_utilization * executor.hardware.memory_bytes))
+        return counters.pressure(result.peak_bytes / result.capacity_bytes)
+    assert executor.profile is not None, "nothing was profiled, and nothing is told"
+    limit_bytes = executor.config.target_gpu_utilization * executor.hardware.memory_bytes
+    return counters.pressure(executor.step_bytes / limit_bytes)
 
 
-def _outcome(result: Any, error: Exception | None) -> str:
-    if error is not None:
-        return next((name for kind, name in _ERRORS.items() if isinstance(error, kind)), "other_error")
-    executor = _executor_in(result)
+def _outcome(call: Call) -> str:
+    if call.error is not None:
+        return next((name for kind, name in _ERRORS.items() if isinstance(call.error, kind)), "other_error")
+    executor = _executor_in(call.result)
     skipped = executor is not None and executor.skipped is not None
-    return "skipped" if skipped or getattr(result, "fits", True) is False else "fits"
+    return "skipped" if skipped or getattr(call.result, "fits", True) is False else "fits"
+
+
+def architecture_of(model: nn.Module) -> str:
+    """What kind of model it is, by the shapes of its parameters: no name of a class or of a module is looked at.
+
+    >>> import torch
+    >>> architecture_of(torch.nn.Conv2d(3, 8, 3)), architecture_of(torch.nn.LSTM(4, 4))
+    ('convnet', 'recurrent')
+    """
+    modules = list(model.modules())
+    total = _size(model)
+    embeddings = [each for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    embedded = sum(map(_size, embeddings))
+    recurrent = sum(_size(each) for each in modules if isinstance(each, (nn.RNNBase, nn.RNNCellBase)))
+    convolved = sum(each.numel() for each in model.parameters() if each.dim() in (4, 5))
+    stacks = [each for each in modules if isinstance(each, (nn.ModuleList, nn.Sequential)) and _is_a_stack(each)]
+    attending = [stack for stack in stacks if _attends(stack[0])]
+    lists = [part for stack in stacks for block in stack for part in block.modules() if isinstance(part, nn.ModuleList)]
+    fused = any(each.dim() == 3 and len(each) >= 4 and min(each.shape) > 4 for each in model.parameters())
+    tables = {each.weight.shape for each in embeddings}
+    kinds = {
+        "other": not total,
+        "recurrent": 2 * recurrent > total - embedded,
+        "embedding": embedded > 0.8 * total,
+        "mixture": fused or any(_is_a_stack(each) and len(each) >= 4 and not _attends(each[0]) for each in lists),
+        "convnet": 2 * convolved > total,
+        "state_space": any(_scans(stack[0]) for stack in stacks),
+        "encoder_decoder": len({_shapes(stack[0]) for stack in attending}) > 1,
+        "decoder": attending and any(isinstance(each, nn.Linear) and each.weight.shape in tables for each in modules),
+        "encoder": attending,
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "other")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each.shape) for each in module.parameters())
+
+
+def _is_a_stack(parts: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether its parts are alike, and more than one."""
+    shapes = {_shapes(each) for each in parts}
+    return len(parts) > 1 and len(shapes) == 1 and shapes != {()}
+
+
+def _attends(block: nn.Module) -> bool:
+    """Whether it has matrices enough for queries, keys, values, an output and an inner layer."""
+    matrices = [each for each in block.parameters() if each.dim() == 2]
+    return len(matrices) >= 4 and len({min(each.shape) for each in matrices}) <= 3 and len(list(block.modules())) > 5
+
+
+def _scans(block: nn.Module) -> bool:
+    """Whether it has a depthwise convolution over the sequence."""
+    return any(isinstance(each, nn.Conv1d) and each.groups == each.in_channels > 1 for each in block.modules())
+
+
+_TELLERS: dict[str, Callable[[Call], str | list[str]]] = {
+    "params": lambda call: counters.decade(_size(call.model)),
+    "architecture": lambda call: architecture_of(call.model),
+    "technique": _techniques,
+    "mode": _mode,
+    "pressure": _pressure,
+    "outcome": _outcome,
+    "decision_source": _decision_source,
+    "peak_error": lambda call: counters.peak_error(call.before.peak_error),
+}

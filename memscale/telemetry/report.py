@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from memscale.core import ConfigError
 from memscale.telemetry.consent import State, folder
-from memscale.telemetry.counters import counters
-from memscale.telemetry.schema import MOST, SCHEMA
+from memscale.telemetry.counters import MOST, SCHEMA, counters
 
 _MOST_BYTES = 2 << 20
 _WEEK = re.compile(r"[0-9]{4}-W[0-9]{2}")
@@ -34,18 +34,16 @@ class Weeks:
     """The weeks that were counted on this machine while the state was `state`."""
 
     def __init__(self, state: State) -> None:
-        place = folder()
-        self.place = None if place is None else Path(place)
-        self.counted = None if self.place is None else self.place / state.value
+        place = Path(folder() or os.devnull)  # in which there is nothing
+        self.counted, self.sent = place / state.value, place / "sent"
 
     def names(self) -> list[str]:
         """The weeks, the oldest first."""
-        found = [] if self.counted is None or not self.counted.is_dir() else sorted(self.counted.iterdir())
-        return [path.stem for path in found if path.suffix == ".txt" and _WEEK.fullmatch(path.stem)]
+        return sorted(path.stem for path in self.counted.glob("*.txt") if _WEEK.fullmatch(path.stem))
 
     def unsent(self, before: str) -> list[str]:
         """The weeks that are over by week `before`, and were not sent yet."""
-        return [name for name in self.names() if name < before and not self._sent(name).exists()]
+        return [name for name in self.names() if name < before and not (self.sent / f"{name}.json").exists()]
 
     def report(self, week: str, machine: Machine) -> bytes:
         """The report of a week, as it is sent.
@@ -63,25 +61,17 @@ class Weeks:
         Raises:
             ConfigError: it cannot be written.
         """
-        assert self.counted is not None, "it was read from there"
-        sent = self._sent(week)
         try:
-            sent.parent.mkdir(mode=0o700, exist_ok=True)
-            sent.write_bytes(report)
+            self.sent.mkdir(mode=0o700, exist_ok=True)
+            (self.sent / f"{week}.json").write_bytes(report)
             (self.counted / f"{week}.txt").unlink()
         except OSError as error:
-            raise ConfigError(
-                f"the week {week} was sent, and {error.filename} cannot be written: {error.strerror}"
-            ) from (error)
-
-    def _sent(self, week: str) -> Path:
-        assert self.place is not None, "it has weeks"
-        return self.place / "sent" / f"{week}.json"
+            message = f"the week {week} was sent, and {error.filename} cannot be written: {error.strerror}"
+            raise ConfigError(message) from error
 
     def _counters(self, week: str) -> dict[str, int]:
         if week not in self.names():
             raise ConfigError(f"nothing was counted in the week {week!r}; there is {', '.join(self.names()) or 'none'}")
-        assert self.counted is not None
         try:
             with open(self.counted / f"{week}.txt", "rb") as file:
                 lines = file.read(_MOST_BYTES).decode("ascii", "replace").splitlines()

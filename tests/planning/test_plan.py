@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -208,7 +209,12 @@ def test_nothing_fits():
     model, batch = _mlps(2), torch.ones(512, 64)
     with pytest.raises(ms.BudgetError, match="smallest peak within reach") as caught:
         ms.plan(model, budget=10_000, **_step(model, batch))
-    assert caught.value.peak_bytes > 10_000
+    smallest = caught.value.peak_bytes
+    assert smallest > 10_000
+    with pytest.raises(ms.BudgetError, match="no plan fits") as caught:
+        ms.plan(model, budget=smallest - 1, **_step(model, batch))
+    asked, reached = re.search(r"fits (\S+ \wiB) \(.* within reach is (\S+ \wiB) \(", str(caught.value)).groups()
+    assert asked != reached  # sizes that are told apart, however near
     again = ms.profile(model, **_step(model, batch), plan=caught.value.plan)
     assert max(again.peak_bytes, again.first_step_peak_bytes) == caught.value.peak_bytes
     config = ms.Config(enable_checkpointing=False, enable_offloading=False)

@@ -1,6 +1,7 @@
 """``memscale telemetry``: what it says, what it sends and to whom, and that a week is sent once."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -193,6 +194,20 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(place, capsys, monkey
     monkeypatch.delenv("APPDATA", raising=False)
     assert main(["telemetry", "local"]) == 2
     assert "set $HOME or $XDG_CONFIG_HOME" in capsys.readouterr().err
+
+
+def test_a_command_that_keeps_itself_offline_is_no_opt_out(place, tmp_path, capsys, monkeypatch):
+    chosen(State.LOCAL)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 32}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    assert main(["predict", "--hf", str(config), "--gpu", "t4", "--batch", "1", "--seq", "8"]) == 0
+    assert [line.split()[0] for line in lines(place)] == ["command:predict", "predict_called"]
+    assert "HF_HUB_OFFLINE" not in os.environ
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["predict", "--hf", str(config), "--gpu", "t4", "--batch", "1", "--seq", "8"]) == 0
+    assert len(lines(place)) == 2
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_commands_are_counted_by_our_names_for_them(place, capsys):

@@ -9,7 +9,7 @@ from os import PathLike
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
-from memscale.core import BudgetError, ConfigError, Document, budget_bytes, format_bytes, format_seconds
+from memscale.core import BudgetError, ConfigError, Document, budget_bytes, format_bytes, format_seconds, format_unlike
 from memscale.planning.evidence.explanation import label, reasons, rows_of
 from memscale.planning.evidence.proven import ProvenPlan
 
@@ -96,9 +96,8 @@ class Frontier(Sequence[Point]):
         fitting = [point for point in self._points if point.peak_bytes <= limit]
         if not fitting:
             least = self._points[0]
-            error = BudgetError(
-                f"no point fits {format_bytes(limit)}: the smallest takes {format_bytes(least.peak_bytes)}"
-            )
+            asked, smallest = format_unlike(limit, least.peak_bytes)
+            error = BudgetError(f"no point fits {asked}: the smallest takes {smallest}")
             error.peak_bytes, error.plan = least.peak_bytes, least.plan
             raise error
         return fitting[-1]

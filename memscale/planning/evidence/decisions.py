@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memscale.algebra import Plan
-from memscale.core import format_bytes, format_seconds
+from memscale.core import format_bytes, format_seconds, format_unlike
 from memscale.planning.evidence.evidence import Decision
 from memscale.planning.search.found import Found
 from memscale.planning.solving.solver import LinkRates
@@ -86,9 +86,9 @@ def trace_of(best: Found, limit: int, plain: Profile, link: LinkRates | None) ->
     candidates = [each for menu in costs.candidates for each in menu if each.techniques <= best.among]
     techniques = {name for each in candidates for name in each.techniques}
     groups = f", {len(costs.groups)} groups of these" if costs.groups else ""
+    takes, budget = format_unlike(as_it_is_bytes, limit)
     trace = [
-        f"memory pressure: the step as it is takes {format_bytes(as_it_is_bytes)}, {as_it_is_bytes / limit:.3g} of the "
-        f"budget of {format_bytes(limit)}",
+        f"memory pressure: the step as it is takes {takes}, {as_it_is_bytes / limit:.3g} of the budget of {budget}",
         f"eligible: {', '.join(sorted(techniques))}",
         f"candidates: {len(candidates)} for {len(costs.paths)} parts{groups} and what is outside of them",
     ]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from memscale.core import aligned, format_bytes, format_seconds, template
+from memscale.core import aligned, format_bytes, format_seconds, format_unlike, template
 from memscale.planning.evidence.evidence import Decision, Evidence
 
 _COLUMNS = 120
@@ -60,7 +60,7 @@ def reasons(row: Sequence[Decision], evidence: Evidence) -> list[str]:
     if first.runner_up:
         change = first.runner_up_seconds - first.seconds
         pace = f"{format_seconds(abs(change))} {'faster' if change < 0 else 'slower'}" if change else "as fast"
-        takes = f"the step would take {format_bytes(first.runner_up_peak_bytes)}"
+        takes = f"the step would take {format_unlike(first.runner_up_peak_bytes, evidence.budget_bytes)[0]}"
         over = first.runner_up_peak_bytes > evidence.budget_bytes
         verdict = f"{pace}, {'but' if over and change < 0 else 'and'} {takes}{', more than the budget' if over else ''}"
         found.append(f"runner-up{' for one of them' if len(row) > 1 else ''}: {first.runner_up}: {verdict}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from memscale.core import format_bytes
+from memscale.core import format_unlike
 
 # How far beyond the largest size that fits a curve is believed. A phase that small sizes do not show (the optimizer
 # hides it) may take over on the way, and a batch far too large would be made for nothing.
@@ -39,17 +39,16 @@ class LargestBatch:
     interrupted: bool = False
 
     def __str__(self) -> str:
+        following = self.capacity_bytes if self.next_peak_bytes is None else self.next_peak_bytes
+        peak, capacity, next_peak = format_unlike(self.peak_bytes, self.capacity_bytes, following)
         if self.next_peak_bytes is not None:
-            beyond = f"{self.n + 1} would take {format_bytes(self.next_peak_bytes)}"
+            beyond = f"{self.n + 1} would take {next_peak}"
         elif self.too_large is not None:
             beyond = f"{self.too_large} does not"
         else:
             beyond = "the largest so far" if self.interrupted else "the most that was asked for"
         beyond += ", stopped" if self.interrupted else ""
-        return (
-            f"{self.n} fits: {format_bytes(self.peak_bytes)} of {format_bytes(self.capacity_bytes)}; {beyond} "
-            f"({self.simulations} sizes simulated)"
-        )
+        return f"{self.n} fits: {peak} of {capacity}; {beyond} ({self.simulations} sizes simulated)"
 
 
 def largest_fitting(

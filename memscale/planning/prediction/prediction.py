@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, Document, format_bytes, format_seconds
+from memscale.core import ConfigError, Document, format_bytes, format_seconds, format_unlike
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
@@ -120,7 +120,7 @@ class OOMPrediction:
     @property
     def message(self) -> str:
         """The verdict in a sentence."""
-        peak, capacity = format_bytes(self.peak_bytes), format_bytes(self.capacity_bytes)
+        peak, capacity = format_unlike(self.peak_bytes, self.capacity_bytes)
         left = format_bytes(abs(self.headroom_bytes))
         device = self.profile.hardware.name
         if not self.fits:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config
-from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_bytes, tensors
+from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_unlike, tensors
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget
 from memscale.planning.prediction.grid import SizeGrid, fitting_grid
@@ -169,9 +169,9 @@ class OOMPredictor:
             batches, accumulate=self._step.accumulate, capacity_bytes=alone.capacity_bytes
         )
         assert reserved is not None, "the device has an allocator"
+        over_all, over_one = format_unlike(reserved, alone.profile.reserved_peak_bytes)
         note = (
-            f"over {len(batches)} steps the allocator reserves {format_bytes(reserved)}, and with the largest batch "
-            f"alone {format_bytes(alone.profile.reserved_peak_bytes)}"
+            f"over {len(batches)} steps the allocator reserves {over_all}, and with the largest batch alone {over_one}"
         )
         if reserved > alone.profile.reserved_peak_bytes:
             note += " (PYTORCH_ALLOC_CONF=expandable_segments:True, here too, lets other sizes have the same memory)"
@@ -218,9 +218,10 @@ class OOMPredictor:
             if n is None:
                 raise
         if n is None:
+            takes, capacity = format_unlike(peaks[at_least], capacity_bytes)
             raise BudgetError(
-                f"not even batch_fn({at_least}) fits: its step takes {format_bytes(peaks[at_least])} "
-                f"({peaks[at_least]} bytes) of {format_bytes(capacity_bytes)}; predict() says what would free memory"
+                f"not even batch_fn({at_least}) fits: its step takes {takes} ({peaks[at_least]} bytes) of {capacity}; "
+                f"predict() says what would free memory"
             )
         if n == at_most > at_least and peaks[n] == peaks[at_least] and found.sizes.only_values_differ(n):
             raise ConfigError(

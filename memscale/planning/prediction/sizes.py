@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import ConfigError, available_host_bytes, batches, check_count, format_bytes
+from memscale.core import ConfigError, available_host_bytes, batches, check_count, format_unlike
 
 BatchFn = Callable[[int], Any]
 
@@ -41,10 +41,10 @@ class Sizes:
         """
         on_host, free_bytes = self._expected(n, 1), available_host_bytes()
         if free_bytes is not None and 2 * on_host > free_bytes:
+            takes, free = format_unlike(on_host, free_bytes)
             raise ConfigError(
-                f"batch_fn({n}) would take about {format_bytes(on_host)} of the {format_bytes(free_bytes)} that this "
-                f"machine has left; return tensors on meta, as torch.empty(n, 128, device='meta') does, or "
-                f"{self.remedy(n)}"
+                f"batch_fn({n}) would take about {takes} of the {free} that this machine has left; return tensors on "
+                f"meta, as torch.empty(n, 128, device='meta') does, or {self.remedy(n)}"
             )
         try:
             batch = self.batch_fn(n)

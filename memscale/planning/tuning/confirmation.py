@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memscale.config import Config
-from memscale.core import Loss, MemscaleError, available_host_bytes, batches, format_bytes, pytrees
+from memscale.core import Loss, MemscaleError, available_host_bytes, batches, format_unlike, pytrees
 from memscale.hardware import Hardware
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.tuning.tuning import Confirmation
@@ -41,9 +41,8 @@ def confirmed(
     needed = plan.evidence.planned.taken_bytes
     free_bytes = _free_bytes(parameter.device)
     if free_bytes is not None and needed > _SHARE * free_bytes:
-        return None, (
-            f"not confirmed by a real step: it takes {format_bytes(needed)}, and {format_bytes(free_bytes)} are free"
-        )
+        takes, free = format_unlike(needed, free_bytes)
+        return None, f"not confirmed by a real step: it takes {takes}, and {free} are free"
     profiler = MemoryProfiler(
         model,
         optimizer,

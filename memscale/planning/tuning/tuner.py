@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.config import Config, check_config
-from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, check_count, check_loss, format_bytes
+from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, check_count, check_loss, format_unlike
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, check_model
 from memscale.planning.prediction.sizes import BatchFn, Sizes, check_range
@@ -129,11 +129,10 @@ class AutoTuner:
             if real.peak_bytes <= limit:
                 return dataclasses.replace(found, budget_bytes=limit, confirmation=real)
             less = search.limit - real.peak_bytes + min(limit, found.plan.evidence.planned.peak_bytes)
+            takes, allowed, said = format_unlike(real.peak_bytes, limit, found.plan.evidence.planned.peak_bytes)
             fault = BudgetError(
-                f"a real step with batch_fn({found.size}) takes {format_bytes(real.peak_bytes)}, and "
-                f"{format_bytes(limit)} are allowed; it was simulated to take "
-                f"{format_bytes(found.plan.evidence.planned.peak_bytes)}. Give a smaller budget, or confirm=False for "
-                "what simulation finds"
+                f"a real step with batch_fn({found.size}) takes {takes}, and {allowed} are allowed; it was "
+                f"simulated to take {said}. Give a smaller budget, or confirm=False for what simulation finds"
             )
             rounds += 1
             if rounds == _CONFIRMATIONS or less < 1:

@@ -1,0 +1,52 @@
+"""``memscale server``: run history for a team, on a machine of the team's own. Loads no PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from memscale import server
+
+SERVER = typer.Typer(help="Run history for a team: accounts, projects, pages and an API (needs the extra 'server').")
+USER = typer.Typer(help="Accounts.")
+SERVER.add_typer(USER, name="user")
+
+
+@SERVER.command("run")
+def run(
+    listen: Annotated[str, Option(metavar="ADDRESS:PORT", help="Where to listen.")] = "127.0.0.1:8765",
+    public_url: Annotated[
+        str | None, Option(metavar="URL", help="The https address that people type, of the TLS proxy in front.")
+    ] = None,
+) -> int:
+    """Serve until interrupted. The database is $DATABASE_URL, or a file in the folder $MEMSCALE_STATE."""
+    server.run(listen, public_url)
+    return 0
+
+
+@SERVER.command("migrate")
+def migrate() -> int:
+    """Bring the database to this version, after a backup of it; `run` does so, too."""
+    server.migrate()
+    return 0
+
+
+@SERVER.command("backup")
+def backup(path: Annotated[Path, Argument(metavar="PATH", help="The file to write; it must not exist.")]) -> int:
+    """Write a copy of the database; the server may be running."""
+    server.backup(path)
+    return 0
+
+
+@USER.command("invite")
+def invite(
+    email: Annotated[str, Argument(metavar="EMAIL")],
+    team: Annotated[str | None, Option(metavar="NAME", help="As in addresses; needed where there are several.")] = None,
+    role: Annotated[str, Option(metavar="ROLE", help="viewer, member, maintainer or owner.")] = "member",
+) -> int:
+    """Print a one-time link that makes an account, or sets a new password for one."""
+    server.invite(email, team, role)
+    return 0

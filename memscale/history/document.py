@@ -1,0 +1,97 @@
+"""A run as it is sent to a server: one JSON document of a closed schema, and nothing else leaves the machine.
+
+docs/server-data.md lists the fields; `memscale.server.documents` is the schema that a server checks them by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from memscale.core import ConfigError
+from memscale.history.run import Run
+
+_MOST_BYTES = 256 << 10
+_MOST_MODULES = 1000
+_MOST_NOTES = 50
+# What a run and its document have alike.
+_ALIKE = ("id", "name", "made", "commit", "versions", "simulator", "decision_source", "measured", "model")
+_LONGEST = {"name": 200, "note": 2000, "path": 300, "config": 2000}
+
+
+def document_of(run: Run) -> dict[str, Any]:
+    """The document of a run; of a very large model the modules that hold least are summed up as ``"(others)"``."""
+    profile, hardware = run.profile, run.profile.hardware
+    document: dict[str, Any] = {
+        "memscale_run_document": 1,
+        **{name: getattr(run, name) for name in ("id", "made", "commit", "simulator", "decision_source", "model")},
+        "name": run.name[: _LONGEST["name"]],
+        "config": run.config[: _LONGEST["config"]],
+        "versions": dict(run.versions),
+        "shapes": list(run.shapes),
+        "budget_bytes": run.budget_bytes,
+        "hardware": {name: getattr(hardware, name) for name in ("name", "device_type", "memory_bytes", "usable_bytes")},
+        "predicted": {
+            **{name: getattr(profile, name) for name in ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes")},
+            **{name: getattr(profile, name) for name in ("step_seconds", "flops")},
+            **{name: dict(getattr(profile, name)) for name in ("by_category", "by_tier", "exposed_seconds")},
+            "moment": [profile.moment.op, profile.moment.path, profile.moment.phase],
+            "by_module": _largest(profile.categories_by_module, _MOST_MODULES),
+            "holdings": [dataclasses.asdict(each) for each in profile.holdings],
+            "notes": [note[: _LONGEST["note"]] for note in profile.notes[:_MOST_NOTES]],
+        },
+        "measured": dict(run.measured),
+        "timeline": run.timeline,
+        "plan": json.loads(run.plan)["rules"] if run.plan else None,
+    }
+    most = _MOST_MODULES
+    while len(json.dumps(document)) > _MOST_BYTES and most > 1:
+        most //= 2
+        document["predicted"]["by_module"] = _largest(profile.categories_by_module, most)
+    return document
+
+
+def run_of(document: Mapping[str, Any], like: Run) -> Run:
+    """The run of a document that a server sent, to be compared with `like`, a run of the same step on the same device.
+
+    Raises:
+        ConfigError: the document lacks a field.
+    """
+    try:
+        predicted = document["predicted"]
+        names = ("peak_bytes", "first_step_peak_bytes", "reserved_peak_bytes", "step_seconds", "flops", "by_category")
+        profile = dataclasses.replace(
+            like.profile,
+            **{name: predicted[name] for name in (*names, "by_tier", "exposed_seconds")},
+            moment=type(like.profile.moment)(*predicted["moment"]),
+            categories_by_module=predicted["by_module"],
+            holdings=(),
+            notes=tuple(predicted["notes"]),
+            seconds_by_module={},
+        )
+        plan = json.dumps({"memscale_plan": 1, "rules": document["plan"]}) if document["plan"] is not None else ""
+        return Run(
+            **{name: document[name] for name in _ALIKE},
+            profile=profile,
+            plan=plan,
+            shapes=tuple(document["shapes"]),
+            config=document["config"],
+            budget_bytes=document["budget_bytes"],
+            timeline=document["timeline"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"the server's answer is no run: {error!r}; check the address") from error
+
+
+def _largest(modules: Mapping[str, Mapping[str, int]], most: int) -> dict[str, dict[str, int]]:
+    """The `most` modules that hold most, the others as one."""
+    ordered = sorted(modules, key=lambda path: -sum(modules[path].values()))
+    found: dict[str, dict[str, int]] = {}
+    for place, path in enumerate(ordered):
+        name = path[: _LONGEST["path"]] if place < most - 1 or len(ordered) <= most else "(others)"
+        into = found.setdefault(name, {})
+        for category, nbytes in modules[path].items():
+            into[category] = into.get(category, 0) + nbytes
+    return found

@@ -1,0 +1,127 @@
+"""Who may do what: a row for each URL and API route, and the one gate through which a team's data are read.
+
+A route without a row answers 404 to everybody: `middleware.Gate` asks for pages, `tokens.TokenAuth` for the API.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memscale.server.models import Audit, Baseline, Membership, Plan, Project, Role, Run, Team, Token, User
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a route asks for.
+
+    Attributes:
+        who: ``"anyone"``, ``"signed in"``, ``"member"`` of the team in the URL, or ``"token"`` of a team.
+        role: the least role in the team.
+        scope: the least scope of the token.
+        fresh: whether the password must have been given in the last minutes.
+    """
+
+    who: str
+    role: Role = Role.viewer
+    scope: str = "read"
+    fresh: bool = False
+
+
+_ANYONE, _SIGNED_IN, _READ = Rule("anyone"), Rule("signed in"), Rule("token")
+_ALLAUTH = "account_logout account_reauthenticate account_change_password mfa_index mfa_reauthenticate"
+_ALLAUTH += " mfa_activate_totp mfa_deactivate_totp mfa_view_recovery_codes mfa_generate_recovery_codes"
+_ALLAUTH += " mfa_download_recovery_codes usersessions_list"
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("healthz", "setup", "join", "account_login", "mfa_authenticate"), _ANYONE),
+    **dict.fromkeys(("home", *_ALLAUTH.split()), _SIGNED_IN),
+    "team": Rule("member"),
+    "new-project": Rule("member", Role.maintainer),
+    "invite": Rule("member", Role.owner, fresh=True),
+    "member": Rule("member", Role.owner, fresh=True),
+    "audit": Rule("member", Role.owner),
+    "tokens": Rule("member", fresh=True),
+    "revoke": Rule("member"),
+    "runs": Rule("member"),
+    "run": Rule("member"),
+    "compare": Rule("member"),
+    "commits": Rule("member"),
+    "accuracy": Rule("member"),
+    "plans": Rule("member"),
+    "plan": Rule("member"),
+    "baseline": Rule("member", Role.maintainer),
+    "metrics": _READ,
+    "api-1:openapi-json": _ANYONE,
+    "api-1:list_projects": _READ,
+    "api-1:make_project": Rule("token", Role.maintainer, "write"),
+    "api-1:list_runs": _READ,
+    "api-1:send_run": Rule("token", Role.member, "write"),
+    "api-1:read_run": _READ,
+    "api-1:read_plan": _READ,
+    "api-1:list_baselines": _READ,
+    "api-1:set_baseline": Rule("token", Role.maintainer, "write"),
+    "api-1:list_members": _READ,
+    "api-1:list_tokens": _READ,
+    "api-1:revoke_token": Rule("token", Role.viewer, "write"),
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one request may see: everything that pages and API read of a team comes from here."""
+
+    user: User
+    team: Team
+    role: Role
+    token: Token | None = None
+
+    @property
+    def projects(self) -> Any:
+        """The team's projects."""
+        return Project.objects.filter(team=self.team)
+
+    @property
+    def runs(self) -> Any:
+        """The runs of all its projects."""
+        return Run.objects.filter(project__team=self.team).select_related("project")
+
+    @property
+    def plans(self) -> Any:
+        """The plans that its runs had."""
+        return Plan.objects.filter(team=self.team)
+
+    @property
+    def baselines(self) -> Any:
+        """The baselines of all its projects."""
+        return Baseline.objects.filter(project__team=self.team).select_related("run")
+
+    @property
+    def memberships(self) -> Any:
+        """Its members with their roles."""
+        return Membership.objects.filter(team=self.team).select_related("user").order_by("user__email")
+
+    @property
+    def tokens(self) -> Any:
+        """The user's own tokens; an owner's are those of all."""
+        found = Token.objects.filter(team=self.team).select_related("user")
+        return found if self.role >= Role.owner else found.filter(user=self.user)
+
+    @property
+    def audits(self) -> Any:
+        """What was done, the newest first."""
+        return Audit.objects.filter(team=self.team).select_related("user").order_by("-id")
+
+    def may(self, role: Role) -> bool:
+        """Whether the user has at least this role."""
+        return self.role >= role
+
+    def noted(self, what: str, about: str) -> None:
+        """Write a line into the team's audit."""
+        Audit.objects.create(team=self.team, user=self.user, what=what, about=about[:300])
+
+
+def access_of(user: User, team: str, token: Token | None = None) -> Access | None:
+    """What `user` may see of the team, None where that is nothing."""
+    found = Membership.objects.select_related("team").filter(team__slug=team, user=user).first()
+    return None if found is None or not user.is_active else Access(user, found.team, Role(found.role), token)

@@ -1,0 +1,54 @@
+"""The ASGI application: Django behind a limit on what a request may send, whether it says how much or not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from django.core.asgi import get_asgi_application
+
+from memscale.server.problems import Problem
+
+MOST_BYTES = 1 << 20
+_Send = Callable[[dict[str, Any]], Awaitable[None]]
+_Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Limited:
+    """Answers 413 to a body above `MOST_BYTES`, before the application has read more than that."""
+
+    def __init__(self, application: Any) -> None:
+        self.application = application
+
+    async def __call__(self, scope: dict[str, Any], receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            return
+        said = dict(scope["headers"]).get(b"content-length", b"0")
+        parts: list[bytes] = []
+        nbytes, more = int(said) if said.isdigit() else 0, True
+        while more and nbytes <= MOST_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            parts.append(message.get("body", b""))
+            nbytes, more = max(nbytes, sum(map(len, parts))), message.get("more_body", False)
+        if nbytes > MOST_BYTES:
+            await _refuse(send)
+            return
+        whole: list[dict[str, Any]] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+        async def received() -> dict[str, Any]:
+            return whole.pop() if whole else await receive()
+
+        await self.application(scope, received, send)
+
+
+async def _refuse(send: _Send) -> None:
+    rule = f"a body has at most {MOST_BYTES:,} bytes"
+    answer = Problem(413, "the request is too large", rule, "send less at once").response()
+    headers = [(b"content-type", b"application/problem+json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.content})
+
+
+application = Limited(get_asgi_application())

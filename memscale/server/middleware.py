@@ -1,0 +1,113 @@
+"""The gate in front of every view, and what becomes of failures below it."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allauth.account.authentication import get_authentication_records
+from django.conf import settings
+from django.contrib.auth.views import redirect_to_login
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.db.utils import DataError, OperationalError
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import render
+
+from memscale.server.access import RULES, Rule, access_of
+from memscale.server.problems import Problem
+from memscale.server.tokens import TokenAuth, route_of
+
+#: When the user of a session chose a password in it, in place of giving one.
+PASSWORD_CHOSEN_AT = "memscale_password_chosen_at"
+_Next = Callable[[HttpRequest], HttpResponse]
+
+
+class Failures:
+    """Turns a database that has no room or no time into 503, and checks the host of each request."""
+
+    def __init__(self, get_response: _Next) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        request.get_host()  # refuses names that are not of this server, against DNS rebinding
+        if "\0" in request.path or "%00" in request.META.get("QUERY_STRING", ""):
+            raise BadRequest("a NUL in the address")
+        return self.get_response(request)
+
+    def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
+        """The answer to an error of a view, None for Django's own."""
+        problem = problem_of(error)
+        if problem is None:
+            return None
+        if request.path.startswith("/api/") or request.path == "/metrics":
+            return problem.response()
+        response = render(request, "server/problem.html", {"problem": problem}, status=problem.status)
+        return response
+
+
+def problem_of(error: Exception) -> Problem | None:
+    """What an exception means to a client; None for one that is a fault of this program."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, DataError):
+        return Problem(400, "a value does not fit its column", "numbers and texts have limits", "see openapi.json")
+    if isinstance(error, (OperationalError, sqlite3.OperationalError)):
+        rule = "nothing was changed, and nothing that was acknowledged is lost"
+        return Problem(503, f"the database cannot be written or read now ({error})", rule, "send it again later")
+    return None
+
+
+class Gate:
+    """Lets a request through to its view by the view's row in `RULES`; without a row nobody gets there."""
+
+    def __init__(self, get_response: _Next) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        response = self.get_response(request)
+        if not request.path.startswith("/static/"):
+            response.setdefault("Cache-Control", "private, no-cache")
+        return response
+
+    def process_view(
+        self, request: HttpRequest, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> HttpResponse | None:
+        """None to go on to the view."""
+        rule = RULES.get(route_of(request))
+        if rule is None and request.resolver_match.namespace != "api-1":
+            raise Http404
+        if rule is None or rule.who == "anyone":  # the API answers other methods of its paths with 405
+            return None
+        if rule.who == "token":
+            self._by_token(request)
+            return None
+        if not request.user.is_authenticated:
+            return redirect_to_login(request.get_full_path())
+        return self._in_team(request, rule, kwargs) if rule.who == "member" else None
+
+    def _by_token(self, request: HttpRequest) -> None:
+        if request.resolver_match.namespace == "api-1":  # whose router asks `TokenAuth` itself
+            return
+        request.access = TokenAuth()(request)
+        if request.access is None:
+            raise Problem(401, "there is no token", "this needs one", "send Authorization: Bearer <token>")
+
+    def _in_team(self, request: HttpRequest, rule: Rule, kwargs: dict[str, Any]) -> HttpResponse | None:
+        access = access_of(request.user, kwargs["team"])
+        if access is None:
+            raise Http404
+        if not access.may(rule.role):
+            raise PermissionDenied
+        if rule.fresh and not _is_fresh(request):
+            back = request.path if request.method == "GET" else f"/t/{access.team.slug}/"
+            return redirect_to_login(back, "/account/reauthenticate/")
+        request.access = access
+        return None
+
+
+def _is_fresh(request: HttpRequest) -> bool:
+    given = [record["at"] for record in get_authentication_records(request, request.user)]
+    newest = max(*given, request.session.get(PASSWORD_CHOSEN_AT, 0.0), 0.0)
+    return time.time() - newest < settings.ACCOUNT_REAUTHENTICATION_TIMEOUT

@@ -1,0 +1,132 @@
+"""What pages say of runs: comparisons, rises by commit, accuracy by card, and what plans have proven."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from django.db.models import Count, Max, Q
+
+from memscale.server.models import Document, Run
+
+_MOST_COMMITS = 200
+_SPELLED = re.compile(r"^[A-Za-z_][\w.]*$")
+
+
+def python_of(value: Any) -> str:
+    """A transform, a policy or an argument as Python: what its ``repr`` is in the library.
+
+    >>> python_of({"type": "compose", "args": [{"type": "offload"}, {"type": "checkpoint", "policy": None}]})
+    'compose(offload(), checkpoint(policy=None))'
+    """
+    if isinstance(value, list):
+        return f"({', '.join(map(python_of, value))}{',' * (len(value) == 1)})"
+    if not isinstance(value, dict):
+        return repr(value)
+    spelling = str(value.get("type", ""))
+    if not _SPELLED.match(spelling):
+        return repr(value)
+    arguments = [python_of(each) for each in value.get("args", ())]
+    arguments += [f"{key}={python_of(each)}" for key, each in value.items() if key not in ("type", "args")]
+    if spelling.startswith("policies.") and not arguments:  # a policy that is a constant has no call
+        return spelling
+    return f"{spelling}({', '.join(arguments)})"
+
+
+def plan_as_python(rules: list[dict[str, Any]]) -> str:
+    """A plan as Python, a rule a line."""
+    lines = [f"    ({rule['path']!r}, {python_of(rule['transform'])})," for rule in rules]
+    return "\n".join(["plan = Plan([", *lines, "])"]) if lines else "plan = Plan()"
+
+
+def differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[tuple[str, int, int, int]]:
+    """Name, before, after and change of each, the largest rise first; without those that stay."""
+    rows = [(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}]
+    found = [(name, first, second, second - first) for name, first, second in rows if first != second]
+    return sorted(found, key=lambda row: (-row[3], row[0]))
+
+
+def by_module(document: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes at the peak by module."""
+    return {path or "(root)": sum(parts.values()) for path, parts in document["predicted"]["by_module"].items()}
+
+
+def commits(runs: Any) -> list[dict[str, Any]]:
+    """The newest run of each commit in order, with what rose since the commit before, by module.
+
+    Args:
+        runs: of one name on one card.
+    """
+    newest: dict[str, Run] = {}
+    for run in runs.exclude(commit="").order_by("-made", "-id")[: 5 * _MOST_COMMITS]:
+        newest.setdefault(run.commit, run)
+    ordered = list(reversed(list(newest.values())[:_MOST_COMMITS]))
+    rows: list[dict[str, Any]] = [{"run": run, "change": 0, "blamed": []} for run in ordered]
+    rising = [
+        (first, second) for first, second in pairwise(rows) if second["run"].taken_bytes != first["run"].taken_bytes
+    ]
+    wanted = {row["run"].pk for pair in rising for row in pair}
+    documents = {each.pk: _read(each) for each in Document.objects.filter(pk__in=wanted)}
+    for first, second in rising:
+        before, after = (by_module(documents[row["run"].pk]) for row in (first, second))
+        second["change"] = second["run"].taken_bytes - first["run"].taken_bytes
+        second["blamed"] = differences(before, after)[:3] if second["change"] > 0 else []
+    return rows
+
+
+def accuracy(runs: Any) -> list[dict[str, Any]]:
+    """For each card how far the predicted peak is from the measured one, as a share of the measured."""
+    found: dict[str, list[float]] = {}
+    measured = runs.filter(measured_bytes__gt=0).order_by("-made")
+    for card, peak, real in measured.values_list("card", "peak_bytes", "measured_bytes")[:20_000]:
+        found.setdefault(card, []).append(peak / real - 1)
+    return [
+        {
+            "card": card,
+            "runs": len(errors),
+            "median": statistics.median(map(abs, errors)),
+            "lowest": min(errors),
+            "highest": max(errors),
+        }
+        for card, errors in sorted(found.items())
+    ]
+
+
+def proven(runs: Any) -> list[dict[str, Any]]:
+    """Plans with what they have proven, for each model, card and budget: the fastest that was measured to fit first.
+
+    A plan counts as confirmed by each run whose measured peak is within the budget, or within the card without one.
+    """
+    keys = ("model", "card", "budget_bytes", "usable_bytes", "plan__hash")
+    rows = (
+        runs.filter(plan__isnull=False)
+        .values(*keys)
+        .annotate(
+            runs=Count("id"),
+            taken=Max("taken_bytes"),
+            seconds=Max("step_seconds"),
+            measured=Max("measured_bytes"),
+            measurements=Count("measured_bytes"),
+            people=Count("sent_by", distinct=True, filter=Q(measured_bytes__isnull=False)),
+        )
+    )
+    found = []
+    for row in rows[:2000]:
+        limit = row["budget_bytes"] or row["usable_bytes"]
+        row["holds"] = row["measured"] is not None and row["measured"] <= limit
+        found.append(row)
+    return sorted(
+        found,
+        key=lambda row: (
+            *(row["model"], row["card"], row["budget_bytes"] or 0),
+            *(not row["holds"], row["seconds"] or 0.0, row["plan__hash"]),
+        ),
+    )
+
+
+def _read(document: Document) -> Any:
+    return json.loads(document.text)

@@ -1,0 +1,1 @@
+"""What templates write figures with."""
