@@ -1,4 +1,7 @@
-"""The API, version 1. Every operation has a row in `access.RULES`, which `TokenAuth` asks before the operation runs."""
+"""The API, version 1. Every operation has a row in `access.RULES`, which `TokenAuth` asks before the operation runs.
+
+The row is that of the method and the `url_name`, which all operations of one path have alike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from django.db import transaction
 from django.db.utils import DataError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
 from django.utils import timezone
-from ninja import NinjaAPI, Schema
+from ninja import NinjaAPI, Schema, Status
 from ninja.errors import AuthenticationError, HttpError, ValidationError
 from ninja.parser import Parser
 from pydantic import Field
@@ -159,13 +162,13 @@ _TEAM = "/teams/{team}"
 _PROJECT = _TEAM + "/projects/{project}"
 
 
-@api.get(_TEAM + "/projects", response={200: list[ProjectSchema], **_P})
+@api.get(_TEAM + "/projects", url_name="projects", response={200: list[ProjectSchema], **_P})
 def list_projects(request: HttpRequest, team: str) -> Any:
     """The team's projects."""
     return list(_access(request).projects.order_by("slug"))
 
 
-@api.post(_TEAM + "/projects", response={201: ProjectSchema, **_P})
+@api.post(_TEAM + "/projects", url_name="projects", response={201: ProjectSchema, **_P})
 def make_project(request: HttpRequest, team: str, new: NewProject) -> Any:
     """Make a project."""
     access = _access(request)
@@ -174,10 +177,10 @@ def make_project(request: HttpRequest, team: str, new: NewProject) -> Any:
         if not made:
             raise Problem(409, f"there is a project {new.slug!r}", "a team's projects differ by slug", "choose another")
         access.noted("project made", new.slug)
-    return 201, project
+    return Status(201, project)
 
 
-@api.get(_PROJECT + "/runs", response={200: RunPage, **_P})
+@api.get(_PROJECT + "/runs", url_name="runs", response={200: RunPage, **_P})
 def list_runs(
     request: HttpRequest,
     team: str,
@@ -207,20 +210,20 @@ def list_runs(
     return {"runs": runs, "next": f"{request.path}?{page.next}" if page.next else None}
 
 
-@api.post(_PROJECT + "/runs", response={200: Kept, 201: Kept, **_P})
+@api.post(_PROJECT + "/runs", url_name="runs", response={200: Kept, 201: Kept, **_P})
 def send_run(request: HttpRequest, team: str, project: str, run: RunDocument) -> Any:
     """Keep a run; 201 for a new one, 200 for one that was here. The same id never makes two."""
     new = keep(_access(request), _project(request, project), run)
-    return (201 if new else 200), {"id": run.id, "new": new}
+    return Status(201 if new else 200, {"id": run.id, "new": new})
 
 
-@api.get(_PROJECT + "/runs/{uid}", response={200: dict[str, Any], **_P})
+@api.get(_PROJECT + "/runs/{uid}", url_name="run", response={200: dict[str, Any], **_P})
 def read_run(request: HttpRequest, team: str, project: str, uid: str) -> Any:
     """A run as it was sent, with what was measured since."""
     return document_of(_run(request, project, uid))
 
 
-@api.get(_TEAM + "/plans/{hash}", response={200: dict[str, Any], **_P})
+@api.get(_TEAM + "/plans/{hash}", url_name="plan", response={200: dict[str, Any], **_P})
 def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
     """A plan by its hash, or by how the hash begins (eight digits or more); it never changes, and has an ETag."""
     found = list(_access(request).plans.filter(hash__startswith=hash)[:2]) if len(hash) >= 8 else []
@@ -234,7 +237,7 @@ def read_plan(request: HttpRequest, team: str, hash: str) -> Any:
     return HttpResponse(text, content_type="application/json", headers={"ETag": etag})
 
 
-@api.get(_PROJECT + "/baselines/{label}", response={200: list[BaselineSchema], **_P})
+@api.get(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: list[BaselineSchema], **_P})
 def list_baselines(request: HttpRequest, team: str, project: str, label: str, name: str = "", card: str = "") -> Any:
     """The baselines under a label; of a name and on a card, where they are given."""
     found = _access(request).baselines.filter(project=_project(request, project), label=label).order_by("name", "card")
@@ -242,7 +245,7 @@ def list_baselines(request: HttpRequest, team: str, project: str, label: str, na
     return [_baseline(each) for each in found.filter(**given)[:500]]
 
 
-@api.put(_PROJECT + "/baselines/{label}", response={200: BaselineSchema, **_P})
+@api.put(_PROJECT + "/baselines/{label}", url_name="baselines", response={200: BaselineSchema, **_P})
 def set_baseline(request: HttpRequest, team: str, project: str, label: str, new: NewBaseline) -> Any:
     """Make a run the baseline of its name and card."""
     run = _run(request, project, new.run)
@@ -253,13 +256,13 @@ def _baseline(baseline: Baseline) -> dict[str, str]:
     return {"label": baseline.label, "name": baseline.name, "card": baseline.card, "run": baseline.run.uid}
 
 
-@api.get(_TEAM + "/members", response={200: list[MemberSchema], **_P})
+@api.get(_TEAM + "/members", url_name="members", response={200: list[MemberSchema], **_P})
 def list_members(request: HttpRequest, team: str) -> Any:
     """Who is in the team."""
     return [{"email": each.user.email, "role": each.get_role_display()} for each in _access(request).memberships]
 
 
-@api.get(_TEAM + "/tokens", response={200: list[TokenSchema], **_P})
+@api.get(_TEAM + "/tokens", url_name="tokens", response={200: list[TokenSchema], **_P})
 def list_tokens(request: HttpRequest, team: str) -> Any:
     """Your tokens; an owner's are the team's. Their texts are shown to nobody: tokens are made on the team's page."""
     return [
@@ -273,11 +276,11 @@ def list_tokens(request: HttpRequest, team: str) -> Any:
     ]
 
 
-@api.delete(_TEAM + "/tokens/{int:token}", response={204: None, **_P})
+@api.delete(_TEAM + "/tokens/{int:token}", url_name="token", response={204: None, **_P})
 def revoke_token(request: HttpRequest, team: str, token: int) -> Any:
     """Revoke a token, for good."""
     revoke(_access(request), token)
-    return 204, None
+    return Status(204, None)
 
 
 def make_baseline(access: Access, run: Run, label: str) -> Baseline:

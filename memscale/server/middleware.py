@@ -38,16 +38,20 @@ class Failures:
 
     def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
         """The answer to an error of a view, None for Django's own."""
-        problem = problem_of(error)
-        if problem is None:
-            return None
-        if request.path.startswith("/api/") or request.path == "/metrics":
-            return problem.response()
-        response = render(request, "server/problem.html", {"problem": problem}, status=problem.status)
-        return response
+        return answer_to(request, error)
 
 
-def problem_of(error: Exception) -> Problem | None:
+def answer_to(request: HttpRequest, error: BaseException | None) -> HttpResponse | None:
+    """A problem document for programs, a page for people; None where the error is a fault of this program."""
+    problem = problem_of(error)
+    if problem is None:
+        return None
+    if request.path.startswith("/api/") or request.path == "/metrics":
+        return problem.response()
+    return render(request, "server/problem.html", {"problem": problem}, status=problem.status)
+
+
+def problem_of(error: BaseException | None) -> Problem | None:
     """What an exception means to a client; None for one that is a fault of this program."""
     if isinstance(error, Problem):
         return error
@@ -75,24 +79,25 @@ class Gate:
         self, request: HttpRequest, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> HttpResponse | None:
         """None to go on to the view."""
+        try:
+            return self._passed(request, kwargs)
+        except (Problem, DataError, OperationalError) as error:
+            return answer_to(request, error)
+
+    def _passed(self, request: HttpRequest, kwargs: dict[str, Any]) -> HttpResponse | None:
         rule = RULES.get(route_of(request))
-        if rule is None and request.resolver_match.namespace != "api-1":
+        if rule is None:
             raise Http404
-        if rule is None or rule.who == "anyone":  # the API answers other methods of its paths with 405
-            return None
-        if rule.who == "token":
-            self._by_token(request)
+        if rule.who == "token" and request.resolver_match.namespace != "api-1":  # the API's router asks for itself
+            access = TokenAuth()(request)
+            if access is None:
+                raise Problem(401, "there is no token", "this needs one", "send Authorization: Bearer <token>")
+            request.access = access
+        if rule.who in ("anyone", "token"):
             return None
         if not request.user.is_authenticated:
             return redirect_to_login(request.get_full_path())
         return self._in_team(request, rule, kwargs) if rule.who == "member" else None
-
-    def _by_token(self, request: HttpRequest) -> None:
-        if request.resolver_match.namespace == "api-1":  # whose router asks `TokenAuth` itself
-            return
-        request.access = TokenAuth()(request)
-        if request.access is None:
-            raise Problem(401, "there is no token", "this needs one", "send Authorization: Bearer <token>")
 
     def _in_team(self, request: HttpRequest, rule: Rule, kwargs: dict[str, Any]) -> HttpResponse | None:
         access = access_of(request.user, kwargs["team"])

@@ -63,9 +63,6 @@ class TokenAuth(HttpBearer):
 
 
 def route_of(request: HttpRequest) -> str:
-    """The row of `RULES` for a request; of the API one path has several routes, by method."""
-    path = getattr(request.resolver_match.func, "__self__", None)  # ninja's view of a path
-    if path is None:
-        return str(request.resolver_match.view_name)
-    operation = next((each for each in path.operations if request.method in each.methods), None)
-    return "" if operation is None else f"api-1:{operation.view_func.__name__}"
+    """The row of `RULES` for a request: a page's name, or the method and the name of an API path."""
+    match = request.resolver_match
+    return f"{request.method} {match.view_name}" if match.namespace == "api-1" else str(match.view_name)

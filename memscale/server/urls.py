@@ -5,6 +5,9 @@ from django.urls import include, path
 from memscale.server import views
 from memscale.server.api import api
 
+handler404 = "memscale.server.views.missing"
+handler500 = "memscale.server.views.failed"
+
 _PROJECT = "t/<slug:team>/<slug:project>/"
 
 urlpatterns = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -13,13 +14,15 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.utils import timezone
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
+from django.views.defaults import server_error
 
 from memscale.server import api, charts, forms, invitations, pages
 from memscale.server.access import Access
 from memscale.server.documents import document_of
 from memscale.server.listing import SORTS, Listing
-from memscale.server.middleware import PASSWORD_CHOSEN_AT
+from memscale.server.middleware import PASSWORD_CHOSEN_AT, answer_to
 from memscale.server.models import Membership, Project, Role, Run, User
+from memscale.server.problems import Problem
 from memscale.server.tokens import new_token
 
 _FILTERS = ("name", "card", "commit", "model")
@@ -46,6 +49,18 @@ def metrics(request: HttpRequest) -> HttpResponse:
     }
     lines = [f"# TYPE memscale_{name} gauge\nmemscale_{name} {value}\n" for name, value in counts.items()]
     return HttpResponse("".join(lines), content_type="text/plain; version=0.0.4")
+
+
+def missing(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """The answer to an address that leads nowhere, or nowhere that the asker may see."""
+    if request.path.startswith("/api/"):
+        return Problem(404, "there is nothing here", "the API has other routes", "see /api/v1/openapi.json").response()
+    return render(request, "404.html", status=404)
+
+
+def failed(request: HttpRequest) -> HttpResponse:
+    """The answer to an error outside of a view, as of a session that a full disk does not take."""
+    return answer_to(request, sys.exc_info()[1]) or server_error(request)
 
 
 def forged(request: HttpRequest, reason: str = "") -> HttpResponse:

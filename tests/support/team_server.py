@@ -1,0 +1,171 @@
+"""The team server inside this process, on an SQLite file of its own; and as a process, as users start it."""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from datetime import timedelta
+from pathlib import Path
+
+PASSWORD = "correct horse 9"
+
+
+def set_up(folder, database_url=None):
+    """Django with the server's settings on a new database; once a process."""
+    os.environ |= {"MEMSCALE_STATE": str(folder), "DJANGO_SETTINGS_MODULE": "memscale.server.settings"}
+    os.environ["DATABASE_URL"] = database_url or f"sqlite:///{folder}/server.db"
+    import django
+    from django.conf import settings
+
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+    settings.ACCOUNT_RATE_LIMITS = False
+    django.setup()
+    from django.core.management import call_command
+
+    call_command("migrate", verbosity=0)
+
+
+_count = iter(range(10**9))
+
+
+def new_team(**roles):
+    """A team with a project, and users of its own by role: ``new_team(owner="owner", viewer="viewer")``."""
+    from memscale.server.models import Membership, Project, Role, Team, User
+
+    number = next(_count)
+    team = Team.objects.create(slug=f"team-{number}", name=f"Team {number}")
+    project = Project.objects.create(team=team, slug="llama", name="Llama")
+    users = {}
+    for name, role in (roles or {"owner": "owner"}).items():
+        users[name] = User.objects.create_user(f"{name}-{number}@example.org", PASSWORD)
+        Membership.objects.create(team=team, user=users[name], role=Role[role])
+    return team, project, users
+
+
+def token_of(user, team, *, scope="write", days=30, revoked=False):
+    """A token's text."""
+    from django.utils import timezone
+
+    from memscale.server.access import access_of
+    from memscale.server.models import Token
+    from memscale.server.tokens import hashed, new_token
+
+    secret = new_token(access_of(user, team.slug), "test", scope, 30)
+    now = timezone.now()
+    changes = {"expires": now + timedelta(days=days), "revoked": now if revoked else None}
+    Token.objects.filter(hash=hashed(secret)).update(**changes)
+    return secret
+
+
+def client(user=None, token=None, **options):
+    """Django's test client, signed in with a password that was given just now, or with a token."""
+    from django.test import Client
+
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    found = Client(headers={"host": "127.0.0.1", **headers}, **options)
+    if user is not None:
+        from memscale.server.middleware import PASSWORD_CHOSEN_AT
+
+        found.force_login(user, backend="allauth.account.auth_backends.AuthenticationBackend")
+        session = found.session
+        session[PASSWORD_CHOSEN_AT] = time.time()
+        session.save()
+    return found
+
+
+def document(number=0, **changes):
+    """A run as clients send it."""
+    found = {
+        "memscale_run_document": 1,
+        "id": f"{number:016x}",
+        "name": "mlp batch=8",
+        "made": f"2026-11-{1 + number // 1440 % 28:02}T{number // 60 % 24:02}:{number % 60:02}:00Z",
+        "hardware": {"name": "Tesla T4", "device_type": "cuda", "memory_bytes": 16 << 30, "usable_bytes": 15 << 30},
+        "predicted": {
+            "peak_bytes": (1 << 30) + number,
+            "first_step_peak_bytes": 1 << 30,
+            "reserved_peak_bytes": (3 << 29) + number,
+            "step_seconds": 0.25,
+            "flops": 10**12,
+            "moment": ["aten::mm", "layers.0", "backward"],
+            "by_category": {"parameter": 1 << 29, "activation": (1 << 29) + number},
+            "by_module": {"": {"input": 64}, "layers.0": {"activation": (1 << 29) + number}},
+            "by_tier": {},
+            "exposed_seconds": {},
+            "holdings": [],
+            "notes": ["an assumption"],
+        },
+        "measured": {"peak_bytes": float(1 << 30)},
+        "timeline": {
+            "unit": "seconds",
+            "end": 0.25,
+            "phases": [["forward", 0.0], ["backward", 0.1]],
+            "live": {"activation": [0, 5, 9], "parameter": [3, 3, 3]},
+        },
+        "plan": [{"path": "layers.*", "transform": {"type": "checkpoint"}}],
+        "budget_bytes": 2 << 30,
+        "model": "ab" * 32,
+        "shapes": ["8x64 float32"],
+        "config": "",
+        "commit": f"{number % 40:040x}",
+        "versions": {"memscale": "0.2.0"},
+        "simulator": "cd" * 32,
+        "decision_source": "planner",
+    }
+    return {**found, **changes}
+
+
+def post(sender, url, data):
+    """POST of JSON."""
+    return sender.post(url, json.dumps(data), content_type="application/json")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(folder, **changes):
+    """For processes: this tree, its own state, and none of what the tests' process was set up with."""
+    ours = ("MEMSCALE", "DJANGO", "DATABASE")
+    found = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    root = str(Path(__file__).parents[2])
+    return found | {"MEMSCALE_STATE": str(folder), "PYTHONPATH": root, "XDG_STATE_HOME": str(folder)} | changes
+
+
+@contextlib.contextmanager
+def running(folder, *, port=None, **changes):
+    """``memscale server run`` as a process: its base address, what it printed, and the process."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "memscale", "server", "run", "--listen", f"127.0.0.1:{port}"]
+    log = Path(folder) / f"server-{port}-{time.time_ns()}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment(folder, **changes), stdout=out, stderr=subprocess.STDOUT)
+    base = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(base, process, log)
+        yield base, log, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(base, process, log):
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            if urllib.request.urlopen(f"{base}/healthz", timeout=5).status == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server does not answer: {log.read_text()}")
+
+
+def set_up_link(log):
+    return re.search(r"http\S+/setup/\S+", log.read_text())[0]
