@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-import inspect
+import functools
 import math
 import numbers
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 
@@ -43,6 +44,13 @@ _ON = {
     OptimizationMode.BALANCED: ("enable_checkpointing", "enable_offloading"),
     OptimizationMode.AGGRESSIVE: _SWITCHES,
 }
+
+_OPEN = (
+    "mode",
+    *_SWITCHES,
+    "async_offload",
+)  # the fields that read as what follows from the others, unless they are set
+_FOLLOWS: Any = None  # their default
 
 # Switch of Config -> the transform it makes eligible.
 _TRANSFORM_OF_SWITCH = {
@@ -103,24 +111,18 @@ def _async_config(value: object) -> AsyncOffloadConfig:
     raise Misfit("must be an AsyncOffloadConfig or None; build one with AsyncOffloadConfig(...)")
 
 
-def _no_field(name: str, value: object, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    remedy = f"write {near[0]}={value!r}" if near else f"its fields are {', '.join(names)}"
-    return f"Config({name}={value!r}) is no field of it; {remedy}"
-
-
 @dataclass(frozen=True, repr=False)
 class Config:
     """Says what :func:`memscale.wrap` may do to a model; frozen, validated, never changed by memscale.
 
     The mode sets the three switches ``enable_checkpointing``, ``enable_offloading`` and ``enable_tiling``
     (conservative: the first; balanced: the first two; aggressive: all three), and a switch that the caller
-    sets wins over the mode; so does ``async_offload=True``, which sets ``enable_offloading``. The defaults below
-    are those of the default mode. ``repr`` shows exactly the fields that the caller set, so that evaluating it
-    gives the same config.
+    sets wins over the mode; so does ``async_offload=True``, which sets ``enable_offloading``. A field whose default
+    is None reads as what follows from the others: the mode is balanced, a switch is as the mode has it,
+    ``async_offload`` is False. ``repr`` shows the fields that the caller set: evaluated, it gives the same config.
 
     Args:
-        mode: an :class:`OptimizationMode` or its name in any case.
+        mode: an :class:`OptimizationMode` or its name in any case; balanced by default.
         enable_checkpointing: activations may be recomputed in backward instead of kept.
         enable_offloading: tensors may be moved to another memory tier and back.
         enable_tiling: wide layers may run in pieces.
@@ -153,10 +155,10 @@ class Config:
     Config(mode=OptimizationMode.AGGRESSIVE, enable_offloading=False)
     """
 
-    mode: OptimizationMode | str = OptimizationMode.BALANCED
-    enable_checkpointing: bool = True
-    enable_offloading: bool = True
-    enable_tiling: bool = False
+    mode: OptimizationMode | str = _FOLLOWS
+    enable_checkpointing: bool = _FOLLOWS
+    enable_offloading: bool = _FOLLOWS
+    enable_tiling: bool = _FOLLOWS
     use_mixed_precision: bool = False
     use_8bit_optimizer: bool = False
     max_cpu_offload_gb: float | None = None
@@ -169,54 +171,34 @@ class Config:
     log_file: str | os.PathLike[str] | None = None
     observability_port: int | str | None = None
     verify_correctness: bool = False
-    async_offload: bool = False
+    async_offload: bool = _FOLLOWS
     async_config: AsyncOffloadConfig | None = None
     auto_policy: bool = False
-    # `dataclasses.replace` passes every field, which would make all of them look set by the caller. It also
-    # reads init-only names from the old instance, where `_replaced` (below the class) is that instance.
-    _replaced: InitVar[Config | None] = None
+    follows: InitVar[Mapping[str, object] | None] = None
+    """What the fields that the caller left open read as; `dataclasses.replace` hands it on, so that they stay open."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> Config:
-        # Only here are the fields that the caller wrote still distinguishable from the defaults.
-        config = super().__new__(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(kwargs.keys() - {*names, "_replaced"})
-        if unknown:
-            raise ConfigError("; ".join(_no_field(name, kwargs[name], names) for name in unknown))
-        object.__setattr__(config, "_given", frozenset(names[: len(args)]) | (kwargs.keys() & set(names)))
-        return config
-
-    def __post_init__(self, _replaced: Config | None) -> None:
-        if _replaced is not None:
-            kept = {
-                field.name
-                for field in dataclasses.fields(self)
-                if field.name not in _replaced.given and getattr(self, field.name) == getattr(_replaced, field.name)
-            }
-            object.__setattr__(self, "_given", self.given - kept)
+    def __post_init__(self, follows: Mapping[str, object] | None) -> None:
         validate(self, _CONFIG_CHECKS)
-        assert isinstance(self.mode, OptimizationMode)
-        for switch in _SWITCHES:
-            if switch not in self.given:
-                object.__setattr__(self, switch, switch in _ON[self.mode])
-        if self.async_offload and not self.enable_offloading:
-            if "enable_offloading" in self.given:
-                raise ConfigError(
-                    "Config(async_offload=True, enable_offloading=False) contradict each other: the first asks for "
-                    "what the second rules out; leave one of the two unset"
-                )
-            object.__setattr__(self, "enable_offloading", True)
+        before = follows or {}
+        left_open = {name for name in _OPEN if getattr(self, name) in (None, before.get(name))}
+        resolved = _resolved({name: None if name in left_open else getattr(self, name) for name in _OPEN})
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "follows", {name: resolved[name] for name in sorted(left_open)})
 
     @property
     def given(self) -> frozenset[str]:
-        """The names of the fields that the caller set; the rest are defaults or follow the mode.
+        """The names of the fields that the caller set; the rest have their defaults or follow the mode.
 
         >>> import dataclasses
         >>> sorted(dataclasses.replace(Config(warmup_steps=3), mode="conservative").given)
         ['mode', 'warmup_steps']
         """
-        given: frozenset[str] = self.__dict__["_given"]
-        return given
+        follows: Mapping[str, object] = self.__dict__["follows"]
+        fields = dataclasses.fields(self)
+        return frozenset(
+            each.name for each in fields if each.name not in follows and getattr(self, each.name) != each.default
+        )
 
     @property
     def host_bytes(self) -> int | None:
@@ -244,16 +226,42 @@ class Config:
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in fields)})"
 
 
-setattr(Config, "_replaced", property(lambda config: config))  # noqa: B010
-# `__new__` would show as (*args, **kwargs); what a caller can set are the fields.
-_parameters = inspect.signature(Config.__init__).parameters
-setattr(  # noqa: B010
-    Config, "__signature__", inspect.Signature([_parameters[field.name] for field in dataclasses.fields(Config)])
-)
+def _resolved(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fields in `given` read as, those that are None following from the others."""
+    mode = OptimizationMode.BALANCED if given["mode"] is None else given["mode"]
+    found = {switch: switch in _ON[mode] if given[switch] is None else given[switch] for switch in _SWITCHES}
+    overlaps = bool(given["async_offload"])
+    if overlaps and given["enable_offloading"] is False:
+        raise ConfigError(
+            "Config(async_offload=True, enable_offloading=False) contradict each other: the first asks for what the "
+            "second rules out; leave one of the two unset"
+        )
+    found["enable_offloading"] |= overlaps
+    return {"mode": mode, **found, "async_offload": overlaps}
+
+
+def _refusing_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: Config, *args: Any, **given: Any) -> None:
+        names = [each.name for each in dataclasses.fields(Config)]
+        lines = []
+        for name in sorted(given.keys() - {*names, "follows"}):
+            near = difflib.get_close_matches(name, names, 1, 0.6)
+            remedy = f"write {near[0]}={given[name]!r}" if near else f"its fields are {', '.join(names)}"
+            lines.append(f"Config({name}={given[name]!r}) is no field of it; {remedy}")
+        if lines:
+            raise ConfigError("; ".join(lines))
+        init(self, *args, **given)
+
+    return checked
+
+
+setattr(Config, "__init__", _refusing_unknown(Config.__init__))  # noqa: B010  # mypy lets nobody assign to it
 
 _CONFIG_CHECKS: dict[str, Check] = {
-    **{field.name: boolean for field in dataclasses.fields(Config) if field.type == "bool"},
-    "mode": _mode,
+    **{each.name: boolean for each in dataclasses.fields(Config) if each.type == "bool"},
+    **{name: optional(boolean) for name in _OPEN},
+    "mode": optional(_mode),
     "max_cpu_offload_gb": optional(
         _real("finite and at least 0", "pass GB of 10**9 bytes, or None for no cap", lambda gb: gb >= 0)
     ),

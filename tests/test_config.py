@@ -34,15 +34,22 @@ DEFAULTS = {
     "auto_policy": False,
 }
 SWITCHES = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
+OPEN = {
+    "mode",
+    "enable_checkpointing",
+    "enable_offloading",
+    "enable_tiling",
+    "async_offload",
+}  # follow from the others
 BAD = {
-    "mode": ["fast", "", None, 1, True],
+    "mode": ["fast", "", 1, True],
     "max_cpu_offload_gb": [-1, -0.5, "8", True, float("nan"), float("inf"), [4]],
     "target_gpu_utilization": [0, 0.0, 1.01, -1, "0.8", True, None, float("nan")],
     "warmup_steps": [-1, 1.5, "2", True, None],
     "log_file": ["", "  ", 3, b"log", True],
     "observability_port": [-1, 65536, 80.0, "80", True],
     "async_config": [{}, True, "x", AsyncOffloadConfig],
-    **{name: [0, 1, None, "yes", 1.0] for name in SWITCHES},
+    **{name: [0, 1, "yes", 1.0, *([] if name in OPEN else [None])] for name in SWITCHES},
 }
 BAD_ASYNC = {
     "pool_bytes": [0, -1, 1.5, "1GiB", True],
@@ -57,9 +64,18 @@ def cases(table):
 
 
 def test_the_fields_and_their_defaults():
-    assert {field.name: field.default for field in dataclasses.fields(Config)} == DEFAULTS
+    found = {field.name: field.default for field in dataclasses.fields(Config)}
+    assert found == {name: None if name in OPEN else value for name, value in DEFAULTS.items()}
     assert dataclasses.asdict(Config()) == DEFAULTS
-    assert list(inspect.signature(Config).parameters) == list(DEFAULTS)
+    assert list(inspect.signature(Config).parameters) == [*DEFAULTS, "follows"]
+
+
+def test_none_leaves_a_field_open():
+    assert Config(**dict.fromkeys(OPEN)) == Config()
+    assert Config(**dict.fromkeys(OPEN)).given == frozenset()
+    assert Config(enable_tiling=False).given == {"enable_tiling"}
+    assert dataclasses.replace(Config(), mode="aggressive").enable_tiling is True
+    assert dataclasses.replace(Config(enable_tiling=False), mode="aggressive").enable_tiling is False
 
 
 @pytest.mark.parametrize(("name", "value"), cases(BAD))

@@ -205,7 +205,7 @@ def _timeline_of(profile: Profile) -> dict[str, Any] | None:
 def _source_of(plan: Plan | None) -> str:
     if not isinstance(plan, ProvenPlan):
         return "user"
-    return "planner" if plan.decision is None else plan.decision.decision_source
+    return "planner" if plan.decision.decision_source == "user_config" else plan.decision.decision_source
 
 
 def _hash_of(model: nn.Module) -> str:

@@ -402,7 +402,7 @@ class Executor:
         if self.skipped is not None:
             say(self.config, f"{self._kind} stays as it is: {self.skipped}")
             return
-        if isinstance(self.plan, ProvenPlan) and self.plan.decision is not None:
+        if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
             say(self.config, f"policy: {self.plan.decision}")
         say(self.config, f"plan for {self._kind}:\n{self.plan}")
         if self.runtime is not None:

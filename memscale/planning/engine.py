@@ -305,6 +305,12 @@ class DecisionEngine:
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
         return select(context, self.config, planner=planner())
 
+    def _as_given(self, limit: int) -> StrategyDecision:
+        """That the config decided: no policy was asked."""
+        asks = self.config.auto_policy  # of which a CPU is the reason
+        context = StrategyContext.of(self.plain, self.hardware, limit, self.config) if asks else None
+        return select(context, self.config)
+
     def _by_policy(self, limit: int, asked: StrategyDecision) -> tuple[Found | None, StrategyDecision]:
         """The fastest plan of what the policy chose, or of more where that may lose time or does not fit."""
         context = StrategyContext.of(self.plain, self.hardware, limit, self.config)
@@ -371,7 +377,7 @@ class DecisionEngine:
         takes, budget = format_unlike(taken, limit)
         trace = (f"smart skip: the step as it is takes {takes} of {budget}",)
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
-        return ProvenPlan(Plan(), evidence, decision)
+        return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
     def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
@@ -380,7 +386,7 @@ class DecisionEngine:
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
-        return ProvenPlan(with_globs(found.plan, self.model), evidence, decision)
+        return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 
     def _loop(self) -> str:
         if self.keeps_output:

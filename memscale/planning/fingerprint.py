@@ -53,7 +53,7 @@ def fingerprint(
         "config": [
             (name, repr(value), name in config.given)
             for name, value in sorted(vars(config).items())
-            if name not in (*_SAYS_WHERE, "_given")
+            if name not in (*_SAYS_WHERE, "follows")
         ],
         "hardware": [(name, repr(value)) for name, value in vars(hardware).items() if name != "free_bytes"],
     }

@@ -77,7 +77,7 @@ def _mode(call: Call) -> str:
 
 def _decision_source(call: Call) -> str:
     plan = _plan_of(call)
-    return "user_config" if plan.decision is None else str(plan.decision.decision_source)
+    return str(plan.decision.decision_source)
 
 
 def _pressure(call: Call) -> str:

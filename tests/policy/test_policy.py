@@ -203,9 +203,9 @@ def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")
     plain = engine(ms.Config(mode="conservative"))
     plan = plain.plan(int(0.6 * plain.plain.taken_bytes))
-    assert plan.decision is None
-    assert '"decision":' not in plan.to_json()
-    for name in ("StrategyContext", "select", "widenings", "everything"):
+    assert (plan.decision.decision_source, plan.decision.config) == ("user_config", plain.config)
+    assert "policy: " not in plan.explain()
+    for name in ("StrategyContext", "widenings", "everything"):
         monkeypatch.setattr(f"memscale.planning.engine.{name}", None)
     again = engine(ms.Config(mode="conservative"))
     assert again.plan(plan.evidence.budget_bytes).to_json() == plan.to_json()

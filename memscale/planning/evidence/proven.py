@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memscale.algebra import Plan, compose
+from memscale.config import Config
 from memscale.core import Document, PlanError, format_bytes, format_seconds, matches, numbers, template
 from memscale.planning.evidence.evidence import Decision, Evidence
 from memscale.planning.evidence.explanation import about_parts, explanation, in_rows, label
-from memscale.policy import StrategyDecision
+from memscale.policy import StrategyDecision, select
 from memscale.simulation import Ranks
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
@@ -21,18 +22,19 @@ class ProvenPlan(Plan):
 
     Attributes:
         evidence: see `Evidence`.
-        decision: of the policy; None where the config decided, as it does without ``auto_policy``.
+        decision: of the policy; its ``decision_source`` is ``"user_config"`` where the config decided, as it does
+            without ``auto_policy`` and on a CPU.
     """
 
     __slots__ = ("decision", "evidence")
 
-    decision: StrategyDecision | None
+    decision: StrategyDecision
     evidence: Evidence
 
     def __init__(self, plan: Plan, evidence: Evidence, decision: StrategyDecision | None = None) -> None:
         super().__init__([(rule.pattern, rule.transform) for rule in plan])
         object.__setattr__(self, "evidence", evidence)
-        object.__setattr__(self, "decision", decision)
+        object.__setattr__(self, "decision", decision or select(None, Config()))
 
     __hash__ = Plan.__hash__
 
@@ -47,8 +49,8 @@ class ProvenPlan(Plan):
     def to_json(self) -> str:
         """The plan and its evidence as JSON text; `Plan.from_json` reads the plan of it."""
         data = json.loads(super().to_json())
-        said = {} if self.decision is None else {"decision": self.decision.to_data()}
-        return _DOCUMENT.write({"rules": data["rules"], "evidence": self.evidence.to_data(), **said}, indent=2)
+        parts = {"evidence": self.evidence.to_data(), "decision": self.decision.to_data()}
+        return _DOCUMENT.write({"rules": data["rules"], **parts}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> ProvenPlan:
@@ -97,7 +99,8 @@ class ProvenPlan(Plan):
                 for rule in self
                 if not rule.pattern and repr(rule.transform) not in decided
             ]
-            policy = [] if self.decision is None else [f"{self.decision.explain()}\n"]
+            asked = self.decision.decision_source != "user_config"
+            policy = [f"{self.decision.explain()}\n"] if asked else []
             return "".join([*policy, *whole, explanation(evidence)])
         return about_parts(self._about(path), evidence)
 
