@@ -205,17 +205,19 @@ def test_a_plan_made_without_it_knows_nothing_of_it(monkeypatch):
     plan = plain.plan(int(0.6 * plain.plain.taken_bytes))
     assert (plan.decision.decision_source, plan.decision.config) == ("user_config", plain.config)
     assert "policy: " not in plan.explain()
-    for name in ("StrategyContext", "widenings", "everything"):
+    for name in ("widenings", "everything"):
         monkeypatch.setattr(f"memscale.planning.engine.{name}", None)
     again = engine(ms.Config(mode="conservative"))
     assert again.plan(plan.evidence.budget_bytes).to_json() == plan.to_json()
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(64, 8)
     host = ms.Hardware.detect("cpu")
     on_cpu = [
-        ms.plan(model, x, budget=1.0, loss=lambda y, _: y.sum(), hardware=host, config=config).to_json()
+        ms.plan(model, x, budget=1.0, loss=lambda y, _: y.sum(), hardware=host, config=config)
         for config in (ms.Config(), AUTO)
     ]
     assert on_cpu[0] == on_cpu[1]
+    assert on_cpu[0].evidence == on_cpu[1].evidence
+    assert [each.decision.reason for each in on_cpu] == ["as it was given", "a CPU"]
 
 
 def test_a_plan_carries_its_decision(artifact):
