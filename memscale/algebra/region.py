@@ -178,7 +178,8 @@ class Method(OfModule, Assembled):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # accelerate's unwrap_model makes types.MethodType(forward, model) of a forward that is bound already.
-        if args and isinstance(args[0], nn.Module) and args[0] is self._module():
+        # Not under a compiler, which fails at a look at an argument that is a tensor of torch.func.
+        if not torch.compiler.is_compiling() and args and isinstance(args[0], nn.Module) and args[0] is self._module():
             args = args[1:]
         return self.fn(*args, **kwargs)
 

@@ -171,32 +171,16 @@ INTERNALS = tuple(
             "2.12",
         ),
         # torch.func.
-        (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint {_T}offload"),
-        (f"{_F}get_interpreter_stack", "which do", f"{_R} {_T}offload"),
-        (f"{_F}TransformType", "which do", f"{_R} {_T}offload"),
-        (f"{_F}pop_dynamic_layer_stack", "work outside them", _R),
-        (f"{_F}push_dynamic_layer_stack", "work outside them", _R),
-        (f"{_F}is_functorch_wrapped_tensor", "their tensors", f"runtime {_S} {_T}checkpoint {_T}offload {_T}tile"),
+        (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint"),
+        (f"{_F}get_interpreter_stack", "which do", _R),
+        (f"{_F}TransformType", "which do", _R),
+        (f"{_F}is_functorch_wrapped_tensor", "their tensors", f"runtime {_S} {_T}checkpoint {_T}tile"),
         (f"{_F}is_legacy_batchedtensor", "their tensors", f"runtime {_T}tile"),
-        (f"{_F}maybe_get_level", "whose a tensor is", f"{_T}checkpoint {_T}offload"),
-        (f"{_A}_saved_tensors_hooks_disable", "offload there", f"{_T}offload"),
-        (f"{_A}_saved_tensors_hooks_enable", "offload there", f"{_T}offload"),
-        (f"{_A}_saved_tensors_hooks_get_disabled_error_message", "offload there", f"{_T}offload"),
-        (f"{_C}_ForceDispatchKeyGuard", "work outside of dispatch keys", f"{_R} {_T}checkpoint {_T}offload"),
-        (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_T}checkpoint {_T}offload"),
-        (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_T}checkpoint {_T}offload"),
-        (f"{_F}_add_batch_dim", "offload there", f"{_T}offload"),
-        (f"{_F}_grad_decrement_nesting", "offload there", f"{_T}offload"),
-        (f"{_F}_grad_increment_nesting", "offload there", f"{_T}offload"),
-        (f"{_F}_set_dynamic_layer_keys_included", "offload there", f"{_T}offload"),
-        (f"{_F}_wrap_for_grad", "offload there", f"{_T}offload"),
-        (f"{_F}get_single_level_autograd_function_allowed", "offload there", f"{_T}offload"),
-        (f"{_F}set_single_level_autograd_function_allowed", "offload there", f"{_T}offload"),
-        (f"{_F}get_unwrapped", "offload there; where a tensor is, on a card", f"{_S} {_T}offload"),
-        (f"{_F}is_batchedtensor", "offload there", f"{_T}offload"),
-        (f"{_F}maybe_get_bdim", "offload there", f"{_T}offload"),
-        (f"{_F}unwrap_if_dead", "offload there", f"{_T}offload"),
-        ("torch.autograd.function._SingleLevelFunction", "offload there", f"{_T}offload"),
+        (f"{_F}maybe_get_level", "whose a tensor is", f"{_T}checkpoint"),
+        (f"{_C}_ForceDispatchKeyGuard", "work outside of dispatch keys", f"{_R} {_T}checkpoint"),
+        (f"{_C}_dispatch_tls_local_exclude_set", "likewise", f"{_R} {_T}checkpoint"),
+        (f"{_C}_dispatch_tls_local_include_set", "likewise", f"{_R} {_T}checkpoint"),
+        (f"{_F}get_unwrapped", "where a tensor is, on a card", _S),
         # Simulated devices.
         (f"{_C}DispatchKey", "autocast of a card, on the host; a few operators seen", f"{_R} {_S}"),
         (f"{_C}DispatchKeySet", "autocast of a card, on the host", f"{_R} {_S}"),
@@ -408,7 +392,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch.autograd.function import _SingleLevelFunction
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.utils import _pytree
     from torch.utils._python_dispatch import BaseTorchDispatchMode as BaseTorchDispatchMode
@@ -418,7 +401,6 @@ if TYPE_CHECKING:
     pytree = _pytree
     BatchNorm = _BatchNorm
     NormBase = _NormBase
-    SingleLevelFunction = _SingleLevelFunction
 else:
     autograd = named("torch._C._autograd")
     functorch = named("torch._C._functorch")
@@ -426,7 +408,6 @@ else:
     OpOverload = named("torch._ops.OpOverload")
     FakeTensor = named("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = named("torch._subclasses.fake_tensor.FakeTensorMode")
-    SingleLevelFunction = named("torch.autograd.function._SingleLevelFunction")
     BatchNorm = named("torch.nn.modules.batchnorm._BatchNorm")
     NormBase = named("torch.nn.modules.batchnorm._NormBase")
     BaseTorchDispatchMode = named("torch.utils._python_dispatch.BaseTorchDispatchMode")

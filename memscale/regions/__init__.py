@@ -3,7 +3,6 @@
 from memscale.regions import functorch_state, hidden_changes
 from memscale.regions.code import code_names
 from memscale.regions.environment import Environment, accelerators
-from memscale.regions.functorch_state import Keeper, without_levels_above
 from memscale.regions.hidden_changes import (
     memory_of,
     moved,
@@ -39,7 +38,6 @@ __all__ = [
     "Content",
     "Environment",
     "Habits",
-    "Keeper",
     "Note",
     "OperatorWatch",
     "Origin",
@@ -86,6 +84,5 @@ __all__ = [
     "untouched",
     "wait_for_recomputes",
     "without_dynamo",
-    "without_levels_above",
     "write",
 ]

@@ -99,7 +99,6 @@ OF_INTERNALS = {
     "OpOverload": "torch._ops.OpOverload",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "SingleLevelFunction": "torch.autograd.function._SingleLevelFunction",
     "BatchNorm": "torch.nn.modules.batchnorm._BatchNorm",
     "NormBase": "torch.nn.modules.batchnorm._NormBase",
     "BaseTorchDispatchMode": "torch.utils._python_dispatch.BaseTorchDispatchMode",

@@ -533,44 +533,21 @@ def _() -> None:
     assert list(inspect.signature(fit.forward).parameters) == ["x", "losses", "cache"]
 
 
-def offloaded_under_func(how: Callable[[Any], Any], *, twice: bool, moves: bool) -> None:
+@finding(18, "offload() under torch.func, inside a checkpoint")
+def _() -> None:
     x = torch.linspace(-1, 1, 6).reshape(3, 2)
     runtime = Runtime(ms.AsyncOffloadConfig(min_bytes=0), disk_bytes=1 << 20)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         return torch.sin((x * 2).exp()).square()
 
-    def twice_over(layer: Any) -> Any:  # the caller holds the input of the last one until the forward ends
-        def f(x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                x = layer(x * 1)
-            return x.sum()
+    def loss(layer: Any) -> Any:
+        return lambda x: layer(layer(x * 1) * 1).sum()
 
-        return f
-
-    def grad_of_grad(g: Any) -> Any:
-        return torch.func.grad(lambda x: torch.func.grad(g)(x).sin().sum())
-
-    f, moved = twice_over(layer), twice_over(how(ms.offload(min_bytes=0).on(runtime))(layer))
-    for of in (torch.func.grad, lambda g: torch.func.vmap(torch.func.grad(g)), *[grad_of_grad] * twice):
-        assert bits(of(moved)(x)) == bits(of(f)(x))
-    assert bool(runtime.stats()) is moves
-    assert all(stats.out_bytes["disk"] > 0 for stats in runtime.stats().values())
-
-
-@finding(18, "offload() under torch.func, alone")
-def _() -> None:
-    offloaded_under_func(lambda offload: offload, twice=True, moves=True)
-
-
-@finding(18, "offload() under torch.func, around a checkpoint")
-def _() -> None:
-    offloaded_under_func(lambda offload: ms.compose(offload, CHECKPOINT), twice=False, moves=True)
-
-
-@finding(18, "offload() under torch.func, inside a checkpoint")
-def _() -> None:
-    offloaded_under_func(lambda offload: ms.compose(CHECKPOINT, offload), twice=False, moves=False)
+    fit = ms.compose(CHECKPOINT, ms.offload(min_bytes=0).on(runtime))(layer)
+    for of in (torch.func.grad, lambda g: torch.func.vmap(torch.func.grad(g))):
+        assert bits(of(loss(fit))(x)) == bits(of(loss(layer))(x))
+    assert not runtime.stats()
 
 
 def test_what_an_operator_returns_beside_its_output_goes_with_it():

@@ -42,8 +42,7 @@ _functorch = internals.functorch
 def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``fn(*args, **kwargs)`` as one recomputed function of its arguments and of all that it captures."""
     call = _Call(fn, args, kwargs)
-    tokens = call.send_inputs()
-    outputs = _Region.apply(call, *call.inputs, *tokens)  # type: ignore[no-untyped-call]
+    outputs = _Region.apply(call, *call.inputs)  # type: ignore[no-untyped-call]
     return call.finish(outputs)
 
 
@@ -101,32 +100,6 @@ class _Call:
         self.sources: list[tuple[bool, int]] = []
         self.made: list[int] = []
         self.left_count = 0
-
-    def send_inputs(self) -> list[torch.Tensor]:
-        """The tokens of the arguments that something else keeps; these go in as values, without a gradient."""
-        self.keeper = functorch_state.take_keeper()
-        self.sent: dict[int, tuple[int, Any]] = {}  # by input, the place of its token among the inputs, and its slip
-        tokens: list[torch.Tensor] = []
-        if self.keeper is None:
-            return tokens
-        captured = {position for _, _, position in self.captures}
-        for position in sorted(set(self.arguments) - captured):
-            tensor = self.inputs[position]
-            if tensor.is_floating_point() or tensor.is_complex():
-                token, slip = self.keeper.send(tensor)
-                self.sent[position] = len(self.inputs) + len(tokens), slip
-                tokens.append(token)
-                self.inputs[position] = tensor.detach()
-        return tokens
-
-    def bring_inputs(self, saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The inputs, of what autograd saved."""
-        if self.keeper is None:
-            return saved
-        inputs = list(saved)
-        for position, (_, slip) in self.sent.items():
-            inputs[position] = self.keeper.bring(saved[position], slip)
-        return tuple(inputs)
 
     def execute(self, inputs: tuple[torch.Tensor, ...], *, first: bool) -> tuple[torch.Tensor, ...]:
         """Run the region on `inputs`; tensor outputs first, then buffers it changed, then tensors it left."""
@@ -222,11 +195,6 @@ class _Call:
         # What the region left has a graph by now, which holds this record: holding that would keep both for ever.
         self.left, self.out_leaves = None, []
         self.call.let_go()
-        if self.sent:  # what somebody else keeps must not be held here
-            self.inputs = []
-            self.call.take_tensors()
-            for position in self.sent:
-                self.targets[position] = self.targets[position].new_empty(0)
         return pytrees.unflatten(self.out_spec, leaves)
 
     @contextmanager
@@ -279,8 +247,7 @@ class _Region(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: _Call, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        inputs = given[: len(call.targets)]
+    def forward(call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call.environment = Environment(accelerators(inputs), host_random=True, generators=call.scope.generators)
         outputs = call.execute(inputs, first=True)
         call.environment.conclude()
@@ -292,21 +259,19 @@ class _Region(torch.autograd.Function):
         ctx.call = call
         ctx.differentiable = [tensor.is_floating_point() or tensor.is_complex() for tensor in output]
         ctx.mark_non_differentiable(*[t for t, yes in zip(output, ctx.differentiable, strict=True) if not yes])
-        saved = [tensors[call.sent[i][0]] if i in call.sent else tensors[i] for i in range(len(call.targets))]
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        inputs = ctx.call.bring_inputs(ctx.saved_tensors)
-        places = [ctx.call.sent[index][0] if index in ctx.call.sent else index for index in range(len(inputs))]
-        wanted = [index for index, place in enumerate(places) if ctx.needs_input_grad[place + 1]]
+        inputs = ctx.saved_tensors
+        wanted = [index for index in range(len(inputs)) if ctx.needs_input_grad[index + 1]]
         with ctx.call.environment.reinstate():
             vjp = torch.func.vjp(_rerun(ctx, inputs, wanted), *[inputs[index] for index in wanted])[1]
         found = vjp(tuple(grad for grad, yes in zip(grads, ctx.differentiable, strict=True) if yes))
         result: list[Any] = [None] * len(ctx.needs_input_grad)
         for index, grad in zip(wanted, found, strict=True):
-            result[places[index] + 1] = grad
+            result[index + 1] = grad
         return tuple(result)
 
     @staticmethod

@@ -12,8 +12,6 @@ from memscale.algebra import Transform, Transformed
 from memscale.core import ConfigError, TransformError, by_name, check_tier, factory, internals
 from memscale.regions import functorch_state, uncompiled
 from memscale.runtime import hooks_here
-from memscale.transforms.offload.functorch import Away
-from memscale.transforms.offload.levels import LevelHooks, hooks_allowed
 from memscale.transforms.offload.saving import saving_by
 from memscale.transforms.offload.streamed import Streamed
 
@@ -88,8 +86,8 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
         ConfigError: an argument is none of these.
         CorrectnessError: in backward, when a moved tensor was changed in place after it was saved.
         RuntimeUnavailable: in forward, on a device whose tensors nothing here can move.
-        TransformError: inside a transform of `torch.func` in forward mode, in a CUDA graph capture, in a forked
-            process, for sparse tensors.
+        TransformError: inside a transform of `torch.func`, in a CUDA graph capture, in a forked process, for sparse
+            tensors.
 
     Cost: saves the region's residuals on the device; pays their way out and back, as far as compute does not hide it.
 
@@ -107,27 +105,18 @@ def offload(*, what: str = "activations", tier: str = "auto", min_bytes: int | N
 
 
 def _eager(self: Offloaded, args: Any, kwargs: Any) -> Any:
-    # A checkpoint around the region runs it again as a whole: under `torch.func` too, there is nothing to keep.
+    # A checkpoint around the region runs it again as a whole: there is nothing to keep, under `torch.func` too.
     if not torch.is_grad_enabled() or functorch_state.inside_region():
         return self.fn(*args, **kwargs)
     hooks = hooks_here(self.runtime, self.how.tier, self.how.min_bytes, region=self.title)
-    if not functorch_state.active() or hooks is None:
-        with saving_by(hooks, self.how):
-            return self.fn(*args, **kwargs)
-    if not functorch_state.reverse_mode():
+    if hooks is not None and functorch_state.active():
         raise TransformError(
-            f"{self.how!r} inside a transform of torch.func in forward mode, or functionalize, which know nothing of "
-            "the saved-tensor hooks that offloading needs; use transforms in reverse mode, or leave offload() out"
+            f"{self.how!r} inside a transform of torch.func, such as grad, vjp, vmap or jvp, which know nothing of the "
+            "saved-tensor hooks that offloading needs; use checkpoint() there, or loss.backward() in place of the "
+            "transform"
         )
-    if not getattr(self.fn, "keeps_inputs_only", False):
-        with hooks_allowed(), saving_by(LevelHooks(hooks), self.how):
-            return self.fn(*args, **kwargs)
-    try:
-        with functorch_state.inputs_kept_by(Away(hooks)):
-            return self.fn(*args, **kwargs)
-    finally:
-        with functorch_state.without_levels_above(0):
-            hooks.leave()
+    with saving_by(hooks, self.how):
+        return self.fn(*args, **kwargs)
 
 
 factory("offload", offload)

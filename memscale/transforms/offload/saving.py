@@ -11,13 +11,12 @@ import torch
 from memscale.core import internals
 from memscale.regions import Streams, naming_refused_hooks, never_compiled, unrecorded
 from memscale.runtime import Home, Hooks, Saved, home_on_device, is_plain
-from memscale.transforms.offload.levels import LevelHooks
 
 _autograd = internals.autograd
 
 
 @contextmanager
-def saving_by(hooks: Hooks | LevelHooks | None, how: object) -> Iterator[None]:
+def saving_by(hooks: Hooks | None, how: object) -> Iterator[None]:
     """Run a region, of the transform `how`, under `hooks`, or under those around it.
 
     Raises:

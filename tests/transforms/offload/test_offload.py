@@ -224,14 +224,6 @@ LEVELS = {
 }
 
 
-# Forward mode compiles its rules at first use, with a function that PyTorch itself has deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("level", [LEVELS["jvp"], torch.func.functionalize], ids=["jvp", "functionalize"])
-def test_other_transforms_of_torch_func_than_reverse_mode_are_refused_by_name(level):
-    with pytest.raises(ms.TransformError, match=r"offload\(\) inside a transform of torch\.func in forward mode"):
-        level(offload()(lambda x: x.sin().exp()))(torch.randn(3, 3))
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", LEVELS.values(), ids=LEVELS)
 def test_inside_torch_func_a_checkpoint_around_it_leaves_it_nothing_to_do(level):
