@@ -5,18 +5,14 @@ transforms such as `checkpoint`. Transforms also apply to plain functions, and i
 older one-line style, in place and reversible.
 """
 
-import functools
 import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# What is loaded here is just enough for Python to go through all that PyTorch has loaded, for garbage that is not
-# there: 90 of the 330 ms that this import took.
-_collecting = gc.isenabled()
-gc.disable()
-try:
+if TYPE_CHECKING:
     from memscale import policies
     from memscale.algebra import Plan, Transform, compose, functional, identity, transform
+    from memscale.config import Config, OptimizationMode
     from memscale.core import (
         BudgetError,
         ConfigError,
@@ -26,17 +22,7 @@ try:
         PolicyFallbackNeeded,
         RuntimeUnavailable,
         TransformError,
-        factory,
-        internals,
     )
-    from memscale.runtime import AsyncOffloadConfig
-    from memscale.transforms import cast, checkpoint, name, offload, tile
-finally:
-    if _collecting:
-        gc.enable()
-
-if TYPE_CHECKING:
-    from memscale.config import Config, OptimizationMode
     from memscale.crashes import Explanation, explain
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
@@ -60,8 +46,10 @@ if TYPE_CHECKING:
         Tuning,
     )
     from memscale.policy import StrategyContext, StrategyDecision
+    from memscale.runtime import AsyncOffloadConfig
     from memscale.simulation import MemoryProfiler, Profile
     from memscale.simulation.measured import measure
+    from memscale.transforms import cast, checkpoint, name, offload, tile
     from memscale.verbs import frontier, plan, profile
 
 __version__ = "0.2.0"
@@ -125,12 +113,15 @@ __all__ = [
     "wrap",
 ]
 
-# A training run needs few of these, and they would double what importing memscale costs: each is loaded when it is
-# first asked for. The branch for type checkers above says the same; a test holds the two together.
+# Each name is loaded when it is first asked for: a training run needs few of them, and the command's help none. The
+# branch for type checkers above says the same; a test holds the two together.
 _LOADED_WHEN_ASKED = {
     name: f"memscale.{home}"
     for home, names in {
+        "algebra": "Plan Transform compose functional identity transform",
         "config": "Config OptimizationMode",
+        "core": "BudgetError ConfigError CorrectnessError MemscaleError PlanError PolicyFallbackNeeded "
+        "RuntimeUnavailable TransformError",
         "crashes": "Explanation explain",
         "hardware": "Hardware",
         "inspection": "Residual Verification saved_residuals verify",
@@ -139,33 +130,39 @@ _LOADED_WHEN_ASKED = {
         "step_in_backward step_in_groups",
         "planning": "AutoTuner DecisionEngine Frontier OOMPrediction OOMPredictor OOMRisk Tuning",
         "policy": "StrategyContext StrategyDecision",
+        "runtime": "AsyncOffloadConfig",
         "simulation": "MemoryProfiler Profile",
         "simulation.measured": "measure",
+        "transforms": "cast checkpoint name offload tile",
         "verbs": "frontier plan profile",
     }.items()
     for name in names.split()
 }
 
+_FOLDERS = ("algebra", "core", "policies", "runtime", "transforms")
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _LOADED_WHEN_ASKED:
+    if name not in _LOADED_WHEN_ASKED and name not in _FOLDERS:
         raise AttributeError(f"module 'memscale' has no attribute {name!r}")
-    home = _LOADED_WHEN_ASKED[name]
-    if (part := home.split(".")[1]) in internals.PARTS:
-        internals.needs(part)
-    value = getattr(importlib.import_module(home), name)
+    # So much is loaded that Python would look through all of PyTorch for garbage, which there is not.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        if name in _FOLDERS:
+            return importlib.import_module(f"memscale.{name}")
+        from memscale.core import internals
+
+        home = _LOADED_WHEN_ASKED[name]
+        if (part := home.split(".")[1]) in internals.PARTS:
+            internals.needs(part)
+        value = getattr(importlib.import_module(home), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _made_when_asked(name: str, *args: Any, **kwargs: Any) -> Any:
-    return getattr(importlib.import_module(_LOADED_WHEN_ASKED[name]), name)(*args, **kwargs)
-
-
-# A plan that is read may have some that nobody has asked for yet.
-for _name in (each for each, home in _LOADED_WHEN_ASKED.items() if home == "memscale.optimizers" and each.islower()):
-    factory(_name, functools.partial(_made_when_asked, _name))

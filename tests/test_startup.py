@@ -1,4 +1,4 @@
-"""What `import memscale` loads: the algebra and the transforms, and nothing of what is only asked for by name."""
+"""What `import memscale` loads: nothing of PyTorch or of its own, until a name is asked for."""
 
 import ast
 import importlib
@@ -10,7 +10,22 @@ import pytest
 
 import memscale as ms
 
-LATER = ("config", "optimizers", "simulation", "planning", "reports", "hardware", "inspection", "legacy", "cli")
+LATER = (
+    "algebra",
+    "core",
+    "regions",
+    "runtime",
+    "transforms",
+    "config",
+    "optimizers",
+    "simulation",
+    "planning",
+    "reports",
+    "hardware",
+    "inspection",
+    "legacy",
+    "cli",
+)
 LATER = (*LATER, "observability", "crashes")
 FOUND = """
 import gc, importlib, sys
@@ -70,7 +85,16 @@ def test_type_checkers_are_told_the_same_homes():
         if isinstance(node, ast.If):
             for each in node.body:
                 told.update({alias.name: each.module for alias in each.names})
+    assert told.pop("policies") == "memscale"  # a file of names
     assert told == ms._LOADED_WHEN_ASKED
+    assert ms.policies is importlib.import_module("memscale.policies")
+
+
+def test_a_plan_in_json_is_read_by_who_has_asked_for_nothing():
+    plan = ms.Plan({"*": ms.checkpoint(policy=ms.policies.nothing_saveable), "": ms.offload_states()})
+    code = f"from memscale import Plan; print(Plan.from_json({plan.to_json()!r}))"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == str(plan)
 
 
 def test_a_name_is_the_same_object_each_time():

@@ -9,6 +9,7 @@ subclass writes any of them.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -84,6 +85,10 @@ def from_data(data: Any) -> Any:
     if not isinstance(data, Mapping):
         return data
     spelling = data.get("type")
+    if isinstance(spelling, str) and spelling not in _FACTORIES:
+        # It may be of a kind that nobody has asked for yet in this process.
+        for home in ("transforms", "policies", "optimizers"):
+            importlib.import_module(f"memscale.{home}")
     if not isinstance(spelling, str) or spelling not in _FACTORIES:
         raise PlanError(
             f"unknown transform or policy {spelling!r}; this version of memscale knows {spellings()}. "

@@ -1,5 +1,6 @@
 """What goes around an optimizer: transforms of it, and the loss scale of float16 training."""
 
+from memscale.core import factory
 from memscale.optimizers.compensated import compensate_rounding
 from memscale.optimizers.in_backward import step_in_backward
 from memscale.optimizers.in_groups import step_in_groups
@@ -32,3 +33,8 @@ __all__ = [
     "transformed",
     "without_states",
 ]
+
+for _make in (
+    compensate_rounding, offload_states, quantize_states, round_stochastically, step_in_backward, step_in_groups
+):  # fmt: skip
+    factory(_make.__name__, _make)
