@@ -110,3 +110,27 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_no_full_collection_runs_and_the_collector_is_left_as_it_was(loaded):
     assert loaded[0] == ["[]", "True"]
     assert loaded[5] == ["False"]
+
+
+COMMANDS = """
+import contextlib, io, sys
+from memscale.cli import main
+for words in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        status = main(words.split())
+    folders = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("memscale.")}
+    print(status, "torch" in sys.modules, *sorted(folders))
+"""
+
+
+def test_help_and_a_wrong_option_load_no_planner():
+    at_once, wrong = (
+        ["--help", "--version", "pln"],
+        ("plan", "frontier", "predict", "tune", "explain", "demo", "telemetry"),
+    )
+    commands = [*at_once, *(f"{name} --nope" for name in wrong)]
+    run = subprocess.run([sys.executable, "-c", COMMANDS, *commands], check=True, capture_output=True, text=True)
+    told = [line.split() for line in run.stdout.splitlines()]
+    assert [status for status, *_ in told] == ["0", "0"] + ["2"] * 8
+    assert [loaded for _, loaded, *_ in told[:3]] == ["False"] * 3
+    assert not {f"memscale.{each}" for each in ("planning", "simulation", "transforms", "runtime")} & set(told[-1])

@@ -19,16 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if words[:1] == ["server"]:  # which serves without PyTorch, and starts without it
-            from memscale.cli.running import run_app
-            from memscale.cli.server import SERVER
+        from memscale.cli.app import load
 
-            return run_app(SERVER, words[1:])
-        from memscale.cli.app import run
+        run = load(words)
     except ModuleNotFoundError as error:
         package = (error.name or "memscale").partition(".")[0]
         if package == "memscale":
             raise
         print(f"memscale: the command needs {package}: pip install 'memscale-transforms[cli]'", file=sys.stderr)
         return 2
-    return run(words)
+    return run()

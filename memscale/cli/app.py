@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 import memscale as ms
-from memscale.cli.demo import DemoOptions, demo
-from memscale.cli.explain import ExplainOptions, explain_snapshot
-from memscale.cli.history import HISTORY
 from memscale.cli.options import add
-from memscale.cli.plan import FrontierOptions, PlanOptions, frontier, plan
-from memscale.cli.predict import Options, predict
-from memscale.cli.pull import pull
 from memscale.cli.running import run_app
-from memscale.cli.server import SERVER
-from memscale.cli.telemetry import TELEMETRY
-from memscale.cli.tune import TuneOptions, tune
-from memscale.telemetry import COMMANDS
-from memscale.telemetry import count as count_call
-
-app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
-app.add_typer(HISTORY, name="history")
-app.add_typer(TELEMETRY, name="telemetry")
-app.add_typer(SERVER, name="server")
-app.command("plan-pull", hidden=True)(pull)
 
 
 def _version(asked: bool) -> None:
@@ -34,7 +20,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def memscale(
     version: Annotated[bool, typer.Option("--version", help="The version.", callback=_version, is_eager=True)] = False,
 ) -> None:
@@ -59,18 +44,62 @@ _EXPLAIN = """Explain a crash: what held the memory when it ran out, and which p
 
 The file is read as plain data; one that names anything is refused. Exits with 0, with 2 if an option is wrong."""
 
-add(app, "demo", DemoOptions, demo, _DEMO)
-add(app, "predict", Options, predict, _PREDICT)
-add(app, "plan", PlanOptions, plan, _PLAN)
-add(app, "frontier", FrontierOptions, frontier, _FRONTIER)
-add(app, "tune", TuneOptions, tune, _TUNE)
-add(app, "explain", ExplainOptions, explain_snapshot, _EXPLAIN)
+_HISTORY = "What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now."
+_TELEMETRY = "Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."
+_SERVER = "Run history for a team: accounts, projects, pages and an API (needs the extra 'server')."
+
+# Each command by its name: its file, its options and its function there, and what it does.
+_COMMANDS = {
+    "demo": ("demo", "DemoOptions", "demo", _DEMO),
+    "predict": ("predict", "Options", "predict", _PREDICT),
+    "plan": ("plan", "PlanOptions", "plan", _PLAN),
+    "frontier": ("plan", "FrontierOptions", "frontier", _FRONTIER),
+    "tune": ("tune", "TuneOptions", "tune", _TUNE),
+    "explain": ("explain", "ExplainOptions", "explain_snapshot", _EXPLAIN),
+}
+_GROUPS = {"history": ("HISTORY", _HISTORY), "telemetry": ("TELEMETRY", _TELEMETRY), "server": ("SERVER", _SERVER)}
+_UNCOUNTED = ("telemetry", "server")
+
+
+def command_line(asked: str) -> typer.Typer:
+    """The command line with one command whole, which loads what it needs; the others have a name and a help text."""
+    app = typer.Typer(name="memscale", add_completion=False, rich_markup_mode=None)
+    app.callback()(memscale)
+    for name, (home, options, run, text) in _COMMANDS.items():
+        if name == asked:
+            module = importlib.import_module(f"memscale.cli.{home}")
+            add(app, name, getattr(module, options), getattr(module, run), text)
+        else:
+            app.command(name, help=text)(_other)
+    for name, (group, text) in _GROUPS.items():
+        if name == asked:
+            app.add_typer(getattr(importlib.import_module(f"memscale.cli.{name}"), group), name=name, help=text)
+        else:
+            app.command(name, help=text)(_other)
+    if asked == "plan-pull":
+        app.command("plan-pull", hidden=True)(importlib.import_module("memscale.cli.pull").pull)
+    return app
+
+
+def _other() -> int:
+    """A command that was not asked for, and so is never run."""
+    raise NotImplementedError
+
+
+def load(arguments: list[str]) -> Callable[[], int]:
+    """Load what the command line ``arguments`` needs, and return what runs it."""
+    asked = next((word for word in arguments if not word.startswith("-")), "")
+    command = asked
+    if arguments[:2] == ["plan", "pull"]:  # `plan` has no other word that is not an option
+        command, arguments = "plan-pull", ["plan-pull", *arguments[2:]]
+    app = command_line(command)
+    if asked in {*_COMMANDS, *_GROUPS} - {*_UNCOUNTED}:
+        from memscale.telemetry import count
+
+        count(f"command:{asked}")
+    return functools.partial(run_app, app, arguments)
 
 
 def run(arguments: list[str]) -> int:
     """Run the command line ``arguments`` and return the exit status."""
-    if arguments and arguments[0] in COMMANDS:
-        count_call(f"command:{arguments[0]}")
-    if arguments[:2] == ["plan", "pull"]:  # `plan` has no other word that is not an option
-        arguments = ["plan-pull", *arguments[2:]]
-    return run_app(app, arguments)
+    return load(arguments)()

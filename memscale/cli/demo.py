@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import torch
@@ -27,8 +27,9 @@ from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
 from memscale.core import ConfigError, RuntimeUnavailable, budget_bytes, format_bytes, format_seconds, format_unlike
-from memscale.planning import DecisionEngine, Evidence, ProvenPlan
-from memscale.reports import plot_timelines
+
+if TYPE_CHECKING:
+    from memscale.planning import Evidence, ProvenPlan
 
 _MIB = 1 << 20
 _SHARE = 0.4  # of what the step takes as it is: the budget that nobody chose
@@ -82,6 +83,8 @@ def demo(options: DemoOptions) -> int:
             baseline, planned = train(job, text, (_unchanged, _under(plan)), lambda: bar.advance(task))
             bar.update(task, description="picture")
             limit = format_bytes(plan.evidence.budget_bytes)
+            from memscale.reports import plot_timelines
+
             plot_timelines(out, {"as it is": baseline.trace, f"planned for {limit}": planned.trace})
     screen.print(_table(baseline, planned, plan.evidence))
     screen.print(f"Memory over one step: {out.resolve()}", soft_wrap=True, highlight=False)
@@ -98,7 +101,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
     """The plan of the job's step. Without tiling, which adds gradients in another order: here bits are compared."""
     model = gpt2(job)
     tokens = torch.zeros(job.batch, job.seq, dtype=torch.long, device=job.device)
-    engine = DecisionEngine(
+    engine = ms.DecisionEngine(
         model,
         {"input_ids": tokens, "labels": tokens},
         optimizer=torch.optim.AdamW(model.parameters()),

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+import memscale as ms
 from memscale.cli.options import SIZES, count, file
 from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step, typed_budget
 from memscale.cli.terminal import check_files, write
 from memscale.core import ConfigError
-from memscale.crashes import explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ def explain_snapshot(options: ExplainOptions) -> int:
     if asked is None:
         if options.budget is not None:
             raise ConfigError("--budget is for the plan of a model; give that with --hf")
-        found = explain(options.snapshot, device=options.device)
+        found = ms.explain(options.snapshot, device=options.device)
     else:
         asked.check()
         step = read_step(asked)
-        found = explain(
+        found = ms.explain(
             options.snapshot,
             device=options.device,
             model=step.subject.model,

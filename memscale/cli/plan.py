@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from typer import Option
@@ -18,9 +18,10 @@ from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
-from memscale.config import Config, OptimizationMode
 from memscale.core import BudgetError, ConfigError, MemscaleError, budget_bytes
-from memscale.planning import DecisionEngine, Frontier, Point, ProvenPlan
+
+if TYPE_CHECKING:
+    from memscale.planning import ProvenPlan
 
 # What --allow and --forbid call the switches of a Config.
 _SWITCHES = {
@@ -48,13 +49,13 @@ class AllowOptions:
     ] = None
     host: Annotated[str | None, Option(metavar="SIZE", help="What may lie in the host's memory at most.")] = None
 
-    def config(self, *, auto: bool = False) -> Config:
+    def config(self, *, auto: bool = False) -> ms.Config:
         """The config that these mean: every exact transform without a mode.
 
         Raises:
             ConfigError: an unknown mode or technique, or one that is both allowed and forbidden.
         """
-        modes = [mode.value for mode in OptimizationMode]
+        modes = [mode.value for mode in ms.OptimizationMode]
         mode = "aggressive" if self.mode is None else self.mode.lower()
         if mode not in modes:
             raise ConfigError(f"--mode must be one of {', '.join(modes)}, got {self.mode!r}")
@@ -68,7 +69,7 @@ class AllowOptions:
         if self.host is not None:
             host_bytes = budget_bytes(typed_budget(self.host), 0, argument="--host")
             switches["max_cpu_offload_gb"] = host_bytes / 1e9
-        return Config(mode=mode, auto_policy=auto, **switches)
+        return ms.Config(mode=mode, auto_policy=auto, **switches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,8 @@ def plan(options: PlanOptions) -> int:
         ConfigError: an option is wrong, or the step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
+    from memscale.planning import Point
+
     with _engine(options, auto=options.auto) as (engine, subject):
         try:
             found = engine.plan(typed_budget(options.budget))
@@ -149,7 +152,7 @@ def plan(options: PlanOptions) -> int:
         contents: dict[str, Content] = {
             "json": found.to_json(),
             "plot": plot,
-            "html": Frontier.of(map(Point.of, (found, as_it_is))).html,
+            "html": ms.Frontier.of(map(Point.of, (found, as_it_is))).html,
             "python": as_script(subject, found, engine.optimizer),
         }
         write(options.files, contents)
@@ -163,6 +166,8 @@ def frontier(options: FrontierOptions) -> int:
     Raises:
         ConfigError, RuntimeUnavailable: as `plan`.
     """
+    from memscale.planning import Point
+
     if options.python is not None and options.budget is None:
         raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
     if options.points < 2:
@@ -176,7 +181,7 @@ def frontier(options: FrontierOptions) -> int:
             except BudgetError as error:
                 fault = error
             else:
-                curve = Frontier.of([*curve, Point.of(found)])
+                curve = ms.Frontier.of([*curve, Point.of(found)])
         contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
             contents["python"] = as_script(subject, found, engine.optimizer)
@@ -190,7 +195,7 @@ def frontier(options: FrontierOptions) -> int:
 
 
 @contextmanager
-def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[DecisionEngine, Subject]]:
+def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.DecisionEngine, Subject]]:
     """The engine for the step of these options, with its progress on stderr."""
     options.step.check()
     check_files(options.files)
@@ -201,7 +206,7 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[Decision
     batch = batch_of(step.subject, options.step.batch, step.seq)
     with simulations() as progress:
         try:
-            engine = DecisionEngine(
+            engine = ms.DecisionEngine(
                 step.subject.model,
                 batch,
                 optimizer=step.optimizer,

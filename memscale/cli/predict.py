@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import nn
 from typer import Option
 
-from memscale.algebra import Plan
+import memscale as ms
 from memscale.cli.options import Shorthand, count
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
-from memscale.hardware import Hardware
-from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid, parts_of, planned, shorthands
-from memscale.transforms import cast
+
+if TYPE_CHECKING:
+    from memscale.hardware import Hardware
+    from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid
 
 _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
@@ -57,6 +58,8 @@ def predict(options: Options) -> int:
         ConfigError: an option is wrong.
         RuntimeUnavailable: a package is not there, or the step can be neither simulated nor run here.
     """
+    from memscale.planning import LargestBatch
+
     _check(options)
     files = {"html": options.html, "plot": options.plot, "csv": options.csv}
     check_files(files)
@@ -67,7 +70,7 @@ def predict(options: Options) -> int:
         check_axis("--largest", options.largest, wanted, subject, options.step.batch, seq)
     budget = None if options.budget is None else typed_budget(options.budget)
     with simulations() as progress:
-        predictor = OOMPredictor(
+        predictor = ms.OOMPredictor(
             subject.model,
             step.optimizer,
             hardware=step.hardware,
@@ -100,10 +103,12 @@ def _check(options: Options) -> None:
         raise ConfigError("--csv is for the table of --largest grid; the numbers of a step come with --json")
 
 
-def read_plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
+def read_plan(text: str, model: nn.Module, hardware: Hardware) -> ms.Plan:
     """The plan of a JSON file, or that of names such as ``checkpoint+tile``."""
+    from memscale.planning import planned, shorthands
+
     if Path(text).is_file():
-        return Plan.from_json(Path(text).read_text(encoding="utf-8"))
+        return ms.Plan.from_json(Path(text).read_text(encoding="utf-8"))
     asked = [name.partition(":") for name in text.lower().split("+")]
     rules = shorthands(model, hardware)
     names = [name for name, _, _ in asked]
@@ -116,12 +121,14 @@ def read_plan(text: str, model: nn.Module, hardware: Hardware) -> Plan:
             f"--plan {text!r}: {', '.join(map(repr, unknown))} is no file, and nothing that this model can have on "
             f"{hardware.name}; it can have {', '.join(rules) or 'nothing'}, joined by +, or the file of Plan.to_json()"
         )
-    wished = {name: {"": cast(compute=DTYPES[dtype])} for name, _, dtype in asked if dtype}
+    wished = {name: {"": ms.cast(compute=DTYPES[dtype])} for name, _, dtype in asked if dtype}
     return planned({name: wished.get(name, rules[name]) for name in names})
 
 
 def check_axis(option: str, asked: str, wanted: list[str], subject: Subject, batch: int, seq: int) -> None:
     """Refuse to look for the largest of what the batches do not grow with, and say what they do."""
+    from memscale.planning import parts_of
+
     sizes = {"batch": [(1, seq), (2, seq)], "seq": [(batch, 1), (batch, 2)]}
     parts = {axis: [parts_of(batch_of(subject, *size)) for size in both] for axis, both in sizes.items()}
     axes = [axis for axis, (small, large) in parts.items() if small != large]
@@ -166,6 +173,8 @@ def _largest(
 def _write(
     files: dict[str, Path | None], prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None
 ) -> None:
+    from memscale.planning import SizeGrid
+
     contents: dict[str, Content] = {"html": prediction.profile.html, "plot": prediction.profile.plot}
     if isinstance(largest, SizeGrid):
         contents |= {"plot": largest.plot, "csv": largest.to_csv()}
@@ -173,6 +182,8 @@ def _write(
 
 
 def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None, options: Options) -> None:
+    from memscale.planning import SizeGrid
+
     if options.as_json:
         data = json.loads(prediction.to_json())
         if options.largest is not None:
@@ -185,6 +196,8 @@ def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetEr
 
 
 def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:
+    from memscale.planning import LargestBatch, SizeGrid
+
     if isinstance(largest, SizeGrid):
         return [
             {

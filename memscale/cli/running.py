@@ -8,8 +8,6 @@ import sys
 
 import typer
 
-from memscale.core import MemscaleError
-
 # The base of typer's usage errors. It is click's class in older versions and typer's own copy in newer ones,
 # so no import names it in both.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -23,8 +21,6 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
         status = int(app(arguments or ["--help"], prog_name="memscale", standalone_mode=False) or 0)
         sys.stdout.flush()  # here, and not when Python ends: what cannot be written is an error like others
         return status
-    except MemscaleError as error:
-        message = str(error)
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         if (context := getattr(error, "ctx", None)) is not None:
@@ -37,5 +33,11 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("memscale: stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        from memscale.core import MemscaleError  # of who has raised it; without an error, PyTorch is not loaded for it
+
+        if not isinstance(error, MemscaleError):
+            raise
+        message = str(error)
     print(f"memscale: {message}", file=sys.stderr)
     return 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from typer import Option
 from memscale.cli.options import count
 from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
 from memscale.core import ConfigError
-from memscale.hardware import Hardware
-from memscale.planning import Budget
-from memscale.simulation import as_hardware
+
+if TYPE_CHECKING:
+    from memscale.hardware import Hardware
+    from memscale.planning import Budget
 
 # They need what a plain loop does not have: a closure that runs the step, sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
@@ -118,6 +119,8 @@ def read_step(options: StepOptions) -> Step:
         ConfigError: an option is wrong.
         RuntimeUnavailable: a package is not there.
     """
+    from memscale.simulation import as_hardware
+
     hardware = as_hardware(options.gpu, "meta")
     subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
     return Step(subject, subject.seq(options.seq), _optimizer(options.optimizer, subject.model), hardware)

@@ -17,7 +17,6 @@ import typer
 from typer import Option
 
 from memscale.core import ConfigError
-from memscale.hardware import card_name
 from memscale.telemetry import (
     Consent,
     Machine,
@@ -143,6 +142,8 @@ def machine() -> Machine:
     system = platform.system().lower()
     accelerator, card = "none", "none"
     if torch.cuda.is_available():
+        from memscale.hardware import card_name
+
         accelerator = "rocm" if torch.version.hip else "cuda"
         card = card_name(torch.cuda.get_device_name()) or "other"
     elif torch.backends.mps.is_available():

@@ -10,10 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-
 from memscale.core import ConfigError, RuntimeUnavailable
 
 #: What a file gets: a text, or whatever a function writes into it.
@@ -34,6 +30,10 @@ def simulations() -> Iterator[Progress]:
 
     Without a terminal there is a line now and then, and none from what is done at once.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
     screen = Console(stderr=True)
     if not screen.is_terminal:
         began = said = time.monotonic()
@@ -109,4 +109,6 @@ def write(files: Mapping[str, Path | None], contents: Mapping[str, Content]) -> 
 
 def show(text: str) -> None:
     """Print what was found, as it is."""
+    from rich.console import Console
+
     Console(soft_wrap=True, highlight=False, markup=False).print(text)

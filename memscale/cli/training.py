@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import optree
 import torch
 from torch import nn
 
 from memscale.core import RuntimeUnavailable
-from memscale.simulation.measured import AllocatorTrace, measure, training_roles
+
+if TYPE_CHECKING:
+    from memscale.simulation.measured import AllocatorTrace
 
 HEAD_WIDTH = 64  # as in GPT-2
 MAX_SEQ = 1024  # as in GPT-2
@@ -146,6 +149,8 @@ class Training:
         step = _Step(self._model, self._optimizer, batch)
         _set_random_states(job.device, self._random_states)
         if len(self._losses) == job.steps - 1:
+            from memscale.simulation.measured import measure, training_roles
+
             roles = training_roles(self._model, self._optimizer, batch)
             self._trace = _without_strangers(measure(step, device=job.device, roles=roles))
         else:

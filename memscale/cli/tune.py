@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from typer import Option
 
+import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.plan import AllowOptions, as_script, nothing_fits
 from memscale.cli.predict import check_axis
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
-from memscale.planning import AutoTuner, Frontier, Point
 
 _AXES = {"throughput": "batch", "batch": "batch", "sequence": "seq"}
 _MOST = 2**20
@@ -61,6 +61,8 @@ def tune(options: TuneOptions) -> int:
         ConfigError: an option is wrong, or a step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
+    from memscale.planning import Point
+
     options.step.check()
     _check(options)
     check_files(options.files)
@@ -80,7 +82,7 @@ def tune(options: TuneOptions) -> int:
         return batch_of(subject, *((size, step.seq) if axis == "batch" else (options.step.batch, size)))
 
     with simulations() as progress:
-        tuner = AutoTuner(
+        tuner = ms.AutoTuner(
             subject.model,
             step.optimizer,
             loss=subject.loss,
@@ -109,7 +111,7 @@ def tune(options: TuneOptions) -> int:
         contents: dict[str, Content] = {
             "json": found.to_json(),
             "plot": found.plot,
-            "html": Frontier.of([Point.of(found.plan)]).html,
+            "html": ms.Frontier.of([Point.of(found.plan)]).html,
             "python": as_script(subject, found.plan, None),
         }
         write(options.files, contents)

@@ -503,7 +503,7 @@ def test_cast_computes_in_what_the_card_has_or_what_is_asked_for(folder, capsys,
         plans.append(repr(plan))
         return predictor(*arguments, plan=plan, **options)
 
-    monkeypatch.setattr("memscale.cli.predict.OOMPredictor", seen)
+    monkeypatch.setattr("memscale.OOMPredictor", seen)
     for gpu, plan in (("t4", "checkpoint+cast"), ("h100", "cast"), ("h100", "cast:fp16"), ("v100-16", "cast:fp32")):
         assert predict("--hf", "gpt2.json", "--gpu", gpu, "--plan", plan, "--no-recommend") == 0
     assert ["float16" in plan for plan in plans] == [True, False, True, False]
