@@ -44,6 +44,28 @@ def a_mask_that_selects():
 
 
 @case
+def numbers_that_are_put_where_a_mask_says():
+    """Backward copies the gradient before it puts zeros there, by three indices of each number."""
+
+    def forward(m, x, mask):
+        hidden = m.net(x)
+        hidden[mask] = x[mask]
+        return hidden
+
+    mask = torch.arange(8 * 45 * 20).reshape(8, 45, 20) % 10 > 0
+    return train(Forward(forward, net=nn.Linear(20, 20)), (x(8, 45, 20), mask))
+
+
+@case
+def numbers_that_are_put_out_of_place():
+    def forward(m, x, mask):
+        return m.net(x).index_put((mask,), x[mask])
+
+    mask = torch.arange(8 * 45 * 20).reshape(8, 45, 20) % 10 > 0
+    return train(Forward(forward, net=nn.Linear(20, 20)), (x(8, 45, 20), mask))
+
+
+@case
 def tokens_that_are_found():
     def forward(m, tokens):
         where = (tokens == 7).nonzero(as_tuple=True)

@@ -111,7 +111,7 @@ class CallEffects:
 
     @functools.cached_property
     def _fake(self) -> FakeKernels:
-        return FakeKernels(on_cuda=self._kernels.is_cuda, in_order=self._kernels.convolves_by_products)
+        return FakeKernels(on_cuda=self._kernels.is_cuda, in_order=self._kernels.convolves_in_order)
 
     def operator(self, op: OpOverload) -> Operator:
         """What is known of `op`, which was not seen before."""

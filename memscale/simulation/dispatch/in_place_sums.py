@@ -20,6 +20,7 @@ aten = torch.ops.aten
 #: Source: ``binary_cross_entropy_with_logits_backward`` in FunctionsManual.cpp.
 OF_FORMULAS = {aten.mul.Tensor, aten.sub.Tensor}
 _FORMULAS = {"BinaryCrossEntropyWithLogitsBackward0"}
+_ZEROS = {"aten::zeros", "aten::new_zeros", "aten::zeros_like"}
 # By Python, as a mode does that has seen the operator.
 _CALLED = type(aten.add.Tensor).__call__.__code__
 
@@ -78,10 +79,15 @@ class InPlaceSums:
         # The engine adds into the first only if that is whole and nobody else's; a view keeps its base alive.
         if operands[0]._is_view() or not aten.is_non_overlapping_and_dense(operands[0]):
             return
-        # It adds what a node gives to what another has given, or this one, of which a value is two arguments. Else a
-        # sum of what the node itself has made is a part of its formula.
-        of_formula = op is aten.add.Tensor and self._storages.record(operands[0]).op >= first_of_node
-        if not of_formula or _gives_twice(torch._C._current_autograd_node()):
+        born = self._storages.record(operands[0]).op
+        if op is aten.add.Tensor:
+            # It adds what a node gives to what another has given, or this one, of which a value is two arguments. Else
+            # a sum of what the node itself has made is a part of its formula.
+            is_in_place = born < first_of_node or _gives_twice(torch._C._current_autograd_node())
+        else:
+            # A formula writes into zeros of its own. Into a gradient (that of `index_put`, `scatter`, `put`) none does.
+            is_in_place = born >= first_of_node and self._ledger.ops[born].name in _ZEROS
+        if is_in_place:
             self._ledger.sums.append(self._sum)
 
     def _is_of_backward(self, tensor: torch.Tensor) -> bool:

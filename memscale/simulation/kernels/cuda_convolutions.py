@@ -53,10 +53,24 @@ def _convolution(args: Sequence[Any], capability: Capability, multiprocessors: i
     if without_cudnn(args, capability):
         # A transposed one adds the bias as a product with ones.
         ones = math.prod(_result_shape(args)[2:]) * args[0].itemsize if args[6] and args[2] is not None else 0
-        return *taken(copied(args[0]), copied(args[1])), RESULTS, *taken(_columns(args), ones)
+        copies = taken(copied(args[0]), copied(args[1]))
+        if args[8] > 1 and by_products(args):
+            return *copies, *_in_groups(args, ones), RESULTS
+        return *copies, RESULTS, *taken(_columns(args), ones)
     image, kernel = _in_one_format(*args[:2])
     result = args[0].new_empty(_result_shape(args), device="meta")
     return *taken(image), RESULTS, *taken(kernel, _convolved(args, result).result_bytes(capability))
+
+
+def _in_groups(args: Sequence[Any], ones: int) -> Program:
+    """PyTorch's own convolution of each group, out of a copy of its channels; the results are put together at the end.
+
+    Source: ``_convolution`` and ``subtensor`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    groups, result = args[8], math.prod(_result_shape(args)) * args[0].itemsize
+    image = args[0].nbytes // groups
+    each = image, result // groups, *briefly(_columns(args), ones), -image
+    return each * int(groups)
 
 
 def _convolved(args: Sequence[Any], result: torch.Tensor) -> Convolution:
@@ -80,11 +94,13 @@ def _result_shape(args: Sequence[Any]) -> tuple[int, ...]:
 
 
 def without_cudnn(args: Sequence[Any], capability: Capability) -> bool:
-    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN has no bfloat16 before sm_80.
+    """Whether PyTorch convolves ``args`` (image, weight, ...) by itself: cuDNN is off, or has no such numbers.
+
+    It has no bfloat16 before sm_80.
 
     Source: ``ConvParams::use_cudnn`` in aten/src/ATen/native/Convolution.cpp.
     """
-    return args[0].dtype is torch.bfloat16 and capability < (8, 0)
+    return not torch.backends.cudnn.enabled or (args[0].dtype is torch.bfloat16 and capability < (8, 0))
 
 
 def by_products(args: Sequence[Any]) -> bool:
@@ -135,6 +151,8 @@ def _convolution_backward(args: Sequence[Any], capability: Capability, multiproc
     if without_cudnn(given, capability) and by_products(given):
         # The gradient of the image has the patches also where they are the image.
         columns = _columns(given, always=wanted[0])
+        if args[9] > 1:
+            return *copies, *_groups_backward(args, columns), *map(Result, range(3))
         return *copies, *_products_backward(columns, of_bias, is_transposed=args[7], with_image=wanted[0])
     of_image = of_weight = 0
     if not without_cudnn(given, capability):
@@ -154,6 +172,20 @@ def _products_backward(columns: int, of_bias: Program, *, is_transposed: bool, w
     if with_image:
         return Result(0), *taken(columns), *of_bias, Result(1)
     return *of_bias, Result(1), *taken(columns)
+
+
+def _groups_backward(args: Sequence[Any], columns: int) -> Program:
+    """The gradients of each group, out of copies of its channels; they are put together at the end.
+
+    Source: ``convolution_backward`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    (grad, image, weight), groups, wanted = args[:3], args[9], args[-1]
+    bias = grad.size(1) * grad.itemsize
+    copies = image.nbytes // groups, grad.nbytes // groups
+    sizes = (image.nbytes, weight.nbytes, bias)
+    made = taken(*(size // groups for size, is_wanted in zip(sizes, wanted, strict=True) if is_wanted))
+    each = *copies, *made, *briefly(columns), *(-nbytes for nbytes in reversed(copies))
+    return each * int(groups)
 
 
 CONVOLUTIONS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {

@@ -135,7 +135,7 @@ class Kernels:
         """The workspaces, by library, that the first operator of this kind leaves allocated for good."""
         if self.is_cuda and op is DROPOUT:
             return {DROPOUT_STATES: dropout_states_bytes(self.multiprocessors)}
-        if not self.is_cuda or not (op._opname in _PRODUCTS or self.convolves_by_products(op, args)):
+        if not self.is_cuda or not (op._opname in _PRODUCTS or self._multiplies(op, args)):
             return {}
         # A handle of cuBLASLt is one of cuBLAS (getCurrentCUDABlasLtHandle), and comes with its workspace.
         found = {"cuBLAS": cublas_workspace_bytes(self.capability)}
@@ -143,10 +143,21 @@ class Kernels:
             found["cuBLASLt"] = nbytes
         return found
 
-    def convolves_by_products(self, op: OpOverload, args: Any) -> bool:
-        """Whether PyTorch convolves by matrix products of its own, whose results lie in order."""
-        given = {"convolution": args, "convolution_backward": args[1:]}.get(op._opname)
-        return self.is_cuda and given is not None and without_cudnn(given, self.capability) and by_products(given)
+    def convolves_in_order(self, op: OpOverload, args: Any) -> bool:
+        """Whether `op` is a convolution of PyTorch's own whose results lie in order.
+
+        One that goes channel by channel keeps the channels last where cuDNN is there for others.
+        """
+        return self._multiplies(op, args) or (not torch.backends.cudnn.enabled and self._convolves(op, args))
+
+    def _convolves(self, op: OpOverload, args: Any) -> bool:
+        """Whether `op` is a convolution of PyTorch's own."""
+        given = _given_to_convolve(op, args)
+        return self.is_cuda and given is not None and without_cudnn(given, self.capability)
+
+    def _multiplies(self, op: OpOverload, args: Any) -> bool:
+        """Whether `op` is a convolution by matrix products of PyTorch's own."""
+        return self._convolves(op, args) and by_products(_given_to_convolve(op, args))
 
     def notes(self, modules: Iterable[nn.Module]) -> list[str]:
         """What these modules do on the device that is not known, and which times are no measurements."""
@@ -157,7 +168,7 @@ class Kernels:
             return []
         modules = list(modules)
         found = recurrence_notes(modules, self.capability)
-        if any(isinstance(module, _CONVOLUTIONS) for module in modules):
+        if torch.backends.cudnn.enabled and any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
                 "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "
                 "more with torch.backends.cudnn.benchmark"
@@ -196,6 +207,11 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if bias is not None and is_functorch_wrapped_tensor(bias):
         return _linear_of_wrapped(input, weight, bias)
     return _LINEAR(input, weight, bias)
+
+
+def _given_to_convolve(op: OpOverload, args: Any) -> Any:
+    """The arguments from the image on, None of an operator that convolves nothing."""
+    return {"convolution": args, "convolution_backward": args[1:]}.get(op._opname)
 
 
 def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import memscale as ms
 from memscale.simulation.kernels.cudnn_workspaces import Convolution
@@ -113,3 +114,40 @@ def test_sums_of_a_weight_fill_the_card(channels, side, multiprocessors, sums):
         channels_last=True,
     )  # fmt: skip
     assert one.weight_bytes((9, 0), multiprocessors) == 4 * sums
+
+
+def convolutions(**options):
+    return nn.Sequential(
+        nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1, **options), nn.ReLU()
+    )
+
+
+WITHOUT_CUDNN = {
+    # As the CUDA build of torch 2.13 has them on the fake libraries of tests/ghost, an H100's: allocated, reserved.
+    "in groups": (lambda: convolutions(groups=8, bias=False), torch.float32, (209866752, 245366784)),
+    "in groups, float16": (lambda: convolutions(groups=8, bias=False), torch.float16, (138490880, 148897792)),
+    "by channels": (lambda: convolutions(groups=64), torch.float32, (176248832, 190840832)),
+    "channels last": (
+        lambda: convolutions(bias=False).to(memory_format=torch.channels_last),
+        torch.float32,
+        (214575104, 253755392),
+    ),
+    "by channels, last": (
+        lambda: convolutions(groups=64).to(memory_format=torch.channels_last),
+        torch.float32,
+        (176248832, 211812352),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "dtype", "wanted"), WITHOUT_CUDNN.values(), ids=WITHOUT_CUDNN)
+def test_without_cudnn_pytorchs_own_convolutions_take_what_they_take_on_a_card(make, dtype, wanted):
+    with torch.device("meta"):
+        model = make().to(dtype)
+    kept = torch.channels_last if model[0].weight.is_contiguous(memory_format=torch.channels_last) else None
+    pictures = torch.empty(8, 16, 128, 128, device="meta", dtype=dtype, memory_format=kept or torch.contiguous_format)
+    step = {"hardware": "h100", "loss": lambda y, _: y.sum()}
+    with torch.backends.cudnn.flags(enabled=False):
+        found = ms.profile(model, pictures, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), **step)
+    assert (found.peak_bytes, found.reserved_peak_bytes) == wanted
+    assert not any("cuDNN" in note for note in found.notes)

@@ -102,7 +102,7 @@ def test_convolutions_of_pytorchs_own_lie_in_order(card, groups, is_in_order):
     weight = torch.empty(8, 8 // groups, 3, 3, dtype=BF16)
     args = (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], groups)
     kernels = Kernels(ms.Hardware.named(card), probe=False)
-    fake = FakeKernels(on_cuda=True, in_order=kernels.convolves_by_products)
+    fake = FakeKernels(on_cuda=True, in_order=kernels.convolves_in_order)
     result = fake.layout(aten.convolution.default, args, {}, [image, weight]).outputs
     assert (result.stride == torch.empty(result.shape, device="meta").stride()) == is_in_order
 
