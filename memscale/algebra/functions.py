@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import Assembled, TransformError
+from memscale.core import Assembled, TransformError, internals
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -88,39 +89,79 @@ def _taken_twice(module: nn.Module, state: dict[str, torch.Tensor]) -> list[tupl
     ]
 
 
-def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of a tree, each under every path that it has, as ``named_modules(remove_duplicate=False)``."""
+    found: list[tuple[str, nn.Module]] = []
+    _walk("", root, found)
+    return found
+
+
+def _walk(path: str, module: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
+    found.append((path, module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _walk(f"{path}.{name}" if path else name, child, found)
+
+
+def copy_tree(root: nn.Module) -> tuple[nn.Module, dict[int, Any]]:
     """A new module tree over the same parameters and buffers, and the map from each old module's id to its copy.
 
     Every module is a new object of the same class. References from one module of the tree to another (children,
-    attributes, lists, bound methods, hooks) lead to copies; everything else is shared. Containers are copied, so
-    that a list that `forward` appends to belongs to one tree only.
+    attributes, lists, bound methods, hooks) lead to copies; everything else is shared. Containers among the attributes
+    are copied, so that a list that `forward` appends to belongs to one tree only. What a hook or a partial holds is the
+    user's: it stays the same object, unless it is such a container, or leads to modules of the tree.
     """
-    memo: dict[int, nn.Module] = {}
-    for module in root.modules():
+    memo: dict[int, Any] = {}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in {id(module): module for _, module in walk(root)}.values():
         if isinstance(module, torch.jit.ScriptModule):
             memo[id(module)] = module  # lives in C++: it is shared, and cannot be a region
             continue
         # A graph module's own `__new__` makes another class, which lacks its forward.
         new = object.__new__ if isinstance(module, torch.fx.GraphModule) else module.__class__.__new__
-        memo[id(module)] = new(module.__class__)
-    for module in root.modules():
-        copy = memo[id(module)]
-        if copy is not module:
-            _copy_dict(module.__dict__, copy.__dict__, memo)
+        copy = memo[id(module)] = new(module.__class__)
+        pairs.append((module.__dict__, copy.__dict__))
+    others: list[_Entry] = []
+    for source, target in pairs:
+        target.update(source)
+        for key, value in source.items():
+            if type(value) in _PLAIN or key in _SHARED:
+                continue
+            if key == "_parameters" or (key in _OF_ALL and not value):
+                # The copy owns this dictionary: functional_call swaps entries in place, and a shared one would swap
+                # the caller's model too. The parameters in it are the same objects.
+                target[key] = value.copy() if value else type(value)()
+            else:
+                _copy_entry(target, key, value, memo, others)
+    # By now every container of the tree has its copy, which hooks and partials may hold, too.
+    for holder, key, value in others:
+        holder[key] = remapped(value, memo, copies=True)
     return memo[id(root)], memo
 
 
-def _copy_dict(source: dict[str, Any], target: dict[str, Any], memo: dict[int, nn.Module]) -> None:
-    for key, value in source.items():
-        if key == "_parameters":
-            # The copy owns this dictionary: functional_call swaps entries in place, and a shared one would swap the
-            # caller's model too. The parameters in it are the same objects.
-            target[key] = value.copy()
-        elif key == "_buffers" or key == "_non_persistent_buffers_set":
-            # Shared: `.to()` and plain assignment replace buffers in the dictionary, and both trees must see it.
-            target[key] = value
-        else:
-            target[key] = remapped(value, memo)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
+# `.to()` and plain assignment replace buffers in the dictionary, and both trees must see it.
+_SHARED = frozenset({"_buffers", "_non_persistent_buffers_set"})
+_OF_ALL = frozenset(nn.Module().__dict__) - {"training", "_is_full_backward_hook"}
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_Entry = tuple[Any, Any, Any]  # a container, a key or an index in it, and what is to be there
+
+
+def _copy_entry(holder: Any, key: Any, value: Any, memo: dict[int, Any], others: list[_Entry]) -> None:
+    """Put the copy of `value` into `holder`; of what is neither a module nor a container, the entry into `others`."""
+    kind: Any = type(value)
+    if kind in _PLAIN or (known := memo.get(id(value))) is not None:
+        holder[key] = value if kind in _PLAIN else known
+    elif kind in _MAPPINGS:
+        other = holder[key] = memo[id(value)] = value.copy()  # with its factory of defaults
+        for name, item in value.items():
+            _copy_entry(other, name, item, memo, others)
+    elif kind is list or kind is deque:
+        other = holder[key] = memo[id(value)] = value.copy()
+        for index, item in enumerate(value):
+            _copy_entry(other, index, item, memo, others)
+    else:
+        others.append((holder, key, value))
 
 
 def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[..., Any]:
@@ -135,34 +176,46 @@ def _compiled(fn: types.FunctionType, method: types.MethodType) -> Callable[...,
     return compiled
 
 
-def remapped(value: Any, memo: dict[int, nn.Module]) -> Any:
-    """`value` with every reference to a module of the tree replaced by its copy."""
+def remapped(value: Any, memo: dict[int, Any], *, copies: bool = False) -> Any:
+    """`value` with every reference to a module of the tree replaced by its copy; `value` itself if there is none.
+
+    Args:
+        value: what a module holds.
+        memo: by id, the copies of modules, and of containers that have one.
+        copies: whether sets, and containers in tuples, are copied in any case.
+    """
     kind: Any = type(value)
-    if kind in (bool, int, float, str, type(None), torch.Tensor):
+    if kind in _PLAIN:
         return value
-    if isinstance(value, nn.Module):
-        return memo.get(id(value), value)
+    if (known := memo.get(id(value))) is not None:
+        return known
     if kind is types.MethodType and id(value.__self__) in memo:
         return types.MethodType(value.__func__, memo[id(value.__self__)])
     if kind is types.FunctionType and (inner := vars(value).get("_torchdynamo_orig_callable")) is not None:
         return _compiled(value, remapped(inner, memo)) if id(getattr(inner, "__self__", None)) in memo else value
     if kind is functools.partial:
-        return functools.partial(
-            remapped(value.func, memo),
-            *(remapped(arg, memo) for arg in value.args),
-            **{key: remapped(arg, memo) for key, arg in value.keywords.items()},
-        )
-    if kind in (dict, OrderedDict, defaultdict, Counter):
-        other = value.copy()  # with its factory of defaults
-        dict.update(other, {key: remapped(item, memo) for key, item in value.items()})  # a Counter's own adds
-        return other
-    if kind in (list, set):
-        return kind(remapped(item, memo) for item in value)
-    if kind is deque:
-        return deque((remapped(item, memo) for item in value), value.maxlen)
-    if issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_make")):
-        items = [remapped(item, memo) for item in value]
-        return tuple(items) if kind is tuple else kind._make(items)
+        func, args, keywords = parts = value.func, value.args, value.keywords
+        other = remapped(func, memo), *(remapped(part, memo) for part in (args, keywords))
+        return value if all(map(operator.is_, other, parts)) else functools.partial(other[0], *other[1], **other[2])
+    if kind in _MAPPINGS:
+        entries = {key: remapped(item, memo, copies=copies) for key, item in value.items()}
+        if not copies and all(entries[key] is item for key, item in value.items()):
+            return value
+        copy = value.copy()
+        dict.update(copy, entries)  # a Counter's own adds
+        return copy
+    if kind in (list, set, deque) or (issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_make"))):
+        items = [remapped(item, memo, copies=copies) for item in value]
+        if all(map(operator.is_, items, value)) and (not copies or issubclass(kind, tuple)):
+            return value
+        if kind is deque:
+            return deque(items, value.maxlen)
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
     if issubclass(kind, Assembled):
         return value.reassembled(functools.partial(remapped, memo=memo))
+    if kind is _WrappedHook:
+        return kind(remapped(value.hook, memo), remapped(value.module(), memo) if value.with_module else None)
     return value
+
+
+_WrappedHook = internals.named("torch.nn.modules.module._WrappedHook")

@@ -170,6 +170,12 @@ INTERNALS = tuple(
             "regions of `cast` are left to Python",
             "2.12",
         ),
+        (
+            "torch.nn.modules.module._WrappedHook",
+            "state-dict hooks of a copy",
+            "algebra",
+            "they are given the modules of the original",
+        ),
         # torch.func.
         (f"{_F}peek_interpreter_stack", "whether a transform of torch.func runs", f"{_R} {_T}checkpoint"),
         (f"{_F}get_interpreter_stack", "which do", _R),
