@@ -28,8 +28,9 @@ memscale.algebra: ForwardPatch Method OfModule OwnForward Placing Plan PlanLike 
     uninstall
 memscale.benchmarks:
 memscale.cli: main
-memscale.core: Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss MemscaleError
-    Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned assembled_in
+memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
+    MemscaleError Misfit PlanError PolicyFallbackNeeded Record RuntimeUnavailable TIERS TransformError Value aligned
+    assembled_in
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes
     format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of history_path

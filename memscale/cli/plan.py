@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
 from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
-from memscale.core import BudgetError, ConfigError, MemscaleError, budget_bytes
+from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes
 
 if TYPE_CHECKING:
     from memscale.planning import ProvenPlan
@@ -230,13 +229,20 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
     """Say so, as it is typed for a command that has ``--stepping`` if it `steps`, and return the exit status."""
-    said = str(error)
-    for name, field in _SWITCHES.items():
-        said = said.replace(f"Config({field}=True)", f"--allow {name}")
-    if steps:
-        said = re.sub(r"stepping=\('(\w+)',\)", r"--stepping \1", said)
-    print(f"memscale: {said}", file=sys.stderr)
+    print(f"memscale: {error.spelled(lambda argument: _typed(argument, steps))}", file=sys.stderr)
     return DOES_NOT_FIT
+
+
+def _typed(argument: Argument, steps: bool) -> str:
+    """How an argument of the library is typed; as Python where no option is it."""
+    switches = {field: name for name, field in _SWITCHES.items()}
+    if argument.of == "Config" and argument.name in switches:
+        return f"--allow {switches[argument.name]}"
+    if argument.name == "stepping" and steps:
+        return " ".join(f"--stepping {name}" for name in argument.value)
+    if argument.name == "shard":
+        return " ".join(f"--shard '{path}'" for path in argument.value)
+    return str(argument)
 
 
 def as_script(subject: Subject, found: ProvenPlan, optimizer: torch.optim.Optimizer | None) -> str:

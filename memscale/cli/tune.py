@@ -105,9 +105,7 @@ def tune(options: TuneOptions) -> int:
         except BudgetError as error:
             return nothing_fits(error)
         except ConfigError as error:
-            # What the tuner says of it is about arguments; options have other names.
-            text = str(error).replace("tune(at_most=...)", "--at-most").replace("tune(at_least=...)", "--at-least")
-            raise ConfigError(text) from error
+            raise ConfigError(error.spelled(lambda argument: f"--{argument.name.replace('_', '-')}")) from error
         contents: dict[str, Content] = {
             "json": found.to_json(),
             "plot": found.plot,

@@ -7,6 +7,7 @@ from memscale.core.disk_cache import DiskCache
 from memscale.core.distributed import fsdp_groups, fsdp_groups_of, in_process_group
 from memscale.core.documents import Document
 from memscale.core.errors import (
+    Argument,
     BudgetError,
     ConfigError,
     CorrectnessError,
@@ -45,6 +46,7 @@ from memscale.core.versions import changed_error, described, version, versions
 __all__ = [
     "HISTORY",
     "TIERS",
+    "Argument",
     "Assembled",
     "BudgetError",
     "Check",

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+_Error = TypeVar("_Error", bound="MemscaleError")
+
+
+class Argument(NamedTuple):
+    """An argument that a message advises, as data: its ``str`` is Python, and a command line spells it as an option.
+
+    >>> str(Argument("Config", "enable_tiling", True)), str(Argument("tune", "at_most"))
+    ('Config(enable_tiling=True)', 'tune(at_most=...)')
+
+    Attributes:
+        of: what takes it; ``""`` for the call that failed.
+        name: of the argument.
+        value: ``...`` where the caller has to choose one.
+    """
+
+    of: str
+    name: str
+    value: Any = ...
+
+    def __str__(self) -> str:
+        text = f"{self.name}={'...' if self.value is ... else repr(self.value)}"
+        return f"{self.of}({text})" if self.of else text
 
 
 class MemscaleError(Exception):
-    """The root of every error that memscale raises on purpose."""
+    """The root of every error that memscale raises on purpose.
+
+    Attributes:
+        arguments: those that the message advises.
+    """
+
+    arguments: tuple[Argument, ...] = ()
+
+    def naming(self: _Error, *arguments: Argument) -> _Error:
+        """This error, with the arguments that its message advises."""
+        self.arguments = arguments
+        return self
+
+    def spelled(self, spell: Callable[[Argument], str]) -> str:
+        """The message with its arguments as `spell` writes them.
+
+        >>> error = MemscaleError(f"give {Argument('tune', 'at_most')}").naming(Argument("tune", "at_most"))
+        >>> error.spelled(lambda argument: f"--{argument.name}")
+        'give --at_most'
+        """
+        text = str(self)
+        for argument in self.arguments:
+            text = text.replace(str(argument), spell(argument))
+        return text
 
 
 class ConfigError(MemscaleError, ValueError):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import MemscaleError, format_bytes, matches
+from memscale.core import Argument, MemscaleError, format_bytes, matches
 from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.remedies import optimizer_options, other_loops
 from memscale.planning.stepping import held_by_phase, hows
@@ -34,13 +34,13 @@ class Setting:
         plan: of it.
         ranks: whose it is.
         options: of the optimizer's groups.
-        said: what of this the caller would have to write, in words.
+        said: what of this the caller would have to write.
     """
 
     plan: Plan
     ranks: Ranks | None
     options: dict[str, bool] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    said: tuple[Argument, ...] = ()
 
 
 def beside(
@@ -51,7 +51,7 @@ def beside(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[tuple[str, ...], int]:
+) -> tuple[tuple[Argument, ...], int]:
     """What lowers the peak of `step` to `limit` or towards it, in words, and what the step takes then.
 
     Each is tried on top of those before it that helped: what the peak is made of decides which comes next.
@@ -63,7 +63,7 @@ def beside(
         simulate: another one.
         model, optimizer: of it.
     """
-    least, tried = profile.taken_bytes, set[str]()
+    least, tried = profile.taken_bytes, set[Argument]()
     while least > limit:
         held = held_by_phase(profile)
         others = [*_shards(step, model), *_in_backward(step, optimizer)]
@@ -90,14 +90,14 @@ def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimize
     held = held_by_phase(profile).get("optimizer", 0)
     if held < _UPDATES * limit or optimizer is None:
         return None
-    said = [f"{type(optimizer).__name__}(fused=True)" for options in other_loops(optimizer) if options.get("fused")]
+    said = [_fused(optimizer) for options in other_loops(optimizer) if options.get("fused")]
     if hows(optimizer, {"step_in_groups": None}, moves=False):
-        said.append("stepping=('step_in_groups',)")
+        said.append(_stepping("step_in_groups"))
     if not said:
         return None
     return (
         f"parameters move because while the optimizer steps {format_bytes(held)} are held, of a budget of "
-        f"{format_bytes(limit)}; it is less with {' or '.join(said)}"
+        f"{format_bytes(limit)}; it is less with {' or '.join(map(str, said))}"
     )
 
 
@@ -105,11 +105,11 @@ def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[S
     """Of an optimizer whose step makes much for a moment."""
     for options in () if step.options else other_loops(optimizer):
         if options.get("fused"):
-            yield replace(step, options=options, said=(*step.said, f"{type(optimizer).__name__}(fused=True)"))
+            yield replace(step, options=options, said=(*step.said, _fused(optimizer)))
     groups = {} if step.options or step.plan.of_optimizers() else {"step_in_groups": None}
     for how in hows(optimizer, groups, moves=False):
         plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
-        yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_groups',)"))
+        yield replace(step, plan=plan, said=(*step.said, _stepping("step_in_groups")))
 
 
 def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
@@ -135,7 +135,7 @@ def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
     ]
     if paths:
         shard = (*blocks, *paths)
-        yield replace(step, ranks=replace(ranks, shard=shard), said=(*step.said, f"shard={shard!r}"))
+        yield replace(step, ranks=replace(ranks, shard=shard), said=(*step.said, Argument("", "shard", shard)))
 
 
 def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
@@ -143,7 +143,15 @@ def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iter
         return
     for how in hows(optimizer, {"step_in_backward": None}, moves=False):
         plan = Plan([*((rule.pattern, rule.transform) for rule in step.plan), ("", how)])
-        yield replace(step, plan=plan, said=(*step.said, "stepping=('step_in_backward',)"))
+        yield replace(step, plan=plan, said=(*step.said, _stepping("step_in_backward")))
+
+
+def _fused(optimizer: torch.optim.Optimizer | None) -> Argument:
+    return Argument(type(optimizer).__name__, "fused", True)
+
+
+def _stepping(name: str) -> Argument:
+    return Argument("", "stepping", (name,))
 
 
 def _ends(path: str) -> list[int]:

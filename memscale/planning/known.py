@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from memscale.algebra import Plan
-from memscale.core import BudgetError, DiskCache, MemscaleError
+from memscale.core import Argument, BudgetError, DiskCache, MemscaleError
 from memscale.hardware import Hardware
 from memscale.planning.evidence.evidence import Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -140,7 +140,9 @@ def _as_data(answer: Answer) -> dict[str, Any]:
     plan = None if fault is None or fault.plan is None else json.loads(fault.plan.to_json())
     return {
         "plans": [json.loads(plan.to_json()) for plan in answer.plans],
-        "fault": None if fault is None else {"message": str(fault), "peak_bytes": fault.peak_bytes, "plan": plan},
+        "fault": None
+        if fault is None
+        else {"message": str(fault), "arguments": fault.arguments, "peak_bytes": fault.peak_bytes, "plan": plan},
     }
 
 
@@ -149,7 +151,11 @@ def _read(data: Any) -> Answer | None:
     try:
         if data["fault"] is None:
             return Answer(tuple(ProvenPlan.from_json(json.dumps(plan)) for plan in data["plans"]))
-        fault = BudgetError(data["fault"]["message"])
+        named = data["fault"]["arguments"]
+        arguments = [
+            Argument(of, name, tuple(value) if isinstance(value, list) else value) for of, name, value in named
+        ]
+        fault = BudgetError(data["fault"]["message"]).naming(*arguments)
         fault.peak_bytes = data["fault"]["peak_bytes"]
         fault.plan = Plan.from_json(json.dumps(data["fault"]["plan"]))
     except (KeyError, TypeError, ValueError, MemscaleError):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from memscale.config import Config
-from memscale.core import BudgetError, format_unlike
+from memscale.core import Argument, BudgetError, format_unlike
 from memscale.planning.beside import Setting, beside
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.search.found import Proven
@@ -42,26 +42,31 @@ class Refusal:
             f"no plan fits {asked} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak within reach is "
             f"{reached} ({least} bytes)"
         )
-        error = BudgetError("; ".join([said, *(self._what_helps(smallest, limit) if tells else ())]))
+        lines, arguments = self._what_helps(smallest, limit) if tells else ([], [])
+        error = BudgetError("; ".join([said, *lines])).naming(*arguments)
         error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.steps.model)
         return error
 
-    def _what_helps(self, smallest: Proven, limit: int) -> list[str]:
+    def _what_helps(self, smallest: Proven, limit: int) -> tuple[list[str], list[Argument]]:
+        """What to write, in words, and the arguments in them."""
         wider = sorted(self._wider(smallest), key=lambda each: each[1])
+        lower = [(Argument("Config", field, True), each) for field, each in wider if each < smallest.taken_bytes]
         lines = [
-            f"Config({field}=True) would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
-            for field, nbytes in wider
-            if nbytes < smallest.taken_bytes
+            f"{argument} would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
+            for argument, nbytes in lower
         ]
         step, own = self.steps, Setting(smallest.plan, self.steps.ranks)
         said, nbytes = beside(own, smallest.profile, limit, step.other, model=step.model, optimizer=step.optimizer)
         if said:
             fits = ", which fits" if nbytes <= limit else ""
-            lower, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
-            lines.append(f"beside its plan {' and '.join(said)} would lower it to {lower} ({nbytes} bytes){fits}")
+            told, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)
+            lines.append(
+                f"beside its plan {' and '.join(map(str, said))} would lower it to {told} ({nbytes} bytes){fits}"
+            )
         states = smallest.profile.by_category.get("optimizer state", 0)
         lighter = ", or an optimizer with less state" if states else ""
-        return lines or [f"take a smaller batch and accumulate gradients{lighter}"]
+        lines = lines or [f"take a smaller batch and accumulate gradients{lighter}"]
+        return lines, [*(argument for argument, _ in lower), *said]
 
     def _wider(self, smallest: Proven) -> Iterator[tuple[str, int]]:
         """Fields of the config that may lower the smallest peak, and what to."""

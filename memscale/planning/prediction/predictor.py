@@ -305,6 +305,6 @@ class _Peaks:
         except MemscaleError as error:
             if n == self.sizes.at_least:
                 raise
-            raise ConfigError(f"the step does not run with batch_fn({n}): {error}; {self.sizes.remedy(n)}") from error
+            raise self.sizes.fault(n, f"the step does not run with batch_fn({n}): {error};") from error
         self.peaks[n] = profile.taken_bytes
         return self.peaks[n]

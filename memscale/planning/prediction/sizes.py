@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import ConfigError, available_host_bytes, batches, check_count, format_unlike
+from memscale.core import Argument, ConfigError, available_host_bytes, batches, check_count, format_unlike
 
 BatchFn = Callable[[int], Any]
 
@@ -42,14 +42,15 @@ class Sizes:
         on_host, free_bytes = self._expected(n, 1), available_host_bytes()
         if free_bytes is not None and 2 * on_host > free_bytes:
             takes, free = format_unlike(on_host, free_bytes)
-            raise ConfigError(
+            raise self.fault(
+                n,
                 f"batch_fn({n}) would take about {takes} of the {free} that this machine has left; return tensors on "
-                f"meta, as torch.empty(n, 128, device='meta') does, or {self.remedy(n)}"
+                "meta, as torch.empty(n, 128, device='meta') does, or",
             )
         try:
             batch = self.batch_fn(n)
         except Exception as error:
-            raise ConfigError(f"batch_fn({n}) raises {type(error).__name__}: {error}; {self.remedy(n)}") from error
+            raise self.fault(n, f"batch_fn({n}) raises {type(error).__name__}: {error};") from error
         batches.check_batch(batch)
         self.parts[n] = parts_of(batch)
         tensors = batches.tensors(batch)
@@ -66,11 +67,15 @@ class Sizes:
         """What the tensors of the batch of size `n` take at least, by those that were made; 0 where it is not known."""
         return self._expected(n, 0)
 
-    def remedy(self, n: int) -> str:
-        """What to do if there is no step of size `n`."""
+    def fault(self, n: int, what: str) -> ConfigError:
+        """The error of a size `n` of which there is no step: `what` happened, and what to do."""
         if n == self.at_least:
-            return f"give {self.verb}(at_least=...) the smallest size that there is"
-        return f"give {self.verb}(at_most=...) below {n} if that is beyond what the data or the model has"
+            bound = Argument(self.verb, "at_least")
+            remedy = f"give {bound} the smallest size that there is"
+        else:
+            bound = Argument(self.verb, "at_most")
+            remedy = f"give {bound} below {n} if that is beyond what the data or the model has"
+        return ConfigError(f"{what} {remedy}").naming(bound)
 
     def only_values_differ(self, n: int) -> bool:
         """Whether the batch of size `n` has the smallest one's tensors, and other values beside them."""

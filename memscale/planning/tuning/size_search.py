@@ -263,7 +263,7 @@ class SizeSearch:
             self._too_large(size, error.peak_bytes or 0)
             if size != self.at_least:
                 raise
-            fault = BudgetError(f"not even batch_fn({size}) fits: {error}")
+            fault = BudgetError(f"not even batch_fn({size}) fits: {error}").naming(*error.arguments)
             fault.peak_bytes, fault.plan = error.peak_bytes, error.plan
             raise fault from error
         finally:
@@ -390,7 +390,7 @@ class SizeSearch:
         return number
 
     def _fault(self, size: int, what: str) -> ConfigError:
-        return ConfigError(f"the step does not run with batch_fn({size}): {what}; {self.sizes.remedy(size)}")
+        return self.sizes.fault(size, f"the step does not run with batch_fn({size}): {what};")
 
     def _say(self, size: int, what: str) -> None:
         self._tell(f"size {size}: {what}", self.simulations)
