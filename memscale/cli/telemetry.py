@@ -204,7 +204,7 @@ def _answer(url: SplitResult, report: bytes, seconds: float) -> str | None:
         connection.request("POST", f"{url.path or '/'}{'?' * bool(url.query)}{url.query}", report, headers)
         answer = connection.getresponse()
         return None if 200 <= answer.status < 300 else f"answered {answer.status}"
-    except Exception as error:  # of a server, of a network
+    except (OSError, http.client.HTTPException, ValueError) as error:  # of a network, of a server, of an address
         return f"failed: {type(error).__name__}: {error}"
     finally:
         connection.close()
