@@ -124,6 +124,11 @@ class Policy(Value):
 
     sees_labels: ClassVar[bool] = True
 
+    @property
+    def moves(self) -> bool:
+        """Whether a verdict may be `Move`."""
+        return False
+
     def verdict(self, site: Site) -> Verdict:
         """What becomes of the value made at `site`."""
         raise NotImplementedError
@@ -220,6 +225,10 @@ class SaveAndOffloadOnlyTheseNames(Policy):
     names_which_can_be_offloaded: tuple[str, ...] = ()
     tier: str = "auto"
 
+    @property
+    def moves(self) -> bool:
+        return True
+
     def verdict(self, site: Site) -> Verdict:
         if site.label in self.names_which_can_be_saved:
             return Save()
@@ -236,6 +245,10 @@ class SaveFromBothPolicies(Policy):
     positional: ClassVar[str | None] = "policies"
 
     policies: tuple[Policy, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        return any(policy.moves for policy in self.policies)
 
     def verdict(self, site: Site) -> Verdict:
         first, second = (policy.verdict(site) for policy in self.policies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import subprocess
@@ -88,7 +89,6 @@ TOLD = {
     ),
     "a batch as a config": (lambda: ms.wrap(layer(), torch.ones(2, 4)), r"a memscale\.Config or None; .*sample_input="),
     "a result as a step": (lambda: ms.measure(3), r"write measure\(lambda: "),
-    "wrap(budget=)": (lambda: ms.wrap(layer(), budget="6GiB"), r"plan\(model, batch, budget='6GiB'\)"),
     "wrap(optimizer=)": (lambda: ms.wrap(layer(), optimizer=1), r"write with optimize\(model, optimizer\)"),
     "optimize(mode=)": (
         lambda: optimize(mode="balanced", auto_policy=True),
@@ -198,6 +198,15 @@ TOLD = {
 def test_a_mistake_is_told_what_to_write(mistake, told):
     with pytest.raises((ms.ConfigError, ms.PlanError, ms.TransformError), match=told):
         mistake()
+
+
+def test_a_transformed_model_is_a_function_and_says_so():
+    fit = ms.checkpoint()(layer())
+    told = r"^checkpoint\(\)\(model\) is a function.* no 'parameters'; write transform\(model, \{'': checkpoint\(\)\}\)"
+    with pytest.raises(AttributeError, match=told):
+        fit.parameters()
+    assert not hasattr(ms.checkpoint()(torch.sin), "parameters")
+    assert torch.equal(copy.deepcopy(fit)(torch.ones(1, 4)), fit(torch.ones(1, 4)))
 
 
 def test_what_is_meant_is_taken():

@@ -40,6 +40,11 @@ class Transform(Value):
         """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
         return On(self, runtime) if self.uses_runtime and runtime is not None else self
 
+    @property
+    def moves(self) -> bool:
+        """Whether tensors may go to another memory tier under this transform."""
+        return False
+
     def misfit(self, subject: Any) -> str | None:
         """Why `subject` is not what this transform maps; `None` if it is."""
         if not callable(subject):
@@ -93,6 +98,10 @@ class Compose(Transform):
         if self.transforms:
             return self.transforms[-1].misfit(subject)
         return None if isinstance(subject, torch.optim.Optimizer) else super().misfit(subject)
+
+    @property
+    def moves(self) -> bool:
+        return any(transform.moves for transform in self.transforms)
 
     def on(self, runtime: Any) -> Transform:
         return Compose(tuple(transform.on(runtime) for transform in self.transforms))

@@ -60,6 +60,14 @@ class Transformed(Assembled):
     def __wrapped__(self) -> Callable[..., Any]:
         return self.fn  # `inspect.signature` and friends see the function underneath
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not isinstance(self.__dict__.get("fn"), nn.Module):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{self.how!r}(model) is a function, which computes what the model does, and has no {name!r}; write "
+            f"transform(model, {{'': {self.how!r}}}) for a model of the same class, or wrap(model)"
+        )
+
     def parts(self) -> tuple[Any, ...]:
         return (self.fn,)
 

@@ -10,6 +10,7 @@ from memscale.algebra import Plan, PlanLike
 from memscale.config import Config
 from memscale.core import Record, RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
+from memscale.planning import Budget
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -104,7 +105,9 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         return repr(self.wrapping)
 
 
-def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any, record: Record) -> None:
+def wrap_trainer(
+    trainer: Trainer, config: Config | None, sample_input: Any, record: Record, budget: Budget | None
+) -> None:
     """What `wrap` does with a Trainer: its model is wrapped now, and whichever it trains later.
 
     Raises:
@@ -113,7 +116,7 @@ def wrap_trainer(trainer: Trainer, config: Config | None, sample_input: Any, rec
     _check(trainer.args)
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
-    callback.wrapping = Wrapping(config, None, sample_input, record)
+    callback.wrapping = Wrapping(config, None, sample_input, record, budget)
     if isinstance(trainer.model, nn.Module):
         callback.wrapping.wrap(trainer.model)
     # Before those that report, which read the logs in this order.

@@ -11,6 +11,7 @@ from memscale.algebra import PlanLike
 from memscale.config import Config
 from memscale.core import Record, RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
+from memscale.planning import Budget
 
 try:
     import lightning
@@ -107,11 +108,13 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         return repr(self.wrapping)
 
 
-def wrap_trainer(trainer: lightning.Trainer, config: Config | None, sample_input: Any, record: Record) -> None:
+def wrap_trainer(
+    trainer: lightning.Trainer, config: Config | None, sample_input: Any, record: Record, budget: Budget | None
+) -> None:
     """What `wrap` does with a Trainer of Lightning: it gets the callback."""
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
-    callback.wrapping = Wrapping(config, None, sample_input, record)
+    callback.wrapping = Wrapping(config, None, sample_input, record, budget)
     trainer.callbacks.append(callback)
 
 

@@ -10,6 +10,7 @@ from memscale.algebra import Plan, PlanLike, as_plan
 from memscale.config import Config, check_config
 from memscale.core import Record
 from memscale.legacy import Executor, attached, wrapped
+from memscale.planning import Budget
 
 
 class Wrapping:
@@ -18,7 +19,7 @@ class Wrapping:
     Args:
         config, sample_input: as in `wrap`.
         plan: to train under, instead of one that is planned.
-        record: as in `wrap`.
+        record, budget: as in `wrap`.
 
     Attributes:
         executor: of the model that is wrapped; None while none is.
@@ -28,13 +29,20 @@ class Wrapping:
         PlanError: `plan` is none.
     """
 
-    def __init__(self, config: Config | None, plan: PlanLike | None, sample_input: Any, record: Record = None) -> None:
+    def __init__(
+        self,
+        config: Config | None,
+        plan: PlanLike | None,
+        sample_input: Any,
+        record: Record = None,
+        budget: Budget | None = None,
+    ) -> None:
         check_config(config)
         self._given = {name: value for name, value in (("config", config), ("plan", plan)) if value is not None}
         self._config = config
         self._plan = None if plan is None else as_plan(plan)
         self._sample_input = sample_input
-        self._record = record
+        self._record, self._budget = record, budget
         self.executor: Executor | None = None
         self.former_plan: str | None = None  # JSON: of the run that is resumed
 
@@ -43,7 +51,12 @@ class Wrapping:
         if self.executor is None or attached(model) is not self.executor:
             self.end()
             self.executor = wrapped(
-                model, self._config, sample_input=self._sample_input, plan=self._plan, record=self._record
+                model,
+                self._config,
+                sample_input=self._sample_input,
+                plan=self._plan,
+                budget=self._budget,
+                record=self._record,
             )
 
     def after_step(self) -> None:

@@ -1,7 +1,9 @@
-"""What `wrap` decides for one batch: nothing, a plan that fits, or the rule where no step can be simulated."""
+"""What `wrap` decides for one batch, in one place: nothing, a plan that fits, or the rule where no plan can be made."""
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import BudgetError, batches, tensors
+from memscale.core import BudgetError, batches, format_bytes, tensors
 from memscale.hardware import Hardware, knows_copies
 from memscale.history import Run
 from memscale.legacy.huggingface import checkpointing_off, checkpointing_on
@@ -19,6 +21,8 @@ from memscale.legacy.offloading import can_move
 from memscale.optimizers import quantize_states
 from memscale.planning import DecisionEngine, planned, shorthands
 from memscale.simulation import MemoryProfiler, Profile
+
+_NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or moving"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,7 @@ def decide(
     hardware: Hardware,
     *,
     moving: bool,
+    budget: int | None = None,
 ) -> Verdict:
     """The plan for a step of `model` with `batch`.
 
@@ -60,26 +65,36 @@ def decide(
         config: what is allowed.
         hardware: the model's device.
         moving: whether the caller asks for offloading by name.
+        budget: the bytes that a step may take; None is what the config says of the device.
+
+    Warns:
+        RuntimeWarning: the step is too large, and no plan could be made for it: it gets the rule.
     """
     rule = _rule(model, config, hardware, moving)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, profile = None, None
-    hopeless = _nothing_to_do(config, hardware, moving, bool(trained), rule)
+    engine, profile, trouble = None, None, ""
     if trained and batch is not None:
-        stepping = _stepping(optimizer, config)
-        trains = optimizer or torch.optim.AdamW(trained)
-        engine, profile = _simulated(model, batch, trains, config, hardware, moving, stepping)
+        engine, profile, trouble = _simulated(model, batch, optimizer, trained, config, hardware, moving)
     step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
-    if hopeless is not None:
-        return Verdict(Plan(), profile, step_bytes, hopeless, for_all=True)
+    if (reason := _nothing_to_do(config, hardware, moving, bool(trained), rule)) is not None:
+        return Verdict(Plan(), profile, step_bytes, reason, for_all=True)
     if batch is None and config.force_optimize:
         return Verdict(rule, None, step_bytes, None, for_all=True)
-    limit = min(hardware.usable_bytes, int(config.target_gpu_utilization * hardware.memory_bytes))
+    limit, said = budget, "the budget"
+    if limit is None:
+        limit = min(hardware.usable_bytes, int(config.target_gpu_utilization * hardware.memory_bytes))
+        said = f"target_gpu_utilization={config.target_gpu_utilization}"
     if step_bytes <= limit and not config.force_optimize:
-        return Verdict(Plan(), profile, step_bytes, _fits(step_bytes, limit, config, hardware, profile))
+        unmeasured = "" if profile is not None else "; the first training call shows what activations take"
+        reason = (
+            f"the step fits: about {step_bytes} bytes of {limit} usable ({said} of {hardware.memory_bytes})"
+            f"{unmeasured}; "
+            "Config(force_optimize=True) transforms it all the same"
+        )
+        return Verdict(Plan(), profile, step_bytes, reason)
     if config.enable_checkpointing and checkpointing_off(model):
         try:  # what follows takes the place of the model's own checkpointing
-            return decide(model, batch, optimizer, config, hardware, moving=moving)
+            return decide(model, batch, optimizer, config, hardware, moving=moving, budget=budget)
         finally:
             checkpointing_on(model)
     if step_bytes <= limit:
@@ -87,29 +102,29 @@ def decide(
     # The link's speed decides how much may move. Where it is not known, who asks for offloading gets it by the rule.
     if engine is not None and not (moving and not knows_copies(hardware)):
         try:
-            return _planned(engine, profile, step_bytes, limit, config)
+            return _planned(engine, profile, step_bytes, limit, said)
         except Exception as error:  # of the solver, or of a step that only the simulation provokes
-            LOG.warning("no plan could be made, the rule takes its place: %s", _first_line(error))
-    if not rule:
-        return Verdict(Plan(), profile, step_bytes, _NO_BLOCKS)
-    return Verdict(rule, profile, step_bytes, None)
+            trouble = _first_line(error)
+    if trouble:
+        does = f"trains under wrap()'s rule {rule!r}, whose peak is not known" if rule else "stays as it is"
+        warnings.warn(
+            f"this {type(model).__name__} takes {format_bytes(step_bytes)} of the {format_bytes(limit)} that "
+            f"{said} allows, and {does}: no plan could be made ({trouble}); make smaller batches, or write a plan for "
+            "transform(model, plan)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return Verdict(rule, profile, step_bytes, None if rule else _NO_BLOCKS)
 
 
-_NO_BLOCKS = "no repeated blocks: nothing in the model is worth recomputing or moving"
-
-
-def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, config: Config) -> Verdict:
+def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, said: str) -> Verdict:
     plan: Plan
     try:
         plan = engine.plan(limit)
     except BudgetError as error:
         # Training may still go through: other tensors may be smaller than thought, or the target is below the device.
         plan = Plan() if error.plan is None else error.plan
-        LOG.warning(
-            "%s; the model runs under the smallest plan, above target_gpu_utilization=%s",
-            error,
-            config.target_gpu_utilization,
-        )
+        LOG.warning("%s; the model runs under the smallest plan, above %s", error, said)
     skipped = None if plan else "no transform that the config allows lowers the peak of the step"
     return Verdict(plan, profile, step_bytes, skipped)
 
@@ -117,56 +132,49 @@ def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, l
 def _simulated(
     model: nn.Module,
     batch: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
+    trained: list[nn.Parameter],
     config: Config,
     hardware: Hardware,
     moving: bool,
-    stepping: tuple[str, ...],
-) -> tuple[DecisionEngine | None, Profile | None]:
-    """The engine that plans the step, and the step's profile; without an engine where it cannot be simulated."""
+) -> tuple[DecisionEngine | None, Profile | None, str]:
+    """The engine that plans the step, and the step's profile; or what kept either of them from being made."""
+    trains = optimizer or torch.optim.AdamW(trained)
+    trouble = "use_static_profiling=False"
     if config.use_static_profiling:
+        # Another device steps to other bits than an accelerator, so that states move where the caller has said so.
+        stepping = ("step_in_groups", "offload_states") if moving else ("step_in_groups",)
+        allowed = config
+        if moving:
+            allowed = dataclasses.replace(config, enable_offloading=True)
+        elif "offload" in config.eligible() and knows_copies(hardware) and not can_move(model, config):
+            allowed = dataclasses.replace(config, enable_offloading=False, async_offload=False)
         try:
             engine = DecisionEngine(
                 model,
                 batch,
-                optimizer=optimizer,
+                optimizer=trains,
                 loss=any_loss,
-                config=_for_engine(model, config, hardware, moving),
+                config=allowed,
                 hardware=hardware,
-                stepping=stepping,
+                stepping=() if optimizer is None else stepping,
                 streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
             )
+            return engine, engine.plain, ""
         except Exception as error:  # wrap goes on with what it knows: the step that really trains may be another one
-            say(config, f"the step cannot be planned: {_first_line(error)}")
-        else:
-            return engine, engine.plain
+            trouble = _first_line(error)
+            say(config, f"the step cannot be planned: {trouble}")
     try:
-        profiler = MemoryProfiler(model, optimizer, loss=any_loss, hardware=hardware, config=config)
-        return None, profiler.profile(batch)
+        profiler = MemoryProfiler(model, trains, loss=any_loss, hardware=hardware, config=config)
+        return None, profiler.profile(batch), trouble
     except Exception as error:
-        LOG.warning("the step cannot be profiled: %s", _first_line(error))
-        return None, None
-
-
-def _stepping(optimizer: torch.optim.Optimizer | None, config: Config) -> tuple[str, ...]:
-    """What a plan may do to an optimizer that is known, beside what the config says, with no change to loop or bits.
-
-    Another device steps to other bits than an accelerator, so that states move where the caller has said so.
-    """
-    if optimizer is None:
-        return ()
-    moves = config.enable_offloading and ("enable_offloading" in config.given or config.async_offload)
-    return ("step_in_groups", "offload_states") if moves else ("step_in_groups",)
-
-
-def _for_engine(model: nn.Module, config: Config, hardware: Hardware, moving: bool) -> Config:
-    """The config for the engine: with offloading only where it can be, and set where the caller asks for it."""
-    fields = {name: getattr(config, name) for name in config.given}
-    if moving:
-        fields["enable_offloading"] = True
-    elif "offload" in config.eligible() and knows_copies(hardware) and not can_move(model, config):
-        fields |= {"enable_offloading": False, "async_offload": False}
-    return Config(**fields)
+        trouble = _first_line(error)
+        LOG.warning(
+            "the step cannot be profiled: %s; what stays from step to step decides, and activations may not fit. "
+            "Give a sample_input that the model trains on, or write a plan for transform(model, plan)",
+            trouble,
+        )
+        return None, None, trouble
 
 
 def _rule(model: nn.Module, config: Config, hardware: Hardware, moving: bool) -> Plan:
@@ -178,8 +186,7 @@ def _rule(model: nn.Module, config: Config, hardware: Hardware, moving: bool) ->
         "offload": moving,
     }
     rules = shorthands(model, hardware)
-    chosen = {name: rules[name] for name, wanted in named.items() if wanted and name in rules}
-    found = planned(chosen)
+    found = planned({name: rules[name] for name, wanted in named.items() if wanted and name in rules})
     if not config.use_8bit_optimizer:
         return found
     return Plan([*((rule.pattern, rule.transform) for rule in found), ("", quantize_states())])
@@ -196,16 +203,6 @@ def _nothing_to_do(config: Config, hardware: Hardware, moving: bool, trains: boo
     if not trains:
         return "nothing to train: no parameter requires a gradient"
     return _NO_BLOCKS if config.force_optimize and not rule else None
-
-
-def _fits(step_bytes: int, limit: int, config: Config, hardware: Hardware, profile: Profile | None) -> str:
-    unmeasured = "" if profile is not None else "; the first training call shows what activations take"
-    return (
-        f"the step fits: about {step_bytes} bytes of {limit} usable "
-        f"(target_gpu_utilization={config.target_gpu_utilization} of {hardware.memory_bytes})"
-        f"{unmeasured}; "
-        "Config(force_optimize=True) transforms it all the same"
-    )
 
 
 def hardware_of(model: nn.Module) -> Hardware:

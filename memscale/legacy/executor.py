@@ -16,22 +16,26 @@ from memscale.algebra import ForwardPatch, Method, install, uninstall
 from memscale.config import Config
 from memscale.core import TransformError, format_bytes
 from memscale.hardware import Hardware
+from memscale.history import keep_measured
+from memscale.legacy.comparison import Comparison, recorded
 from memscale.legacy.decision import Verdict, decide, hardware_of
+from memscale.legacy.hooks import Seen, SeenRoot, idle, is_a_step_of_its_own, leave, listen
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
-from memscale.legacy.plans_by_shapes import MOST, PlansByShapes
-from memscale.legacy.reality import Reality
-from memscale.legacy.recording import Recording
-from memscale.legacy.shapes import Shapes, as_batch, shapes_of, with_shapes
-from memscale.legacy.steps import leave, listen
-from memscale.legacy.watch import Seen, Watch, idle, is_a_step_of_its_own, never_called
+from memscale.legacy.shapes import MOST_PLANS, Planned, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
 from memscale.observability import Metrics, Server, memory_keys, serve
 from memscale.planning import ProvenPlan
 from memscale.runtime import Runtime
 
 ATTRIBUTE = "_memscale_executor"
+
+# What `_begin` makes anew in a copy.
+_OF_PROCESS = {
+    *("_lock", "_planning", "_optimizer", "_own", "_optimizing"),
+    *("_verdict", "_comparison", "_metrics", "_server"),
+}
 
 
 class Executor:
@@ -64,7 +68,8 @@ class Executor:
         runtime: with which the caller asks to offload; None if that is for plans to decide.
         optimizer: that trains the model; None where it is not known.
         batch: what `verdict` was made for; None for none.
-        recording: where its steps are kept; None for nowhere.
+        history: the file in which its steps are kept; None for none.
+        budget: the bytes that a step may take; None is what the config says of the device.
     """
 
     def __init__(
@@ -76,38 +81,51 @@ class Executor:
         runtime: Runtime | None,
         optimizer: torch.optim.Optimizer | None,
         batch: Any,
-        recording: Recording | None = None,
+        history: str | None = None,
+        budget: int | None = None,
     ) -> None:
         # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
         self._model = weakref.ref(model)
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._kind = type(model).__name__
-        self.config = config
-        self.hardware = hardware
-        self._asked = runtime
-        self._recording = recording
-        self.runtime: Runtime | None = None
+        self.config, self.hardware = config, hardware
+        self._asked, self._history, self._budget = runtime, history, budget
         self._caching: list[Any] = []
-        self._optimizing = Optimizing(config)
-        self._seen: dict[str, Seen] = {}  # the regions, by their paths
-        self._looked = False  # whether a step has shown which of them run
-        # That have parameters of the model: to look takes 1 ms a step in a model of 1,000.
-        self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._patches: list[ForwardPatch] = []
-        self._over: list[tuple[str, Callable[..., Any]]] = []  # by paths, the forwards of others that stay
         self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
-        self._watch = None if verdict.for_all else Watch(self.before_direct_call)
+        self._over: list[tuple[str, Callable[..., Any]]] = []  # by paths, the forwards of others that stay
+        self._seen: dict[str, Seen] = {}  # the regions, by their paths
+        self._root = None if verdict.for_all else SeenRoot(self.before_direct_call)
         self._hook: Any = None  # which is called before what others have put over the model's forward
         self._announced = False  # whether it has been, for the call that comes to the forward next
-        self._planning: int | None = None  # the thread that plans
+        self._looked = False  # whether a step has shown which regions run
         self._plans = PlansByShapes()
-        self._between_steps = True
-        self._reality: Reality | None = None
-        self.peak_error: float | None = None  # by how much of the real peak the predicted one was off
+        self.runtime: Runtime | None = None
+        self._begin(optimizer)
+        self._take(verdict, None if batch is None else shapes_of(batch))
+
+    def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """What belongs to this model in this process, and not to its copies."""
+        self._lock = threading.RLock()
+        self._planning: int | None = None  # the thread that plans
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        # That have parameters of the model: to look takes 1 ms a step in a model of 1,000.
+        self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizing = Optimizing(self.config)
+        self._verdict: Verdict | None = None
+        self._comparison: Comparison | None = None
         self._metrics: Metrics | None = None
         self._server: Server | None = None
-        self._lock = threading.RLock()
-        self._take(verdict, None if batch is None else shapes_of(batch))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
+        return {**state, "_model": self.model, "profile": None, "_plans": PlansByShapes(present=self._plans.present)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._model = weakref.ref(state["_model"])
+        self._begin(None)
+
+    # -- what there is to know -----------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -128,19 +146,23 @@ class Executor:
         return model is not None and model.__dict__.get(ATTRIBUTE) is self
 
     @property
-    def predicted_bytes(self) -> int | None:
-        """The peak of a step as it is now, None if that was not predicted."""
-        if isinstance(self.plan, ProvenPlan):
-            return self.plan.evidence.planned.peak_bytes
-        return None if self.profile is None or self.plan else self.step_bytes
-
-    @property
     def predicted(self) -> dict[str, int]:
         """The predicted peak of a step by kind: what is ``allocated``, and on CUDA what its allocator has reserved."""
-        found = {} if self.predicted_bytes is None else {"allocated": self.predicted_bytes}
-        if isinstance(self.plan, ProvenPlan) and self.hardware.device_type == "cuda":
-            found["reserved"] = self.plan.evidence.planned.taken_bytes
-        return found
+        if isinstance(self.plan, ProvenPlan):
+            planned = self.plan.evidence.planned
+            on_cuda = self.hardware.device_type == "cuda"
+            return {"allocated": planned.peak_bytes, **({"reserved": planned.taken_bytes} if on_cuda else {})}
+        return {} if self.profile is None or self.plan else {"allocated": self.step_bytes}
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak of a step as it is now, None if that was not predicted."""
+        return self.predicted.get("allocated")
+
+    @property
+    def peak_error(self) -> float | None:
+        """By how much of the real peak the predicted one is off; None until that is known."""
+        return None if self._comparison is None else self._comparison.peak_error
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +173,11 @@ class Executor:
     def regions(self) -> tuple[str, ...]:
         """The paths of the plan's regions."""
         return tuple(self._seen)
+
+    @property
+    def regions_that_ran(self) -> tuple[str, ...]:
+        """The paths of the plan's regions that have run since it was made."""
+        return tuple(path for path, seen in self._seen.items() if seen.ran)
 
     @property
     def metrics_url(self) -> str | None:
@@ -167,6 +194,51 @@ class Executor:
         """
         return memory_keys(self)
 
+    def step_text(self) -> str:
+        """What the untransformed step takes, in a line."""
+        if self.profile is None:
+            return f"step without memscale: {format_bytes(self.step_bytes)} and activations, which are not known"
+        return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
+
+    def idle_text(self) -> str | None:
+        """What of the plan has not run since it was made, though the model trains; None if all has."""
+        if self._root is None or self._plans.present is not None:
+            return idle(self._kind, self.plan, self._seen)
+        return (
+            f"wrap() saw no call of this {self._kind}'s forward in a training step, so that nothing was planned; "
+            "wrap the module whose forward the loop calls, or pass sample_input=..."
+        )
+
+    def __repr__(self) -> str:
+        return f"Executor({self._kind}, {self.plan!r})"
+
+    def __str__(self) -> str:
+        verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
+        lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
+        if self._looked and (text := self.idle_text()) is not None:
+            lines.append(text)
+        lines += self._optimizing.text()
+        if self.runtime is not None:
+            lines.append(moved_text(self.runtime))
+        return "\n".join(lines)
+
+    def say(self, message: str) -> None:
+        """Log `message` where the config wants it."""
+        say(self.config, message)
+
+    def report(self) -> None:
+        """Log what is in force."""
+        self.say(self.step_text())
+        if self.skipped is not None:
+            self.say(f"{self._kind} stays as it is: {self.skipped}")
+            return
+        if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
+            self.say(f"policy: {self.plan.decision}")
+        self.say(f"plan for {self._kind}:\n{self.plan}")
+        if self.runtime is not None:
+            cap = self.config.max_cpu_offload_gb
+            self.say(f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
+
     def serve(self) -> None:
         """Serve live figures, where the config asks for that."""
         if self.config.observability_port is not None and self._server is None:
@@ -174,57 +246,16 @@ class Executor:
             self._server = serve(self._metrics, self.config.observability_port)
             if self._server is not None:
                 weakref.finalize(self, self._server.close)
-                say(self.config, f"live figures at {self._server.url}")
+                self.say(f"live figures at {self._server.url}")
 
-    def detach(self) -> None:
-        """Undo everything; does nothing the second time.
-
-        >>> import torch
-        >>> from memscale.legacy.verbs import wrap
-        >>> model = torch.nn.Linear(2, 2)
-        >>> before = dict(model.__dict__)
-        >>> wrap(model)._memscale_executor.detach()
-        >>> model.__dict__ == before
-        True
-        """
-        with self._lock:
-            self._detach()
-
-    def _detach(self) -> None:
-        if self.model.__dict__.get(ATTRIBUTE) is not self:
-            return
-        self.uninstall()
-        for path, on_top in self._over:
-            whose = getattr(on_top, "__qualname__", type(on_top).__qualname__)
-            # What a step has shown to call the region is a wrapper, and takes nothing away.
-            LOG.log(
-                logging.INFO if self._has_run(path) else logging.WARNING,
-                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
-                repr(path) if path else f"the {self._kind}",
-                on_top.__module__,
-                whose,
-            )
-        self._seen = {}
-        self._optimizing.release()
-        leave(self)
-        if self._hook is not None:
-            self._hook.remove()
-        if self._server is not None:
-            self._server.close()
-        self._metrics = self._server = None
-        caches_on(self.model, self._caching)
-        del self.model.__dict__[ATTRIBUTE]
-        moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
-        self.runtime = self._asked = None
-        self._plans.known.clear()
-        say(self.config, f"detached {self._kind}{moved}")
+    # -- on and off ----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Enter the executor into the model and turn Hugging Face caches off."""
         model = self.model
         model.__dict__[ATTRIBUTE] = self
         self._caching = caches_off(model, self.config)
-        if self._watch is not None:
+        if self._root is not None:
             self._hook = model.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
 
     def install(self) -> None:
@@ -237,8 +268,8 @@ class Executor:
             model,
             self.plan.of_functions(),
             runtime=self.runtime,
-            over=self._see,
-            around_root=None if self._watch is None else self._watch.over,
+            over=lambda path, fn: self._seen.setdefault(path, Seen()).over(fn),
+            around_root=None if self._root is None else self._root.over,
             wrapped=self._wrapped,
         )
         listen(self)
@@ -254,23 +285,59 @@ class Executor:
         """Take the plan's regions off, and leave what `attach` did."""
         model = self.model
         paths = {module: path for path, module in model.named_modules()}
-        left = uninstall(self._patches)
-        self._over = [(paths.get(patch.module, ""), on_top) for patch, on_top in left]
+        left = [(patch, paths.get(patch.module, ""), on_top) for patch, on_top in uninstall(self._patches)]
+        self._over = [(path, on_top) for _, path, on_top in left]
         # A forward that calls what it was put over stays around the regions of the next plan, too. The root's is looked
         # up before the hooks of a call, one of which is to plan.
-        self._wrapped = [patch for patch, _ in left if self._has_run(paths.get(patch.module, ""))]
+        self._wrapped = [patch for patch, path, _ in left if self._has_run(path)]
         self._wrapped += [patch for patch in self._patches if patch.module is model]
         self._patches = []
         let_checkpointing(model)
 
-    def _has_run(self, path: str) -> bool:
-        if not path and self._watch is not None:
-            return self._watch.ran
-        return path in self._seen and self._seen[path].ran
+    def detach(self) -> None:
+        """Undo everything; does nothing the second time.
 
-    def _see(self, path: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        seen = self._seen[path] = Seen()
-        return seen.over(fn)
+        >>> import torch
+        >>> from memscale.legacy.verbs import wrap
+        >>> model = torch.nn.Linear(2, 2)
+        >>> before = dict(model.__dict__)
+        >>> wrap(model)._memscale_executor.detach()
+        >>> model.__dict__ == before
+        True
+        """
+        with self._lock:
+            if self.model.__dict__.get(ATTRIBUTE) is self:
+                self._detach(self.model)
+
+    def _detach(self, model: nn.Module) -> None:
+        self.uninstall()
+        for path, on_top in self._over:
+            # What a step has shown to call the region is a wrapper, and takes nothing away.
+            LOG.log(
+                logging.INFO if self._has_run(path) else logging.WARNING,
+                "the forward of %s was replaced by %s.%s after wrap(): that stays, over the forward of before",
+                repr(path) if path else f"the {self._kind}",
+                on_top.__module__,
+                getattr(on_top, "__qualname__", type(on_top).__qualname__),
+            )
+        self._seen, self._wrapped = {}, []
+        self._optimizing.release()
+        leave(self)
+        if self._hook is not None:
+            self._hook.remove()
+        if self._server is not None:
+            self._server.close()
+        self._metrics = self._server = None
+        caches_on(model, self._caching)
+        del model.__dict__[ATTRIBUTE]
+        moved = "" if self.runtime is None else f"; {moved_text(self.runtime)}"
+        self.runtime = self._asked = None
+        self._plans.known.clear()
+        self.say(f"detached {self._kind}{moved}")
+
+    def _has_run(self, path: str) -> bool:
+        seen = self._root if not path and self._root is not None else self._seen.get(path)
+        return seen is not None and seen.ran
 
     # -- plans for the batches that come -------------------------------------------------------------------------------
 
@@ -294,20 +361,16 @@ class Executor:
     def before_call(self, args: Any, kwargs: Any) -> None:
         """Called with the arguments of each call of the model with gradients: plan, where no plan is for these."""
         shapes = shapes_of((args, kwargs))
-        if self._plans.need_nothing(shapes):
-            self._between_steps = False
-            return
-        model = self._model()
-        if model is None or not model.training or not is_a_step_of_its_own(model):
-            return
-        with self._lock:
-            if model.__dict__.get(ATTRIBUTE) is not self:
+        if not self._plans.serves(shapes):
+            model = self._model()
+            if model is None or not is_a_step_of_its_own(model):
                 return
-            if not self._between_steps:
-                self._plans.wait(shapes)
-                return
-            self._change(model, args, kwargs, self._plans.wanted(shapes))
-            self._between_steps = False
+            with self._lock:
+                if model.__dict__.get(ATTRIBUTE) is not self:
+                    return
+                if (wanted := self._plans.due(shapes)) is not None:
+                    self._follow(model, args, kwargs, wanted)
+        self._plans.between_steps = False
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has made a step: if it is this model's, another plan may follow now."""
@@ -319,7 +382,7 @@ class Executor:
             if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
                 return
             self._own.add(optimizer)
-        self._between_steps = True
+        self._plans.between_steps = True
         if self._optimizer is None:  # the one that trains is known by its step
             self._optimizing.take(model, optimizer)
         if self._metrics is not None:
@@ -328,26 +391,22 @@ class Executor:
             self._looked = True
             if (text := self.idle_text()) is not None:
                 LOG.warning("%s", text)
-        if self._reality is not None and self._reality.after_step(model, optimizer):
-            self.peak_error, self._reality = self._reality.peak_error, None
+        if self._comparison is not None:
+            self._comparison.after_step(model, optimizer)
 
-    def _change(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
+    def _follow(self, model: nn.Module, args: Any, kwargs: Any, shapes: Shapes) -> None:
         """Another plan for `shapes`: one that there is, or a new one."""
-        if self._plans.hold(shapes):
-            return
         known = self._plans.find(shapes)
-        if known is None and self._plans.are_enough:
-            say(self.config, f"{MOST} plans for batches of different shapes are enough: the last one stays")
-            last = self._plans.known[-1]
-            self._plans.add(shapes, last.verdict, last.runtime)
+        if known is not None and known.verdict is self._verdict:
+            self.say(f"{MOST_PLANS} plans for batches of different shapes are enough: the last one stays")
+            self._plans.present = shapes
             return
         self.uninstall()
         try:
             if known is None:
                 self._take(*self._planned(model, args, kwargs, shapes))
             else:
-                self._plans.present, verdict, self.runtime = known
-                self._show(verdict)
+                self._show(known)
         finally:
             self.install()
             self.install_optimizer()
@@ -360,13 +419,16 @@ class Executor:
         self.hardware = hardware_of(model)
         self._planning = threading.get_ident()
         try:
-            for wanted in [shapes] if batch is None else self._plans.widened(shapes):
-                say(self.config, f"planning for a batch of shapes {', '.join(map(str, wanted))}")
+            for wanted in [shapes] if batch is None else self._plans.to_try(shapes):
+                self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
-                verdict = decide(model, given, optimizer, self.config, self.hardware, moving=self._asked is not None)
+                moving = self._asked is not None
+                verdict = decide(
+                    model, given, optimizer, self.config, self.hardware, moving=moving, budget=self._budget
+                )
                 if verdict.profile is not None:
-                    if self._recording is not None:
-                        verdict = self._recording.planned(verdict, model, given, optimizer, self.hardware)
+                    if self._history is not None:
+                        verdict = recorded(verdict, self._history, model, given, optimizer, self.config, self.hardware)
                     return verdict, wanted
                 self._plans.refused.append(wanted)
             return verdict, shapes
@@ -374,85 +436,20 @@ class Executor:
             self._planning = None
 
     def _take(self, verdict: Verdict, shapes: Shapes | None) -> None:
-        """Make `verdict`, for a batch of `shapes`, what holds."""
-        model = self.model
-        moves = any("offload" in repr(rule.transform) for rule in verdict.plan)
-        self.runtime = None if not moves else self._asked or runtime_of_plan(model, self.config)
-        self._show(verdict)
+        """Make `verdict`, for a batch of `shapes`, what is in force."""
+        moves = any(rule.transform.moves for rule in verdict.plan)
+        runtime = None if not moves else self._asked or runtime_of_plan(self.model, self.config)
+        planned = Planned(shapes or (), verdict, runtime)
         if shapes is not None:
-            self._plans.add(shapes, verdict, self.runtime)
+            self._plans.known.append(planned)
+        self._show(planned)
+        self._plans.present = shapes
 
-    def _show(self, verdict: Verdict) -> None:
+    def _show(self, planned: Planned) -> None:
+        self._plans.present, verdict, self.runtime = planned
+        self._verdict = verdict
         self.plan, self.profile = verdict.plan, verdict.profile
         self.step_bytes, self.skipped = verdict.step_bytes, verdict.skipped
-        keep = None
-        if self._recording is not None and verdict.run is not None:
-            keep = partial(self._recording.measured, verdict.run)
-        self._reality = Reality.of(verdict.plan, verdict.profile, self.config, keep)
-        if self._reality is not None:
-            self._reality.begin(self.model)
-
-    def say(self, message: str) -> None:
-        """Log `message` where the config wants it."""
-        say(self.config, message)
-
-    def report(self) -> None:
-        """Log what holds."""
-        say(self.config, self.step_text())
-        if self.skipped is not None:
-            say(self.config, f"{self._kind} stays as it is: {self.skipped}")
-            return
-        if isinstance(self.plan, ProvenPlan) and self.plan.decision.decision_source != "user_config":
-            say(self.config, f"policy: {self.plan.decision}")
-        say(self.config, f"plan for {self._kind}:\n{self.plan}")
-        if self.runtime is not None:
-            cap = self.config.max_cpu_offload_gb
-            say(self.config, f"offload() runs with {self.runtime.config}, max_cpu_offload_gb={cap}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Of another model, or of this process, or long.
-        gone = dict.fromkeys(("_lock", "_optimizer", "_own", "_optimizing", "_metrics", "_server", "profile"))
-        return {
-            **self.__dict__,
-            **gone,
-            "_plans": PlansByShapes(present=self._plans.present),
-            "_seen": {},
-            "_model": self.model,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._model = weakref.ref(state["_model"])
-        self._lock = threading.RLock()
-        self._own = weakref.WeakSet()
-        self._optimizing = Optimizing(self.config)
-
-    @property
-    def regions_that_ran(self) -> tuple[str, ...]:
-        """The paths of the plan's regions that have run since it was made."""
-        return tuple(path for path, seen in self._seen.items() if seen.ran)
-
-    def idle_text(self) -> str | None:
-        """What of the plan has not run since it was made, though the model trains; None if all has."""
-        if self._watch is not None and self._plans.present is None:
-            return never_called(self._kind)
-        return idle(self._kind, self.plan, self._seen)
-
-    def step_text(self) -> str:
-        """What the untransformed step takes, in a line."""
-        if self.profile is None:
-            return f"step without memscale: {format_bytes(self.step_bytes)} and activations, which are not known"
-        return f"step without memscale: {format_bytes(self.step_bytes)} at its peak, {self.profile.moment}"
-
-    def __repr__(self) -> str:
-        return f"Executor({self._kind}, {self.plan!r})"
-
-    def __str__(self) -> str:
-        verdict = str(self.plan) if self.skipped is None else f"skipped: {self.skipped}"
-        lines = [f"{self._kind} on {self.hardware}", self.step_text(), verdict]
-        if self._looked and (text := self.idle_text()) is not None:
-            lines.append(text)
-        lines += self._optimizing.text()
-        if self.runtime is not None:
-            lines.append(moved_text(self.runtime))
-        return "\n".join(lines)
+        run, path = verdict.run, self._history
+        keep = None if run is None or path is None else partial(keep_measured, run, path)
+        self._comparison = Comparison(self.model, verdict, self.config, keep)

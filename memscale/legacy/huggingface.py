@@ -12,16 +12,39 @@ from memscale.config import Config
 from memscale.legacy.log import say
 
 _FLAG = "gradient_checkpointing"  # of a layer or a stack of them: whether it recomputes itself
-_SWITCH = "_set_gradient_checkpointing"  # what every way to set these goes through
 _SET_ASIDE = "_memscale_set_aside"  # on a module whose flag is off because a plan covers the model
 
 
-class _Switch(OfModule):
-    """In place of the method that switches a wrapped model's own checkpointing."""
+class _Method(OfModule):
+    """In place of a method of a module, `name`, with what it needs to know."""
 
-    def __init__(self, module: nn.Module, config: Config) -> None:
+    name: str
+
+    def __init__(self, module: nn.Module, known: Any) -> None:
         super().__init__(module)
-        self.config = config
+        self.known = known
+
+    @property
+    def __wrapped__(self) -> Any:
+        return getattr(type(self.module), self.name).__get__(self.module)
+
+    @classmethod
+    def put_on(cls, model: nn.Module, known: Any) -> None:
+        for module in model.modules():
+            if hasattr(type(module), cls.name) and cls.name not in module.__dict__:
+                module.__dict__[cls.name] = cls(module, known)
+
+    @classmethod
+    def take_off(cls, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module.__dict__.get(cls.name), cls):
+                del module.__dict__[cls.name]
+
+
+class _Switch(_Method):
+    """What every way to switch a model's own checkpointing goes through: the flags are off until `detach`."""
+
+    name = "_set_gradient_checkpointing"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -29,33 +52,21 @@ class _Switch(OfModule):
             part.__dict__.pop(_SET_ASIDE, None)  # this call says anew what holds after `detach`
         result = self.__wrapped__(*args, **kwargs)
         if checkpointing_off(module):
-            say(self.config, f"{_off(module)}: the plan of wrap() covers it; detach() makes it hold")
+            say(self.known, f"{_off(module)}: the plan of wrap() covers it; detach() makes it hold")
         return result
 
-    @property
-    def __wrapped__(self) -> Any:
-        return getattr(type(self.module), _SWITCH).__get__(self.module)
 
+class _Saver(_Method):
+    """What is saved has the caller's ``use_cache``, not the one of a wrapped model; `known` are the settings."""
 
-class _Saver(OfModule):
-    """In place of ``save_pretrained``: what is saved has the caller's ``use_cache``, not the one of a wrapped model."""
-
-    def __init__(self, module: nn.Module, settings: list[Any]) -> None:
-        super().__init__(module)
-        self.settings = settings
+    name = "save_pretrained"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for each in self.settings:
-            each.use_cache = True
+        _set_caches(self.known, True)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
-            for each in self.settings:
-                each.use_cache = False
-
-    @property
-    def __wrapped__(self) -> Any:
-        return type(self.module).save_pretrained.__get__(self.module)  # type: ignore[attr-defined]
+            _set_caches(self.known, False)
 
 
 def caches_off(model: nn.Module, config: Config) -> list[Any]:
@@ -64,22 +75,23 @@ def caches_off(model: nn.Module, config: Config) -> list[Any]:
     A cache that is filled again by a recompute holds every key twice.
     """
     settings = list(_caching(model))
+    _set_caches(settings, False)
     for each in settings:
-        each.use_cache = False
         say(config, f"{type(each).__name__}.use_cache is False while wrapped; detach() restores it")
-    for module in model.modules() if settings else ():
-        if hasattr(type(module), "save_pretrained") and "save_pretrained" not in module.__dict__:
-            module.__dict__["save_pretrained"] = _Saver(module, settings)
+    if settings:
+        _Saver.put_on(model, settings)
     return settings
 
 
 def caches_on(model: nn.Module, settings: list[Any]) -> None:
     """Undo `caches_off`."""
+    _set_caches(settings, True)
+    _Saver.take_off(model)
+
+
+def _set_caches(settings: list[Any], value: bool) -> None:
     for each in settings:
-        each.use_cache = True
-    for module in model.modules():
-        if isinstance(module.__dict__.get("save_pretrained"), _Saver):
-            del module.__dict__["save_pretrained"]
+        each.use_cache = value
 
 
 def checkpointing_off(model: nn.Module) -> bool:
@@ -102,16 +114,12 @@ def keep_checkpointing_off(model: nn.Module, config: Config) -> None:
     """Switch off the model's own checkpointing until `let_checkpointing`, also where it is switched on meanwhile."""
     if checkpointing_off(model):
         say(config, f"{_off(model)} while wrapped, where the plan recomputes; detach() restores it")
-    for module in model.modules():
-        if hasattr(type(module), _SWITCH) and _SWITCH not in module.__dict__:
-            module.__dict__[_SWITCH] = _Switch(module, config)
+    _Switch.put_on(model, config)
 
 
 def let_checkpointing(model: nn.Module) -> None:
     """Undo `keep_checkpointing_off`."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get(_SWITCH), _Switch):
-            del module.__dict__[_SWITCH]
+    _Switch.take_off(model)
     checkpointing_on(model)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,15 +13,25 @@ from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config, as_code, check_config
-from memscale.core import ConfigError, Record, RuntimeUnavailable, TransformError, batches, history_path, takes_no
+from memscale.core import (
+    ConfigError,
+    Record,
+    RuntimeUnavailable,
+    TransformError,
+    batches,
+    budget_bytes,
+    history_path,
+    takes_no,
+)
 from memscale.inspection import check_same_numbers
+from memscale.legacy.comparison import recorded
 from memscale.legacy.decision import Verdict, decide, hardware_of, resident_bytes
 from memscale.legacy.executor import ATTRIBUTE, Executor
 from memscale.legacy.log import LOG, say
 from memscale.legacy.offloading import with_runtime
 from memscale.legacy.optimizing import without_8_bits
-from memscale.legacy.recording import Recording
 from memscale.observability import check_can_serve
+from memscale.planning import Budget
 from memscale.runtime import AsyncOffloadConfig
 from memscale.telemetry import counted
 
@@ -49,8 +59,6 @@ _T = TypeVar("_T")
 
 # What callers give to `wrap` and `optimize`, which plan for the model's own device.
 _ELSEWHERE = {
-    "budget": "{verb}(..., Config(target_gpu_utilization=0.85)), a share of the device's memory, or for bytes "
-    "transform(model, plan(model, batch, budget={value!r}))",
     "hardware": "transform(model, plan(model, batch, budget=..., hardware={value!r}))",
     "loss": "plan(model, batch, budget=..., loss=...), and transform(model, ...) with what that returns",
     "plan": "transform(model, plan)",
@@ -81,6 +89,7 @@ def wrap(
     async_offload: bool | None = None,
     async_config: AsyncOffloadConfig | None = None,
     *,
+    budget: Budget | None = None,
     record: Record = None,
 ) -> _Target:
     """Make ``target`` train in less memory, in place, to the same numbers; `detach` undoes it exactly.
@@ -106,6 +115,8 @@ def wrap(
             either, the environment variable ``MEMSCALE_ASYNC_OFFLOAD=1`` asks for it, where the config leaves
             offloading eligible.
         async_config: overrides ``config.async_config``: the sizes of the engine that offloads.
+        budget: what a step may take, as in `memscale.plan`: ``"20GiB"``, a share of the device's memory, or bytes.
+            None is ``config.target_gpu_utilization`` of the device.
         record: keep each step that is planned in the history, and what it is then seen to take; as in
             `memscale.profile`.
 
@@ -135,7 +146,8 @@ def wrap(
     if integration is not None:
         if sample_input is not None:
             batches.check_batch(sample_input)
-        integration.wrap_trainer(target, _config_in_force(config, async_offload, async_config), sample_input, record)
+        config = _config_in_force(config, async_offload, async_config)
+        integration.wrap_trainer(target, config, sample_input, record, budget)
     else:
         wrapped(
             _module_of(target, "wrap"),
@@ -143,6 +155,7 @@ def wrap(
             sample_input=sample_input,
             async_offload=async_offload,
             async_config=async_config,
+            budget=budget,
             record=record,
         )
     return target
@@ -150,25 +163,26 @@ def wrap(
 
 @counted("optimize")
 @_with_fields
-@contextmanager
 def optimize(
     model: Any,
     optimizer: torch.optim.Optimizer | None = None,
     config: Config | None = None,
     sample_input: Any = None,
     *,
+    budget: Budget | None = None,
     record: Record = None,
-) -> Iterator[Executor]:
+) -> AbstractContextManager[Executor]:
     """Wrap ``model`` for the length of a ``with`` block, and ``optimizer`` with it; both are as before at its end.
 
     Also after an exception. What a plan may do to the optimizer is in `docs/wrap.md`: it is done in place, and at the
-    end the optimizer has its own step and, as its own, the states that it has by then.
+    end the optimizer has its own step and, as its own, the states that it has by then. The call itself wraps: without
+    ``with``, the model stays wrapped until `detach`.
 
     Args:
         model: as `wrap`'s ``target``.
         optimizer: the one that trains ``model``; the step is planned with it. None: as in `wrap`.
         config: as in `wrap`.
-        sample_input, record: as in `wrap`.
+        sample_input, budget, record: as in `wrap`.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``; and all that `wrap` raises.
@@ -183,11 +197,21 @@ def optimize(
             f"got {type(optimizer).__name__}; pass the optimizer itself"
         )
     module = _module_of(model, "optimize")
-    executor = wrapped(module, config, sample_input=sample_input, optimizer=optimizer, record=record)
-    try:
-        yield executor
-    finally:
-        executor.detach()
+    executor = wrapped(module, config, sample_input=sample_input, optimizer=optimizer, budget=budget, record=record)
+    return _Block(executor)
+
+
+class _Block(AbstractContextManager[Executor]):
+    """The block of a ``with``, at whose end the model of `executor` is detached."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def __enter__(self) -> Executor:
+        return self.executor
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.detach()
 
 
 @counted("detach")
@@ -229,6 +253,7 @@ def wrapped(
     optimizer: torch.optim.Optimizer | None = None,
     async_offload: bool | None = None,
     async_config: AsyncOffloadConfig | None = None,
+    budget: Budget | None = None,
     record: Record = None,
 ) -> Executor:
     """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
@@ -256,18 +281,19 @@ def wrapped(
         say(config, f"{type(model).__name__} is wrapped already: detaching it to plan again")
         previous.detach()
     hardware = hardware_of(model)
+    if budget is not None:
+        budget = budget_bytes(budget, hardware.usable_bytes)
     say(config, f"hardware: {hardware}")
     if (missing := without_8_bits(config)) is not None:
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)
-    recording = None if history is None else Recording(history, config)
     if plan is None:
-        verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None)
-        if recording is not None:
-            verdict = recording.planned(verdict, model, sample_input, optimizer, hardware)
+        verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None, budget=budget)
+        if history is not None:
+            verdict = recorded(verdict, history, model, sample_input, optimizer, config, hardware)
     else:
         verdict = Verdict(plan, None, resident_bytes(model, optimizer), None, for_all=True)
-    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input, recording)
+    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input, history, budget)
     try:
         executor.attach()
         if config.verify_correctness and verdict.skipped is None:

@@ -8,7 +8,6 @@ somebody else reset them.
 from __future__ import annotations
 
 import bisect
-import re
 import sys
 import time
 import weakref
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memscale.algebra import Plan
+from memscale.algebra import Plan, chain
 from memscale.hardware import Hardware
 from memscale.observability.ranks import rank
 from memscale.runtime import Runtime
@@ -26,7 +25,6 @@ from memscale.transforms.checkpoint import recomputed_regions
 
 _GIB = 1 << 30
 _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
-_TRANSFORM = re.compile(r"\b(checkpoint|offload|tile|cast)\(")
 Labels = Mapping[str, str]
 
 
@@ -120,8 +118,8 @@ class Metrics:
         )
         counts = dict.fromkeys(("checkpoint", "offload", "tile", "cast"), 0)
         for path in executor.regions:
-            how = " ".join(repr(rule.transform) for rule in executor.plan if rule.matches(path))
-            for name in set(_TRANSFORM.findall(how)):
+            rules = [rule.transform for rule in executor.plan if rule.matches(path)]
+            for name in {getattr(each, "spelling", "") for how in rules for each in chain(how)} & counts.keys():
                 counts[name] += 1
         yield family(
             "plan_regions",

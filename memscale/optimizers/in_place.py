@@ -105,7 +105,8 @@ def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[st
     It would step parameters by states that are elsewhere, or in 8 bits. The step here takes its place, and leaves it an
     optimizer of nothing.
     """
-    if optimizer._is_stepping:
+    # A plain copy, as a planner makes, has the hooks too.
+    if not isinstance(optimizer, TransformedOptimizer) or optimizer._is_stepping:
         return None
     loss = TransformedOptimizer.step(optimizer, *args[1:], **kwargs)
     nothing: Any = object.__new__(optimizer._own_class)

@@ -29,6 +29,10 @@ class OffloadStates(OptimizerTransform):
 
     tier: str = "auto"
 
+    @property
+    def moves(self) -> bool:
+        return True
+
     def own_runtime(self) -> Runtime | None:
         """The runtime that it was put on, if any."""
         return None

@@ -187,6 +187,15 @@ def test_optimize_detaches_after_the_block_and_after_an_exception():
     assert traces(model) == before
 
 
+def test_optimize_without_a_block_holds_until_detach():
+    model = convnet()
+    before = traces(model)
+    optimize(model, torch.optim.SGD(model.parameters(), 0.1), FORCE)
+    assert model._memscale_executor.plan
+    detach(model)
+    assert traces(model) == before
+
+
 def test_a_detach_inside_the_block_is_not_repeated(caplog):
     model = convnet()
     with optimize(model, config=FORCE):

@@ -120,12 +120,10 @@ def test_who_asks_and_what_comes_of_it(fields, async_offload, variable, how, exp
 
 
 def test_the_sizes_reach_the_engine_with_and_without_overlap():
-    sizes = AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=3, min_bytes=77, streams=4, debug=True)
+    sizes = AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=3, min_bytes=77, streams=4)
     assert wrapped(force(async_offload=True, async_config=sizes)).runtime.config == sizes
     executor = wrapped(force(enable_offloading=True), async_config=sizes)
-    assert executor.runtime.config == AsyncOffloadConfig(
-        pool_bytes=12345, prefetch_depth=0, min_bytes=77, streams=4, debug=True
-    )
+    assert executor.runtime.config == AsyncOffloadConfig(pool_bytes=12345, prefetch_depth=0, min_bytes=77, streams=4)
     assert executor.config.async_config == sizes
     assert wrapped(force(async_offload=True)).runtime.config == AsyncOffloadConfig()
 

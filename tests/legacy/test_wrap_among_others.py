@@ -187,9 +187,9 @@ def test_whose_an_optimizer_is_takes_one_walk_over_the_model(monkeypatch: pytest
     executor = model._memscale_executor
     executor.before_call((torch.ones(2, 8),), {})
     theirs.step()
-    assert not executor._between_steps  # another model's step ends none of this one
+    assert not executor._plans.between_steps  # another model's step ends none of this one
     ours.step()
-    assert executor._between_steps
+    assert executor._plans.between_steps
 
 
 def test_what_recomputes_or_replicates_outside_of_wrap_is_refused() -> None:

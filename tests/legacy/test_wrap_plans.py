@@ -1,5 +1,6 @@
 """wrap plans: at once with a batch, else at the first call of the loop, and again when larger batches come."""
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -63,6 +64,19 @@ def test_a_step_that_does_not_fit_gets_the_plan_of_the_planner(device):
     assert len(executor.plan) > 0
     ms.detach(model)
     assert traces(model) == before
+
+
+@pytest.mark.parametrize("budget", ["11MiB", 11 * MIB, "1.1%", 0.011])
+def test_a_budget_takes_the_place_of_a_share_of_the_device(device, budget):
+    device(1000)
+    model = ms.wrap(stack(), config(), rows(1024), budget=budget)
+    executor = model._memscale_executor
+    assert executor.plan.evidence.planned.taken_bytes <= 11 * MIB < executor.step_bytes
+    later = ms.wrap(stack(), config(), budget=budget)  # the first call plans for it, too
+    later(rows(1024)).sum().backward()
+    assert later._memscale_executor.plan == executor.plan
+    with pytest.raises(ms.ConfigError, match="budget='much' must be"):
+        ms.wrap(stack(), config(), budget="much")
 
 
 def test_a_plan_that_is_known_is_only_proven(device, monkeypatch):
@@ -170,7 +184,8 @@ def test_larger_batches_are_planned_for_between_steps_and_smaller_ones_are_serve
     assert step(20) == 128
     for count in (2**power + 1 for power in range(7, 13)):
         step(count)
-    assert len(model._memscale_executor._plans.known) == 9  # eight plans, and one more shape that the last one serves
+    assert len(model._memscale_executor._plans.known) == 8
+    assert planned_rows(model) == 2**12 + 1  # which the last one serves, too
 
 
 class Short(nn.Sequential):
@@ -262,10 +277,14 @@ class Reads(nn.Sequential):
 
 def test_a_step_that_cannot_be_simulated_gets_the_rule_if_memory_is_short(device, caplog):
     caplog.set_level(logging.INFO, logger="memscale")
+    told = (
+        r"this Reads takes 11.8 MiB of the 9.00 MiB .*rule Plan.*checkpoint.*whose peak is not known.*transform\(model"
+    )
     for mib, plan in ((9, {"*": ms.checkpoint()}), (1000, {})):
         device(mib)
         model = ms.wrap(Reads(*stack()), config(enable_logging=True, warmup_steps=0))
-        model(rows(1024)).sum().backward()
+        with pytest.warns(RuntimeWarning, match=told) if plan else contextlib.nullcontext():
+            model(rows(1024)).sum().backward()
         executor = model._memscale_executor
         assert executor.profile.method == "empirical"
         assert executor.plan == ms.Plan(plan)

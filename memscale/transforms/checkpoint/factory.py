@@ -47,6 +47,10 @@ class Checkpoint(Transform):
     policy: Policy = nothing_saveable
     cuts: tuple[Cut, ...] = ()
 
+    @property
+    def moves(self) -> bool:
+        return self.policy.moves
+
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if self.cuts:
             check_row(fn, self.cuts)

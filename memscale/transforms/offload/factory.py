@@ -27,6 +27,10 @@ class Offload(Transform):
     tier: str = "auto"
     min_bytes: int | None = None
 
+    @property
+    def moves(self) -> bool:
+        return True
+
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return Streamed(fn, self) if self.what == "params" else Offloaded(fn, self)
 

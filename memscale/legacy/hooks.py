@@ -1,30 +1,36 @@
-"""What runs of a wrapped model: calls of its root (`Watch`) and of its regions (`Seen`), and words for what did not."""
+"""What is told of a wrapped model while it trains: which of its regions run, and every step of its optimizer."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memscale.algebra import Plan
 from memscale.core import Assembled, in_process_group, simulating
 from memscale.regions import functorch_state
 
-_Same = TypeVar("_Same", bound="_Over")
+_Same = TypeVar("_Same", bound="Seen")
 
 
-class _Over(Assembled):
-    """`fn`, a forward that is looked at. A tree that `transform` makes has a plan of its own, and `fn` without this."""
+class Seen(Assembled):
+    """The forward `fn` of a region, which notes that it ran. A tree that `transform` makes has `fn` without this."""
 
     fn: Callable[..., Any]
-    ran = False  # whether it was called
+    ran = False
 
     def over(self: _Same, fn: Callable[..., Any]) -> _Same:
         """This over a forward."""
         self.fn = fn
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True  # without a look at what it was, by which a compiler would guard
+        return self.fn(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -37,8 +43,8 @@ class _Over(Assembled):
         return remap(self.fn)
 
 
-class Watch(_Over):
-    """The root's forward, after `before` was told the arguments of the call, which may change it."""
+class SeenRoot(Seen):
+    """The root's forward, after `before` was told the arguments of the call."""
 
     def __init__(self, before: Callable[[Any, Any], None]) -> None:
         self.before = before
@@ -48,22 +54,6 @@ class Watch(_Over):
             self.ran = True
             self.before(args, kwargs)
         return self.fn(*args, **kwargs)
-
-
-class Seen(_Over):
-    """A region of a plan, which notes that it ran."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.ran = True  # without a look at what it was, by which a compiler would guard
-        return self.fn(*args, **kwargs)
-
-
-def never_called(kind: str) -> str:
-    """Of a model of this class without a batch to plan for, whose optimizer made a step all the same."""
-    return (
-        f"wrap() saw no call of this {kind}'s forward in a training step, so that nothing was planned; "
-        "wrap the module whose forward the loop calls, or pass sample_input=..."
-    )
 
 
 def idle(kind: str, plan: Plan, seen: Mapping[str, Seen]) -> str | None:
@@ -87,7 +77,7 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
     parameters that somebody has put in place of the model's own. Nor in a process group, whose hooks on parameters
     would take the gradients of a simulated step for real ones.
     """
-    return not (
+    return model.training and not (
         simulating()
         or functorch_state.active()
         or torch._C._current_graph_task_id() != -1
@@ -96,3 +86,36 @@ def is_a_step_of_its_own(model: nn.Module) -> bool:
         or in_process_group()
         or any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())
     )
+
+
+class Listener(Protocol):
+    """Who is told of steps."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer, any, has made a step."""
+
+
+_listening: weakref.WeakSet[Listener] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of steps from here on. There is no need to say when it goes."""
+    # One hook for all, which no finalizer takes off: garbage is also collected while an optimizer goes through its
+    # hooks, and a dictionary that changes then is an error in somebody's step.
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_stepped))
+    _listening.add(listener)
+
+
+def leave(listener: Listener) -> None:
+    """Tell it no more."""
+    _listening.discard(listener)
+    if not _listening and _hooks:
+        _hooks.pop().remove()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not simulating():
+        for listener in list(_listening):
+            listener.after_step(optimizer)

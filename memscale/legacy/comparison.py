@@ -1,0 +1,151 @@
+"""What a planned step takes in truth, next to what was predicted; and what the history keeps of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.config import Config
+from memscale.core import device_type, format_bytes, tensors
+from memscale.hardware import Hardware
+from memscale.history import keep
+from memscale.legacy.decision import Verdict, any_loss
+from memscale.legacy.log import LOG, say
+from memscale.optimizers import TransformedOptimizer
+from memscale.planning import ProvenPlan
+from memscale.simulation import MemoryProfiler
+
+_OFF = 0.05  # the share by which a prediction may be off without a warning
+_LEAST_BYTES = 1 << 20  # and the bytes: less is the allocator's granularity
+
+
+class Comparison:
+    """Compares once, after the first step that begins with optimizer states.
+
+    Args:
+        model: before its first step under the plan.
+        verdict: what is in force.
+        config: says whether and where to log.
+        keep_found: gets what was found, by the names of a run's measurements; None where nothing is recorded.
+
+    Attributes:
+        peak_error: the share of the real peak by which the predicted one is off, once that is known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        verdict: Verdict,
+        config: Config,
+        keep_found: Callable[[dict[str, float]], object] | None,
+    ) -> None:
+        self.peak_error: float | None = None
+        self._config, self._keep = config, keep_found
+        self._predicted: dict[str, int] = {}
+        if config.enable_logging and verdict.profile is not None and isinstance(verdict.plan, ProvenPlan):
+            live = verdict.profile.timeline.live_bytes
+            names = ("parameter", "buffer", "gradient", "optimizer state")
+            self._predicted = {name: int(live[name].max()) for name in names if name in live}
+            self._predicted["peak"] = verdict.plan.evidence.planned.peak_bytes
+        self._steps = 0 if self._predicted or keep_found is not None else 2
+        self._former_peak_bytes = _peak_bytes(model)
+        self._began = 0.0
+
+    def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Note the time of the first step of `optimizer`, and compare after the second."""
+        self._steps += 1
+        if self._steps > 2:
+            return
+        began, self._began = self._began, self._now(model)
+        if self._steps < 2:
+            return
+        found = _resident(model, optimizer)
+        peak = _peak_bytes(model)
+        if peak > self._former_peak_bytes:  # else it was reached by something earlier, and says nothing of this step
+            found["peak"] = peak
+            self.peak_error = self._predicted["peak"] / peak - 1 if self._predicted else None
+        if self._predicted:
+            self._report(found)
+        if self._keep is not None:
+            measured: dict[str, float] = {f"{name.replace(' ', '_')}_bytes": nbytes for name, nbytes in found.items()}
+            self._keep({**measured, "step_seconds": self._began - began})
+
+    def _now(self, model: nn.Module) -> float:
+        """The clock once the device is done with the step: waited for where that is recorded only."""
+        if self._keep is not None and (device := _cuda_of(model)) is not None:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def _report(self, found: dict[str, int]) -> None:
+        rows = [(name, self._predicted[name], nbytes) for name, nbytes in found.items() if name in self._predicted]
+        off = [row for row in rows if abs(row[2] - row[1]) > max(_OFF * row[1], _LEAST_BYTES)]
+        peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "the peak is not measured here"
+        if not off:
+            worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
+            say(self._config, f"the step is as predicted, to {worst:.1%} in {len(rows)} categories; {peak}")
+            return
+        lines = [f"the step is not as predicted; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]
+        lines += [f"  {name:<16} {format_bytes(thought):>10} {format_bytes(real):>10}" for name, thought, real in rows]
+        lines.append(
+            "  the loss and the optimizer that wrap assumed may be others: optimize(model, optimizer) knows yours"
+        )
+        say(self._config, "\n".join(lines), logging.WARNING)
+
+
+def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    parameters = list(model.parameters())
+    states = [dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state]
+    below = {id(tensor) for tensor in optimizer.below()} if isinstance(optimizer, TransformedOptimizer) else set()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {
+        "parameter": _nbytes(parameters),
+        "buffer": _nbytes(model.buffers()),
+        **({"gradient": _nbytes(gradients)} if gradients else {}),  # an optimizer may have dropped them by now
+        "optimizer state": _nbytes(tensor for tensor in tensors(states) if id(tensor) not in below),
+    }
+
+
+def _nbytes(found: Iterable[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in found}
+    return sum(storages.values())
+
+
+def _peak_bytes(model: nn.Module) -> int:
+    device = _cuda_of(model)
+    return 0 if device is None else torch.cuda.max_memory_allocated(device)
+
+
+def _cuda_of(model: nn.Module) -> torch.device | None:
+    first = next(model.parameters(), None)
+    return first.device if first is not None and device_type(first) == "cuda" else None
+
+
+def recorded(
+    verdict: Verdict,
+    path: str,
+    model: nn.Module,
+    batch: Any,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    hardware: Hardware,
+) -> Verdict:
+    """The verdict with its run, which the history at `path` keeps; as it was where no step was simulated."""
+    profile, plan = verdict.profile, verdict.plan
+    if profile is None:
+        return verdict
+    try:
+        trained = optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
+        if plan:  # the planner's evidence has its figures, and not what holds the memory
+            profiler = MemoryProfiler(model, trained, loss=any_loss, plan=plan, hardware=hardware, config=config)
+            profile = profiler.profile(batch)
+        run = keep(profile, path, model, batch, plan=plan, optimizer=trained, config=config)
+    except Exception as error:  # recording stops no run
+        LOG.warning("this step is not recorded: %s: %s", type(error).__name__, error)
+        return verdict
+    return dataclasses.replace(verdict, run=run)
