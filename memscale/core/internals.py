@@ -65,6 +65,7 @@ INTERNALS = tuple(
         ("torch.Tensor._is_view", "whether a tensor is a view", f"{_R} {_S}"),
         ("torch.Tensor._post_accumulate_grad_hooks", "what a step reaches by hooks", f"optimizers {_S}"),
         ("torch.Tensor._backward_hooks", "what a step reaches by hooks", f"{_S} {_T}tile"),
+        ("torch.Tensor._indices", "the indices of a sparse tensor that is not coalesced", _S),
         # Memory.
         (f"{_C}_storage_Use_Count", "that nobody else keeps a moved storage", "runtime"),
         ("torch.Tensor._use_count", "that nobody else keeps a gradient", "runtime"),

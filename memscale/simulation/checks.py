@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memscale.core import ConfigError, batches, check_count, shown
+from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 
 
@@ -60,11 +61,11 @@ def check_call(model: Any, batch: Any, accumulate: int) -> None:
         return
     batches.check_call(model, batch)
     for tensor in (*batches.tensors(batch), *model.buffers()):
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided and not is_sparse(tensor):
             raise ConfigError(
                 f"the step has a tensor of layout {tensor.layout} and shape {list(tensor.shape)}, which is several "
                 "in one, of sizes that its values decide: its memory is neither simulated nor measured; profile "
-                "and plan with a dense one in its place, and leave room for what the sparse one takes instead"
+                "and plan with a dense or a sparse one (COO, CSR) in its place"
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         none_at_all = not any(True for _ in model.parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,46 @@ def numbers_that_are_put_out_of_place():
 
     mask = torch.arange(8 * 45 * 20).reshape(8, 45, 20) % 10 > 0
     return train(Forward(forward, net=nn.Linear(20, 20)), (x(8, 45, 20), mask))
+
+
+def graph(layout, edges=3000, nodes=300):
+    """The weights of a graph's edges, some of which are there twice."""
+    where = torch.arange(2 * edges).reshape(2, edges) * 7 % nodes
+    weights = torch.sparse_coo_tensor(where, x(edges), (nodes, nodes), check_invariants=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        return weights if layout is torch.sparse_coo else weights.coalesce().to_sparse(layout=layout)
+
+
+def graph_network(layout):
+    def forward(m, features, edges):
+        hidden = torch.relu(edges @ m.one(features))
+        return torch.sparse.addmm(m.two(hidden), edges.t(), m.two(hidden))
+
+    parts = {"one": nn.Linear(20, 48), "two": nn.Linear(48, 20)}
+    return train(Forward(forward, **parts), (x(300, 20), graph(layout)))
+
+
+@case
+def a_graph_network():
+    return graph_network(torch.sparse_coo)
+
+
+@case
+def a_graph_network_of_rows():
+    return graph_network(torch.sparse_csr)
+
+
+@case
+def edges_that_are_weighted_and_summed():
+    def forward(m, features, edges):
+        degrees = torch.sparse.sum(edges, 1).to_dense()[:, None]
+        edges = edges.coalesce()
+        start, end = edges.indices()
+        messages = m.net(features)[end] * edges.values()[:, None] / degrees[start]
+        return torch.zeros(300, 20).index_add(0, start, messages) + edges.to_dense() @ m.net(features)
+
+    return train(Forward(forward, net=nn.Linear(20, 20)), (x(300, 20), graph(torch.sparse_coo)))
 
 
 @case

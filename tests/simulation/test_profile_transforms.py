@@ -176,14 +176,36 @@ def states_that_checkpoints_of_torch_keep():
     return train(Forward(forward, one=mlp(), two=mlp(20)), x(ROWS, 48))
 
 
-def test_a_sparse_tensor_is_not_said_to_be_a_wrong_batch():
-    def forward(m, y, graph):
-        return torch.sparse.mm(graph, m.one(y))
-
-    batch = (x(4, 8), torch.eye(4).to_sparse())
+def test_a_tensor_of_another_layout_is_not_said_to_be_a_wrong_batch():
+    batch = (x(4, 8), torch.eye(4).to_mkldnn())
     for ask in (ms.profile, functools.partial(ms.plan, budget="1MiB")):
-        with pytest.raises(ms.ConfigError, match=r"layout torch\.sparse_coo and shape \[4, 4\].*with a dense one"):
-            ask(Forward(forward, one=nn.Linear(8, 8)), batch, loss=mean)
+        with pytest.raises(ms.ConfigError, match=r"layout torch\._mkldnn and shape \[4, 4\].*with a dense or a sparse"):
+            ask(Forward(lambda m, y, other: m.one(y), one=nn.Linear(8, 8)), batch, loss=mean)
+
+
+@pytest.mark.parametrize("hardware", [None, "h100"])
+def test_a_model_of_graphs_is_planned_and_trains_to_the_same_numbers(hardware):
+    def forward(m, y, graph):
+        return y + m.two(torch.tanh(graph @ m.one(y)))
+
+    def layers(m, y, graph):
+        for layer in m.children():
+            y = layer(y, graph)
+        return y
+
+    names = ("first", "second", "third", "fourth")
+    model = Forward(layers, **{name: Forward(forward, one=nn.Linear(16, 64), two=nn.Linear(64, 16)) for name in names})
+    where = torch.arange(2 * 4000).reshape(2, 4000) * 7 % 20_000
+    batch = (x(20_000, 16), torch.sparse_coo_tensor(where, x(4000), (20_000, 20_000), check_invariants=True).coalesce())
+    step = {"loss": mean, "hardware": hardware}
+    before = ms.profile(model, batch, **step)
+    budget = before.taken_bytes - 20_000 * 64 * 4
+    plan = ms.plan(model, batch, budget=budget, **step)
+    assert plan.evidence.planned.taken_bytes <= budget
+    assert any("sparse" in note for note in before.notes) == (hardware is not None)
+    fit = ms.transform(model, plan)
+    wanted = torch.autograd.grad(mean(model(*batch), None), list(model.parameters()))
+    assert all(map(torch.equal, torch.autograd.grad(mean(fit(*batch), None), list(fit.parameters())), wanted))
 
 
 def test_a_model_that_waits_for_a_number_is_profiled_with_one_that_comes():

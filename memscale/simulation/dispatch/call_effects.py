@@ -5,6 +5,7 @@ All of that follows from the signature of the call, so it is found once for each
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -16,13 +17,15 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from memscale.hardware import Seconds, Work, tfloat32, work_of
+from memscale.core import ConfigError
+from memscale.hardware import Seconds, Work, seconds, tfloat32, work_of
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
+from memscale.simulation.kernels.cpu_scratch import Sounding
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
 from memscale.simulation.kernels.kernels import Kernels
-from memscale.simulation.kernels.programs import PLAIN, Program, is_deterministic
+from memscale.simulation.kernels.programs import PLAIN, RESULTS, Program, is_deterministic, taken
 from memscale.simulation.kernels.shapes import (
     FakeKernels,
     NewTensor,
@@ -155,6 +158,19 @@ class CallEffects:
     def by_values(self, op: OpOverload, args: Any, kwargs: Any, result: Any) -> CallEffect:
         """What a call takes whose shapes follow from values: these are among `args`. Its time is not counted."""
         return dataclasses.replace(NOTHING, program=self._kernels.program_by_values(op, args, kwargs, result))
+
+    def by_sounding(self, tensors: list[torch.Tensor], sounding: Sounding) -> CallEffect:
+        """What a call on `tensors` takes that was watched on the CPU, and the time of reading and writing as much.
+
+        A card's scratch memory is another, and is not counted.
+        """
+        scratch = 0 if self._kernels.is_cuda else sounding.scratch_bytes
+        dtype = str(tensors[-1].dtype).removeprefix("torch.")
+        work = Work(0, sounding.returned_bytes + sum(tensor.nbytes for tensor in tensors), dtype)
+        at_rates: Seconds | None = None
+        with contextlib.suppress(ConfigError):  # a device whose speed is not known
+            at_rates = Seconds(*[seconds(work, self._kernels.hardware)] * 2)
+        return dataclasses.replace(NOTHING, program=(*taken(scratch), RESULTS), work=work, seconds=at_rates)
 
     def _layout(
         self, op: OpOverload, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any, path: str

@@ -27,6 +27,7 @@ from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.in_place_sums import InPlaceSums
 from memscale.simulation.dispatch.live_storages import LARGEST_KNOWN, LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator, composition
+from memscale.simulation.dispatch.sparse import ran
 from memscale.simulation.dispatch.values import NeedsValues, Values, guess_of, integers_of, stands_in, with_numbers
 from memscale.simulation.kernels.caches import own_caches
 from memscale.simulation.kernels.cuda_fused import COMPUTED
@@ -34,9 +35,12 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import (
     Kind,
     exchanged,
+    is_sparse,
     result_layout,
     results_of,
     signature,
+    strided_parts,
+    tensors_in,
     written_by,
 )
 from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
@@ -61,6 +65,7 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _KNOWN, _IS_META = attrgetter("known"), attrgetter("is_meta")
 
 _FROM_PYTHON = aten.lift_fresh.default
+_SPARSE_ON_A_CARD = "has sparse tensors: what their kernels take on a card while they run is not known, nor counted"
 _RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
@@ -98,6 +103,7 @@ class HollowMode(TorchDispatchMode):
         self.books = Books(self.storages, clock, host)
         self.searching = False  # the optimizer decides by values of the loss
         self.host = host
+        self.meets_sparse = False  # whether the batch has sparse tensors
         self.works = Works(clock)
         self.choices = Choices()
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
@@ -129,6 +135,8 @@ class HollowMode(TorchDispatchMode):
             if (answer := self._of_another_kind(op, args, kwargs)) is not NotImplemented:
                 return answer
             operator = self._effects.operator(op)
+        if self.meets_sparse and any(map(is_sparse, given := tensors_in(args, kwargs))):
+            return self._of_sparse(operator, args, kwargs, given)
         if operator.composed is not None:
             with self:
                 return op._op_dk(operator.composed, *args, **kwargs)
@@ -185,6 +193,17 @@ class HollowMode(TorchDispatchMode):
             self.works.awaited(args[0])
             return args[0]
         return op(*args, **kwargs) if is_wrap(op) else NotImplemented
+
+    def _of_sparse(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """The results of an operator on sparse tensors, whose indices decide sizes: dense ones without memory."""
+        parts = strided_parts(tensors)
+        self.storages.of_arguments(parts)
+        if self._accelerator is not None:
+            self.values.assumptions[_SPARSE_ON_A_CARD] = None
+        written = written_by(operator.written, args, kwargs)
+        result, sounding = ran(operator.op, args, kwargs, tensors, written, self.hollow)
+        self.books.enter(operator, strided_parts(results_of(result)), self._effects.by_sounding(parts, sounding))
+        return result
 
     def _call(self, operator: Operator, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Call:
         """The call, with what is known of its arguments; an error where the kernel would refuse them."""

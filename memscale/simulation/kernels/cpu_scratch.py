@@ -10,7 +10,7 @@ than some tenths of a second; `probe` asks all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.kernels.kernel_cache import KernelCache
-from memscale.simulation.kernels.shapes import exchanged, tensors_in, written_arguments, written_by
+from memscale.simulation.kernels.shapes import exchanged, strided_parts, tensors_in, written_arguments, written_by
 
 aten = torch.ops.aten
 
@@ -262,15 +262,20 @@ def sound(op: OpOverload, args: Any, kwargs: Any) -> Sounding:
     own = {id(tensor): hollow.like(tensor) for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}
     own |= {id(tensor): torch.zeros_like(tensor) for tensor in written_by(written_arguments(op), args, kwargs)}
     args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
-    given = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs)}
+    return watched(lambda: op(*args, **kwargs), tensors_in(args, kwargs))[1]
+
+
+def watched(run: Callable[[], Any], given: Sequence[torch.Tensor]) -> tuple[Any, Sounding]:
+    """What `run`, a kernel, returns, and what it allocated; memory of the tensors that are `given` is not returned."""
+    known = {tensor.untyped_storage()._cdata for tensor in given}
     # PyTorch's older profiler: the newer one takes milliseconds to start, and writes a line to the terminal each time.
     _profiler._enable_profiler_legacy(_RECORD_MEMORY)
     try:
-        result = op(*args, **kwargs)
+        result = run()
     finally:
         threads = _profiler._disable_profiler_legacy()
     events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
     changes = tuple(event.cpu_memory_usage() for event in events)
-    storages = {tensor.untyped_storage() for tensor in tensors_in((result,), {})}
-    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in given}
-    return Sounding(changes, sum(returned.values()))
+    storages = {tensor.untyped_storage() for tensor in strided_parts(tensors_in((result,), {}))}
+    returned = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in known}
+    return result, Sounding(changes, sum(returned.values()))

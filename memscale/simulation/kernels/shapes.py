@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -309,6 +309,33 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+# The names of the two kinds of indices of a compressed layout.
+_COMPRESSED: dict[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is made of indices and values: COO, CSR, CSC, BSR or BSC."""
+    return tensor.layout is torch.sparse_coo or tensor.layout in _COMPRESSED
+
+
+def strided_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`tensors`, with the strided indices and values of sparse ones in their place."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:
+            found += [tensor._indices(), tensor._values()]
+        elif tensor.layout in _COMPRESSED:
+            found += [*(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]), tensor.values()]
+        else:
+            found.append(tensor)
+    return found
 
 
 def results_of(result: Any) -> list[torch.Tensor]:

@@ -26,6 +26,7 @@ from memscale.simulation.dispatch.host_time import HostTime
 from memscale.simulation.dispatch.live_storages import LiveStorages
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
+from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.ledger import Course, StorageRecord
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
@@ -87,10 +88,12 @@ class Simulation:
         self._thread: BackwardThread | None = None
         self.scope = StepScope(model, optimizer, step, batch)
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
-        inputs = with_storages(batches.tensors(batch))
+        given = batches.tensors(batch)
+        inputs = with_storages(given)
         reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = with_storages(self._leaves)
+        self._meets_sparse = any(map(is_sparse, [*given, *self._leaves]))
         self._inputs = inputs
         # Of a model on meta, what its own code makes is real (a weight norm's), and the rest is no skeleton for that.
         self._own = [] if model is None else with_storages([*model.parameters(), *model.buffers()])
@@ -119,6 +122,7 @@ class Simulation:
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
+            self.mode.meets_sparse = self._meets_sparse
             stack.callback(self.mode.storages.end)
             # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
             self.runtimes = CountingRuntimes(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memscale.core import ConfigError, in_process_group
 from memscale.simulation.dispatch.hollow import HollowStorages
 from memscale.simulation.dispatch.live_storages import is_small
+from memscale.simulation.kernels.shapes import is_sparse, strided_parts
 
 
 @contextmanager
@@ -102,6 +103,8 @@ def with_storages(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             found += with_storages([part for part in wrapped(tensor).values() if isinstance(part, torch.Tensor)])
+        elif is_sparse(tensor):
+            found += with_storages(strided_parts([tensor]))
         elif tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0:
             found.append(tensor)
     return found
