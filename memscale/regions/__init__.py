@@ -14,7 +14,7 @@ from memscale.regions.hidden_changes import (
 from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
-from memscale.regions.rewind import Rewind
+from memscale.regions.replay import Replay
 from memscale.regions.saved_tensors import (
     PacksSeveral,
     hooks_around,
@@ -23,29 +23,30 @@ from memscale.regions.saved_tensors import (
     recomputes,
     recomputing,
 )
-from memscale.regions.scope import NOWHERE, Scope, as_it_was, put_back
-from memscale.regions.snapshot import Habits, Snapshot
+from memscale.regions.scope import NOWHERE, Scope, SharedScope, as_it_was, put_back
+from memscale.regions.snapshot import RegionEffects, Snapshot
 from memscale.regions.stand_ins import Note, Origin, is_stand_in, origin_of, stand_for
 from memscale.regions.streams import Streams
+from memscale.regions.turns import in_recompute, wait_for_recomputes
 from memscale.regions.uncompiled import OperatorWatch, floats_as_constants, never_compiled, uncompiled, without_dynamo
 from memscale.regions.unrecorded import is_unrecorded, unrecorded, unrecorded_depth
 from memscale.regions.untouched import untouched
-from memscale.regions.views import rewinding, wait_for_recomputes
 
 __all__ = [
     "NOWHERE",
     "Attributes",
     "Content",
     "Environment",
-    "Habits",
     "Note",
     "OperatorWatch",
     "Origin",
     "PacksSeveral",
     "Place",
+    "RegionEffects",
     "Remembered",
-    "Rewind",
+    "Replay",
     "Scope",
+    "SharedScope",
     "Snapshot",
     "Streams",
     "accelerators",
@@ -59,6 +60,7 @@ __all__ = [
     "hidden_changes",
     "holds",
     "hooks_around",
+    "in_recompute",
     "is_stand_in",
     "is_unrecorded",
     "memory_of",
@@ -73,7 +75,6 @@ __all__ = [
     "recomputing",
     "refuse_iterators",
     "refused",
-    "rewinding",
     "running_statistics",
     "stand_for",
     "storages",

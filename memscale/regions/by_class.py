@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -37,8 +36,3 @@ def by_class(ask: Callable[[Any], _Answer]) -> Callable[[Any], _Answer]:
         return found
 
     return answer
-
-
-def is_importable(kind: Any) -> bool:
-    """Whether `kind` is what its file has under its name, and so lives on without anyone else."""
-    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind

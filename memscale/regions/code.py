@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import types
@@ -30,8 +31,9 @@ def code_places(cls: Any) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
         if not isinstance(function, types.FunctionType) or id(function) in found:
             continue
         home = function.__globals__
-        named = {name: home[name] for name in global_names(function.__code__) if name in home}
-        data = tuple(name for name, value in named.items() if type(value) not in _CODE)
+        names = [name for name in global_names(function.__code__) if name in home or not hasattr(builtins, name)]
+        named = {name: home[name] for name in names if name in home}
+        data = tuple(name for name in names if name not in home or type(home[name]) not in _CODE)
         found[id(function)] = (home, data)
         pending += [value for value in named.values() if getattr(value, "__globals__", None) is home]
     return tuple((home, data) for home, data in found.values() if data)

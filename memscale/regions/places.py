@@ -12,21 +12,34 @@ from torch import nn
 
 from memscale.core import CorrectnessError
 from memscale.regions.kinds import has_dictionary, slots
-from memscale.regions.views import ABSENT
 
 # What every module has; the parts of it that matter (parameters, buffers, children) are visited by name.
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 CONTAINERS = (OrderedDict, dict, list, set, deque)
 
 
+ABSENT: Any = object()
+
+
 class Names:
-    """The entries of a dictionary that some code names: globals, or attributes that a method reads."""
+    """The entries of a dictionary that some code names: globals, or attributes that a method reads.
+
+    Modules and classes of Python are left out.
+    """
 
     __slots__ = ("mapping", "names")
 
     def __init__(self, mapping: dict[str, Any], names: tuple[str, ...]) -> None:
         self.mapping = mapping
         self.names = names
+
+    def items(self) -> dict[str, Any]:
+        """What is there now."""
+        found = [(name, self.mapping.get(name, ABSENT)) for name in self.names]
+        return {name: value for name, value in found if value is not ABSENT and not isinstance(value, _CODE)}
+
+
+_CODE = (types.ModuleType, type)
 
 
 class Attributes:
@@ -83,8 +96,17 @@ def read(place: Place) -> Content:
         except ValueError:  # an empty cell: a local that is not assigned yet
             return []
     if isinstance(place, Names):
-        return {name: place.mapping[name] for name in place.names if name in place.mapping}
+        return place.items()
     return list(place)
+
+
+def dictionary_of(place: Place) -> Any:
+    """The one dictionary that `place` is, or that is all that it holds; `None` if there is none."""
+    if isinstance(place, Attributes):
+        return place.mapping
+    if isinstance(place, Fields):
+        return None if place.members else place.own()
+    return place if isinstance(place, dict) else None
 
 
 def write(place: Place, content: Content) -> None:
@@ -112,10 +134,12 @@ def write(place: Place, content: Content) -> None:
         else:
             del place.cell_contents
     elif isinstance(place, Names):
-        for name in place.names:
+        for name in place.items():
             if name not in content:
-                place.mapping.pop(name, None)
+                del place.mapping[name]
         place.mapping.update(content)
+    elif type(place) is dict and list(place) == list(content):
+        place.update(content)  # others may be reading it
     elif isinstance(place, tuple):
         raise CorrectnessError(
             "a tensor in a tuple that the region captures was frozen or unfrozen since the region ran, and the "
@@ -131,6 +155,8 @@ def write(place: Place, content: Content) -> None:
 def holds(place: Place, content: Content) -> bool:
     """Whether `place` holds the very objects of `content`, in the same order if it has one."""
     kind = type(place)
+    if kind is Names and len(place.names) == len(content) == 1:
+        return place.mapping.get(place.names[0], ABSENT) is content[place.names[0]]
     if kind is Attributes or (kind is Fields and not place.members):
         mapping, besides = (place.mapping, place.bookkeeping) if kind is Attributes else (place.own(), 0)
         return len(mapping) == besides + len(content) and all(

@@ -149,11 +149,15 @@ def _looks(generator: torch.Generator, at: int) -> tuple[Any, Any]:
 
 
 def _position_of_python() -> Any:
-    """Where Python's generator keeps its position among the 624 numbers it draws at a time (CPython's layout)."""
+    """Where Python's generator keeps its position among the 624 words that it makes at a time, and the first of these
+    (CPython's layout).
+    """
     try:
-        position: Any = ctypes.c_int.from_address(id(random._inst) + object.__basicsize__)
-        position.owner = random._inst  # its memory must outlive the pointer
-        return position if position.value == random.getstate()[1][-1] else None
+        at = id(random._inst) + object.__basicsize__
+        position, word = ctypes.c_int.from_address(at), ctypes.c_uint32.from_address(at + 4)
+        state: Any = random.getstate()[1]
+        # Their memory must outlive the pointers.
+        return (position, word, random._inst) if (word.value, position.value) == (state[0], state[-1]) else None
     except (AttributeError, ValueError):
         return None
 
@@ -162,10 +166,11 @@ def _position_of_numpy() -> Any:
     """The same for NumPy's legacy generator, by the address it publishes for C callers."""
     try:
         bits = np.random.mtrand._rand._bit_generator
-        position: Any = ctypes.c_int.from_address(bits.ctypes.state_address + 624 * 4)
-        position.owner = bits  # `numpy.random.set_bit_generator` may drop it
+        at = bits.ctypes.state_address
+        position, word = ctypes.c_int.from_address(at + 624 * 4), ctypes.c_uint32.from_address(at)
         state: Any = np.random.get_state(legacy=True)
-        return position if position.value == state[2] else None
+        # `numpy.random.set_bit_generator` may drop what they are in.
+        return (position, word, bits) if (word.value, position.value) == (state[1][0], state[2]) else None
     except (AttributeError, ValueError):
         return None
 
@@ -181,9 +186,9 @@ def can_notice() -> bool:
     return len(_positions()) == 2  # otherwise (another interpreter, another layout) whole states are always taken
 
 
-def host_positions() -> list[int]:
-    """Where Python's and NumPy's generators are."""
-    return [position.value for position in _positions()]
+def host_positions() -> list[tuple[int, int]]:
+    """Where Python's and NumPy's generators are; the first word tells of draws that end where they began."""
+    return [(position.value, word.value) for position, word, _ in _positions()]
 
 
 def host_state() -> tuple[Any, Any]:

@@ -15,12 +15,16 @@ Not found: what no attribute shows, such as where an open file is. Objects that 
 
 from __future__ import annotations
 
+import builtins
 import copy
 import functools
 import inspect
+import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,9 +35,21 @@ from memscale.regions.by_class import by_class
 from memscale.regions.code import closes_over, code_names, code_places, global_names
 from memscale.regions.environment import global_hooks
 from memscale.regions.kinds import Sort, is_followed, is_of_threads, sort_of
-from memscale.regions.places import CONTAINERS, INTERNAL, Attributes, Content, Fields, Names, Place, holds, read, write
+from memscale.regions.places import (
+    CONTAINERS,
+    INTERNAL,
+    Attributes,
+    Content,
+    Fields,
+    Names,
+    Place,
+    dictionary_of,
+    holds,
+    read,
+    write,
+)
 from memscale.regions.randomness import HostGenerator, is_host_generator
-from memscale.regions.views import lasting
+from memscale.regions.stand_ins import any_stand_in
 
 # Larger containers are data (a vocabulary, a dataset), not state; copying one at every call would be felt.
 LARGEST_CONTAINER = 1024
@@ -57,16 +73,14 @@ def _is_stateful(kind: Any) -> bool:
     return issubclass(kind, _STATEFUL) or is_host_generator(kind) or is_followed(kind)
 
 
+def is_of_users(value: Any) -> bool:
+    """Whether `value`, a function or method, is none of PyTorch's: what it names is state of the region then."""
+    return not str(getattr(value, "__module__", "torch.")).startswith("torch.")
+
+
 @by_class
 def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
-
-
-def is_hooked(own: dict[str, Any]) -> bool:
-    """Whether the module with the dictionary `own` has hooks that run when it is called."""
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
 
 
 def put_back(scope: Scope) -> None:
@@ -91,6 +105,13 @@ def as_it_was(scope: Scope) -> Iterator[None]:
             write(place, content)
 
 
+LastingName = tuple[int, Any]
+
+
+class SharedScope(Exception):
+    """A scope that several calls may hold is not to be changed."""
+
+
 class Scope:
     """The modules and places that a function depends on, with what they hold at this moment.
 
@@ -103,54 +124,58 @@ class Scope:
         TransformError: it is to be run again, and has state that cannot be put back.
 
     Attributes:
-        modules: every module reached, once each.
         places: where dependencies are stored.
+        labels: by position, what tells a place from the others by the way to it: the same in later scopes.
         contents: what each place holds now, by position.
         tensors: every tensor among the contents, as (position of its place, key in it, tensor).
         generators: the `torch.Generator` s of the user's own.
         optimizers: those of PyTorch, whose states are not followed.
-        shared: whether there are places that are not a module's own, such as closures, globals, lists.
-        followed: the positions of places that objects led to, which do not count as shared.
-        hooks: of modules that have some, all their dictionaries of hooks, by the id of the module's own dictionary.
-        registered: by position, the module and the name of a table that was empty at this moment.
+        followed: the positions of places that objects led to.
+        hooks: every dictionary of hooks of the modules, with what it held.
     """
 
     __slots__ = (
+        "_at",
+        "_flags",
         "_follows",
         "_met",
+        "_modules",
+        "_picture",
         "_reruns",
+        "_root",
         "_seen",
         "contents",
         "followed",
         "generators",
         "hooks",
-        "modules",
+        "labels",
         "optimizers",
         "places",
-        "registered",
-        "shared",
         "tensors",
     )
 
     def __init__(self, fn: Callable[..., Any], *, reruns: bool = True, follows: bool = False) -> None:
         self._reruns = reruns
         self._follows = follows
-        self._met: list[Any] = []
+        self._met: list[tuple[int, Any]] = []  # each with the way to it
         self.followed: list[int] = []
-        self.modules: list[nn.Module] = []
+        self._modules: list[nn.Module] = []
+        self._root: weakref.ref[nn.Module] | None = None
+        self._flags: tuple[bool, ...] | None = None
         self.places: list[Place] = []
+        self.labels: list[int] = []
+        self._at = 0
         self.contents: list[Content] = []
         self.tensors: list[tuple[int, Any, torch.Tensor]] = []
         self.generators: list[torch.Generator | HostGenerator] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.shared = False
-        self.hooks: dict[int, dict[str, dict[Any, Any]]] = {}
-        self.registered: dict[int, tuple[nn.Module, str]] = {}
+        self.hooks: list[tuple[dict[Any, Any], Content]] = []
+        self._picture: _Picture | None = None
         self._seen: set[int] = set()
         self._visit(fn, None)
         for table in global_hooks():
             for hook in table.values():
-                self._visit(hook, NOWHERE)
+                self._visit(hook, None)
         self._follow()
 
     def describe(self, position: int, key: Any) -> str:
@@ -189,34 +214,80 @@ class Scope:
         return self._seen.isdisjoint(ids)
 
     def include(self, thing: Any) -> None:
-        """Add what `thing`, a module or function among the arguments, depends on."""
+        """Add what `thing`, a module or function among the arguments, depends on.
+
+        Raises:
+            SharedScope: several calls may hold this.
+        """
+        if self._picture is not None:
+            raise SharedScope
         self._visit(thing, NOWHERE)
         self._follow()
 
-    def find_registered(self) -> None:
-        """After a run: add the tables that it made the first entry of, as a module does that makes itself on use."""
-        known = set(map(id, self.places))
-        for module in self.modules:
-            for name in TABLES:
-                table = lasting(module.__dict__[name])
-                if table and id(table) not in known:
-                    self.registered[len(self.places)] = (module, name)
-                    self.places.append(table)
-                    self.contents.append({})
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Every module reached, once each."""
+        return self._modules if self._root is None else [self._root(), *self._modules]  # type: ignore[list-item]
+
+    def seal(self) -> Scope:
+        """This, ready to be asked whether it `is_current`. To be called as soon as it is made."""
+        self._picture = _Picture(self)
+        self._flags = self.flags()
+        return self
+
+    def weaken(self, gone: Callable[[Any], None]) -> None:
+        """Keep the first module no longer alive; `gone` is called with its reference when it goes."""
+        if self._modules:
+            self._root = weakref.ref(self._modules[0], gone)
+            self._modules = self._modules[1:]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether everything that was reached holds what it held, so that another scope would be the same."""
+        return self._picture is not None and self._picture.is_current()
+
+    @property
+    def may_last(self) -> bool:
+        """Whether it may be held after the run: it keeps no tensor alive but parameters and registered buffers."""
+        tables = set(map(id, chain.from_iterable([(m._parameters, m._buffers) for m in self.modules])))
+        return all(
+            isinstance(tensor, nn.Parameter) or (id(self.places[position]) in tables and tensor.grad_fn is None)
+            for position, _, tensor in self.tensors
+        ) and not any_stand_in([tensor for _, _, tensor in self.tensors])
+
+    def lasting_name(self, position: int, key: Any) -> LastingName:
+        """What the tensor with that key in that place is called in any scope of the function.
+
+        What happens to one of a list or dictionary happens to all: there may be others in the next call.
+        """
+        is_container = isinstance(self.places[position], CONTAINERS) and not isinstance(key, str)
+        return self.labels[position], None if is_container else key
 
     def flags(self) -> tuple[bool, ...]:
         """Which of the modules are in training mode."""
-        return tuple([module.training for module in self.modules])
+        return self._flags or tuple([module.training for module in self.modules])
 
     def _add(self, place: Place) -> Content:
         """Record a place; its tensors are recorded too."""
         content = read(place)
         position = len(self.places)
-        self.places.append(place)
-        self.contents.append(content)
+        self._put(place, content, self._at, type(place).__name__, getattr(place, "names", None))
         entries = content.items() if isinstance(content, dict) else enumerate(content)
         self.tensors += [(position, key, value) for key, value in entries if isinstance(value, torch.Tensor)]
         return content
+
+    def _put(self, place: Place, content: Content, *way: Any) -> None:
+        self.places.append(place)
+        self.labels.append(hash(way))
+        self.contents.append(content)
+
+    def _visit_each(self, content: Content, home: dict[str, Any] | None) -> None:
+        """Visit what the place that was put last holds."""
+        before, label = self._at, self.labels[-1]
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            self._at = hash((label, key))
+            self._visit(value, home)
+        self._at = before
 
     def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
         """Add what `thing` holds; `home` is the globals whose functions are followed, `None` at the top."""
@@ -238,7 +309,7 @@ class Scope:
                 self._visit(part, home)
         elif kind is types.FunctionType:
             self._seen.add(id(thing))
-            if home is None or thing.__globals__ is home or thing.__closure__:
+            if thing.__globals__ is home or thing.__closure__ or (home is None and is_of_users(thing)):
                 self._visit_function(thing)
         elif kind in _METHODS:
             self._visit_method(thing.__self__, getattr(thing, "__func__", None), home)
@@ -256,12 +327,12 @@ class Scope:
         elif home is None and isinstance(call := inspect.getattr_static(kind, "__call__", None), types.FunctionType):
             self._visit_method(thing, call, home)
         elif self._follows and is_followed(kind):
-            self._met.append(thing)
+            self._met.append((self._at, thing))
 
     def _follow(self) -> None:
         """Add the objects that were met and what they lead to, the nearest first, but no modules and no functions."""
         met, self._met = self._met, []
-        for thing in met:  # which grows
+        for at, thing in met:  # which grows
             if id(thing) in self._seen or len(self.followed) >= MOST_FOLLOWED:
                 continue
             kind: Any = type(thing)
@@ -279,15 +350,14 @@ class Scope:
                 if any(map(is_of_threads, kinds)):  # others work with it, and must not see the past
                     break
                 self.followed.append(position := len(self.places))
-                self.places.append(place)
-                self.contents.append(content)
+                self._put(place, content, at, type(place).__name__)
                 for key, value in content.items() if isinstance(content, dict) else enumerate(content):
                     if (kind := type(value)) not in kinds:
                         continue
                     if isinstance(value, torch.Tensor):
                         self.tensors.append((position, key, value))
                     elif _leads_on(kind):
-                        met.append(value)
+                        met.append((hash((self.labels[-1], key)), value))
 
     def _visit_module(self, root: nn.Module) -> None:
         stack, places, tensors = [root], self.places, self.tensors
@@ -306,11 +376,11 @@ class Scope:
                 self._add({**dict(module.named_parameters()), **dict(module.named_buffers())})
                 continue
             own = module.__dict__
-            self.modules.append(module)
+            self._modules.append(module)
             content = {key: value for key, value in own.items() if key not in INTERNAL}
             position = len(places)
-            places.append(Attributes(own, len(own) - len(content)))
-            self.contents.append(content)
+            number = len(self._modules)
+            self._put(Attributes(own, len(own) - len(content)), content, number)
             for key, value in content.items():
                 kind: Any = type(value)
                 if kind in _PLAIN:
@@ -319,32 +389,35 @@ class Scope:
                     tensors.append((position, key, value))
                 elif kind is tuple:
                     if not _PLAIN.issuperset(map(type, value)):
+                        self._at = hash((number, key))
                         self._visit(value, NOWHERE)
                 elif _is_stateful(kind) and key not in _FIXED:
-                    self._visit(value, NOWHERE)
+                    self._at = hash((number, key))
+                    self._visit(value, None if is_of_users(value) else NOWHERE)
+            self._at = hash(number)
             for mapping, names in code_places(type(module)):
                 self._visit_names(mapping, names, NOWHERE)
             if closes_over(type(module)):
                 self._visit_cells(type(module).forward)
-            for table in (own["_parameters"], own["_buffers"]):
-                if table:
-                    position = len(places)
-                    places.append(lasting(table))
-                    self.contents.append(content := dict(table))
+            for name in TABLES:  # an empty one, too: a module may register something on its first use
+                position = len(places)
+                self._put(own[name], content := dict(own[name]), number, name)
+                if name == "_modules":
+                    stack.extend([child for child in content.values() if child is not None])
+                elif content:
                     tensors += [(position, key, value) for key, value in content.items() if value is not None]
-            if is_hooked(own):
-                self._visit_forward_hooks(own)
-            if children := own["_modules"]:
-                places.append(lasting(children))
-                self.contents.append(content := dict(children))
-                stack.extend([child for child in content.values() if child is not None])
+            self._visit_forward_hooks(own)
 
     def _visit_forward_hooks(self, own: dict[str, Any]) -> None:
-        self.hooks[id(own)] = {table: own[table].copy() for table in HOOKS if table in own}
-        for hook in (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()):
-            # Those of torch (FSDP) have state that goes on from the forward to the recompute.
-            if not str(getattr(hook, "__module__", "torch.")).startswith("torch."):
-                self._visit(hook, NOWHERE)
+        for name in HOOKS:
+            if (table := own.get(name)) is not None:
+                self.hooks.append((table, dict(table) if table else {}))
+        for table in ("_forward_pre_hooks", "_forward_hooks"):
+            for number, hook in enumerate(own[table].values()):
+                # Those of torch (FSDP) have state that goes on from the forward to the recompute.
+                if is_of_users(hook):
+                    self._at = hash((len(self._modules), table, number))
+                    self._visit(hook, None)
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
@@ -356,12 +429,12 @@ class Scope:
     def _visit_cells(self, fn: Any, home: dict[str, Any] = NOWHERE) -> None:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
         cells.pop("__class__", None)  # of `super()`
-        self.shared |= bool(cells)
-        for cell in cells.values():
+        at = self._at
+        for name, cell in cells.items():
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                for value in self._add(cell):
-                    self._visit(value, home)
+                self._at = hash((at, name))
+                self._visit_each(self._add(cell), home)
 
     def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
         kind: Any = type(owner)
@@ -374,25 +447,48 @@ class Scope:
             if hasattr(owner, "__dict__") and not isinstance(owner, type):
                 self._visit_names(owner.__dict__, code_names(function.__code__), function.__globals__)
             if self._follows and is_followed(kind):
-                self._met.append(owner)
+                self._met.append((self._at, owner))
             self._visit(function, home)
 
     def _visit_names(self, mapping: dict[str, Any], names: tuple[str, ...], home: dict[str, Any]) -> None:
         """Add the entries of `mapping` that code names, except modules and classes of Python."""
-        kept = [name for name in names if name in mapping and not isinstance(mapping[name], (types.ModuleType, type))]
-        if kept:
-            self.shared = True
-            self._add(Names(mapping, tuple(kept)))
-        for name in kept:
-            self._visit(mapping[name], home)
+        names = tuple([name for name in names if name in mapping or not hasattr(builtins, name)])
+        if names:
+            self._visit_each(self._add(Names(mapping, names)), home)
 
     def _visit_container(self, container: Any, home: dict[str, Any] | None) -> None:
         if id(container) in self._seen or len(container) > LARGEST_CONTAINER:
             return
         self._seen.add(id(container))
-        self.shared = True
-        content = self._add(container)
-        for value in content.values() if isinstance(content, dict) else content:
-            self._visit(value, home)
+        self._visit_each(self._add(container), home)
         if (attributes := getattr(container, "__dict__", None)) is not None:  # of an instance of a subclass
             self._visit_container(attributes, home)
+
+
+class _Picture:
+    """What decides whether a scope is current, in the form that is compared in the least time."""
+
+    __slots__ = ("_dicts", "_empty", "_keys", "_others", "_values")
+
+    def __init__(self, scope: Scope) -> None:
+        self._dicts: list[dict[Any, Any]] = []
+        self._empty: list[Any] = []
+        self._others: list[tuple[Place, Content]] = []
+        for place, content in (*zip(scope.places, scope.contents, strict=True), *scope.hooks):
+            own = dictionary_of(place)
+            if type(own) is dict and own and all(type(key) is str for key in own):
+                self._dicts.append(own)
+            elif not content and type(place) in CONTAINERS:
+                self._empty.append(place)
+            else:
+                self._others.append((place, content))
+        self._keys = list(map(list, self._dicts))
+        self._values = [*chain.from_iterable(map(dict.values, self._dicts))]
+
+    def is_current(self) -> bool:
+        return (
+            not any(self._empty)
+            and list(map(list, self._dicts)) == self._keys
+            and all(map(operator.is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(holds(place, content) for place, content in self._others)
+        )

@@ -1,9 +1,9 @@
-"""A region's dependencies at the moment it runs, of which `rewind` makes a recompute's surroundings.
+"""A region's dependencies at the moment it runs, of which `replay` makes a recompute's surroundings.
 
 What a region changes while it runs (BatchNorm statistics, a counter, its own input) must start from the old value
 when it runs again. Python attributes are remembered by reference. A tensor changed in place has lost its old value
 unless it was copied *before*, so the first run of a region, in each combination of train/eval flags, copies every
-candidate and learns which ones it changes (`Habits`); later runs copy those only.
+candidate and learns which ones it changes (`RegionEffects`); later runs copy those only.
 
 A snapshot is taken in every call, and most change nothing: what is done for each tensor, and when nothing was changed,
 is written for speed (`benchmarks/bench_checkpoint.py`).
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, NamedTuple
@@ -25,23 +25,31 @@ from memscale.core import CorrectnessError, changed_error, described, internals,
 from memscale.regions.environment import Environment, accelerators
 from memscale.regions.hidden_changes import Writes, assigned, is_moved, laid_out, layout, memory_of, storages
 from memscale.regions.pieces import Name, Piece, Pieces
-from memscale.regions.places import Attributes, differing, holds, read
-from memscale.regions.scope import Scope
+from memscale.regions.places import holds, read
+from memscale.regions.scope import LastingName, Scope
 from memscale.regions.stand_ins import Note, any_stand_in, is_stand_in, origin_of
 from memscale.regions.unrecorded import unrecorded
-from memscale.regions.views import lasting
 
 NOTHING = nullcontext()
+_LARGEST_STATISTIC = 1 << 16  # numbers
 
 
-class Habits(NamedTuple):
-    """What a region was seen to do on its first run: which tensors it changes, and what it draws."""
+class RegionEffects(NamedTuple):
+    """What a region was seen to do in a watched run: which tensors it changes, and what it draws.
 
-    changed: frozenset[Name]
-    reassigned: frozenset[Name]  # through `.data`: the old memory is still there, if somebody holds it
+    Tensors that it captures have their lasting names, arguments their numbers.
+    """
+
+    changed: frozenset[LastingName | int]
+    reassigned: frozenset[LastingName | int]  # through `.data`: the old memory is still there, if somebody holds it
     host_random: bool
-    assigned: Mapping[int, frozenset[str]]  # by position, the attributes of a module that it assigns
     drew: bool  # by operators of PyTorch; what it puts back itself, as `fork_rng` does, shows in no state
+
+    @classmethod
+    def of_all(cls, several: Iterable[RegionEffects]) -> RegionEffects:
+        """What was seen in any of `several` runs."""
+        changed, reassigned, host_random, drew = zip(*several, strict=True)
+        return cls(frozenset().union(*changed), frozenset().union(*reassigned), any(host_random), any(drew))
 
 
 class Snapshot:
@@ -50,14 +58,14 @@ class Snapshot:
     Args:
         scope: what the region's function depends on.
         arguments: the tensor arguments of the call, in order.
-        habits: what earlier calls learned, `None` on the first.
+        effects: what earlier calls learned, `None` on the first.
 
     Attributes:
         scope: the same. After the run it has notes of tensors that stood for others.
+        modules: those of the scope.
         tensors: those of the scope.
         trained: which of these require a gradient.
         environment: random states, flags and modes.
-        assigned: by position in the scope, the attributes of a module that the region assigns.
         notes: what the scope has in place of tensors that stood for others, after the run.
         is_first: whether the run is to be learned from.
         given_away: whether a rerun was given the old values themselves, and may have changed them.
@@ -78,23 +86,23 @@ class Snapshot:
         "_storages",
         "_taken",
         "_versions",
-        "assigned",
         "environment",
         "given_away",
         "graded",
         "is_first",
+        "modules",
         "notes",
         "scope",
         "tensors",
         "trained",
     )
 
-    def __init__(self, scope: Scope, arguments: list[torch.Tensor], habits: Habits | None) -> None:
+    def __init__(self, scope: Scope, arguments: list[torch.Tensor], effects: RegionEffects | None) -> None:
         self.scope = scope
-        self.is_first = habits is None
+        self.modules = scope.modules  # which a scope that several calls share does not keep alive
+        self.is_first = effects is None
         self.tensors = [tensor for _, _, tensor in scope.tensors]
         self.trained = [tensor.requires_grad for tensor in self.tensors]
-        self.assigned: Mapping[int, frozenset[str]] = habits.assigned if habits else {}
         self.notes: list[Note] = []
         self._everything = [*self.tensors, *arguments]
         self._before = versions(self._everything)
@@ -110,17 +118,17 @@ class Snapshot:
         self._in_tuples: list[tuple[int, Any]] = []  # after the run: what it changed in place, and has by a tuple
         self.given_away = False
         self.graded: list[torch.Tensor] = []
-        self._leaves = [each for each in compress(self.tensors, self.trained) if each.is_leaf]
+        self._leaves = [each for each in self._everything if each.requires_grad and each.is_leaf]
         self._grads = _gradients(self._leaves)
-        if habits is None:
+        if effects is None:
             self._take_all()
-        elif habits.changed or habits.reassigned:
-            self._take(habits)
+        else:
+            self._take(effects)
         self.environment = Environment(
             accelerators(self._everything),
-            host_random=habits is None or habits.host_random,
+            host_random=effects is None or effects.host_random,
             generators=scope.generators,
-            drew=habits is not None and habits.drew,
+            drew=effects is not None and effects.drew,
         )
 
     @property
@@ -157,31 +165,41 @@ class Snapshot:
                     self._pieces.of(storage, tensor).take()
         self._layouts = {name: layout(tensor) for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
 
-    def _take(self, habits: Habits) -> None:
-        """Before a later run: what the first one changed, by whatever other names it has by now."""
-        changed, held = habits.changed, self._held
-        count = len(self.tensors)
-        found = [index for index, entry in enumerate(self.scope.tensors) if entry[:2] in changed]
-        found += [index for index in range(count, len(held)) if index - count in changed]
+    def _take(self, effects: RegionEffects) -> None:
+        """Before a later run: what a watched one changed, by whatever other names it has by now, and small state."""
+        held, count = self._held, len(self.tensors)
+        found = [index for index in range(count) if self._is_to_be_taken(index, effects.changed)]
+        found += [index for index in range(count, len(held)) if index - count in effects.changed]
         if len({id(storage) for storage in held}) == len(held):  # no two share memory
             with unrecorded():
                 self._taken = [
-                    Piece([tensor], {self._name(index): 0}).take()
+                    Piece([self._everything[index]], {self._name(index): 0}).take()
                     for index in found
                     if index >= count or _is_own(self._everything[index])
-                    for tensor in [self._everything[index]]
                 ]
-        else:
+        elif found:
+            names = {self._name(index) for index in found}
             named = list(self._named({id(held[index]) for index in found}))
             self._pieces = Pieces(named)
             with unrecorded():
                 for name, tensor, storage in named:
-                    if name in changed:
+                    if name in names:
                         self._pieces.of(storage, tensor).take()
-        if habits.reassigned:
+        if effects.reassigned:
             for name, tensor, _ in self._named():
-                if name in habits.reassigned and name not in changed:
+                if self._lasting(name) in effects.reassigned and self._lasting(name) not in effects.changed:
                     self._layouts[name] = layout(tensor)
+
+    def _is_to_be_taken(self, index: int, changed: Collection[LastingName | int]) -> bool:
+        """Whether a watched run changed it; or a later one may, with no version counter to tell, as statistics."""
+        tensor = self.tensors[index]
+        is_statistic = tensor.dim() == 1 and not self.trained[index] and tensor.numel() <= _LARGEST_STATISTIC
+        if is_statistic or (tensor.dim() == 0 and not self.trained[index]):
+            return tensor.layout is torch.strided and not self._is_in_tuple(self.scope.tensors[index][:2])
+        return bool(changed) and self.scope.lasting_name(*self.scope.tensors[index][:2]) in changed
+
+    def _lasting(self, name: Name) -> LastingName | int:
+        return name if isinstance(name, int) else self.scope.lasting_name(*name)
 
     def watching(self) -> AbstractContextManager[Any]:
         """What a first run is to be run in: it sees the changes that version counters do not show."""
@@ -231,7 +249,7 @@ class Snapshot:
         self._kept = [piece for piece in self.pieces() if piece.argument is None]
         return replaced
 
-    def conclude(self) -> Habits | None:
+    def conclude(self) -> RegionEffects | None:
         """After the run: keep copies of what changed only, and say what was learned on a first run.
 
         Raises:
@@ -248,7 +266,9 @@ class Snapshot:
         self.find_reassigned(held)
         kept = self._changed_pieces()
         given = (
-            frozenset(name for piece in self._reassigned for name in piece.names) if self._reassigned else frozenset()
+            frozenset(self._lasting(name) for piece in self._reassigned for name in piece.names)
+            if self._reassigned
+            else frozenset()
         )
         self._kept = [*kept, *self._reassigned]
         for piece in self._kept:
@@ -260,41 +280,35 @@ class Snapshot:
         self._let_go_of_stand_ins()
         if not self.is_first:
             return None
-        self.scope.find_registered()
-        self.assigned = self._assigned_attributes()
-        changed = frozenset(name for piece in kept for name in piece.names)
+        changed = frozenset(self._lasting(name) for piece in kept for name in piece.names)
         environment = self.environment
-        return Habits(changed, given, environment.uses_host_random, self.assigned, environment.drew)
+        return RegionEffects(changed, given, environment.uses_host_random, environment.drew)
 
-    def changes_beyond_norms(self, habits: Habits) -> bool:
-        """Whether a run with these `habits` changes something in place that is no running statistic of a norm."""
-        norms = {id(lasting(m._buffers)) for m in self.scope.modules if isinstance(m, internals.NormBase)}
-        places = self.scope.places
-        return any(isinstance(name, int) or id(places[name[0]]) not in norms for name in habits.changed)
+    def changes_beyond_norms(self, effects: RegionEffects) -> bool:
+        """Whether a run with these `effects` changes something in place that is no running statistic of a norm."""
+        norms = {id(m._buffers) for m in self.modules if isinstance(m, internals.NormBase)}
+        scope = self.scope
+        of_norms = {label for place, label in zip(scope.places, scope.labels, strict=True) if id(place) in norms}
+        return any(isinstance(name, int) or name[0] not in of_norms for name in effects.changed)
 
     def made_tensors(self) -> bool:
-        """Whether the run has left a tensor in a module where none was: a statistic that is made of the first batch
-        and moved from then on, say."""
-        tables = {id(lasting(module._buffers)) for module in self.scope.modules}
+        """Whether the run has left a tensor where none was: a statistic that is made of the first batch and moved from
+        then on, say."""
         for place, content in zip(self.scope.places, self.scope.contents, strict=True):
-            if (type(place) is Attributes or id(place) in tables) and not holds(place, content):
-                for key, value in read(place).items():  # type: ignore[union-attr]
-                    if isinstance(value, torch.Tensor) and not isinstance(content.get(key), torch.Tensor):  # type: ignore[union-attr]
+            if not holds(place, content):
+                now = read(place)
+                before = dict(enumerate(content)) if isinstance(content, list) else content
+                for key, value in now.items() if isinstance(now, dict) else enumerate(now):
+                    if isinstance(value, torch.Tensor) and not isinstance(before.get(key), torch.Tensor):
                         return True
         return False
-
-    def _assigned_attributes(self) -> dict[int, frozenset[str]]:
-        found = {}
-        for position, (place, content) in enumerate(zip(self.scope.places, self.scope.contents, strict=True)):
-            if type(place) is Attributes and not holds(place, content):
-                found[position] = frozenset(differing(content, read(place)))
-        return found
 
     def _let_go_of_stand_ins(self) -> None:
         """Keep a note in place of each tensor that stands here for a value which lives elsewhere."""
         if not any_stand_in(self.tensors):
             return
-        kept, scope = [not is_stand_in(tensor) for tensor in self.tensors], self.scope
+        kept = [not is_stand_in(tensor) for tensor in self.tensors]
+        scope = self.scope = self.scope.exchanged({})  # which others may hold
         for keep, (position, key, tensor) in zip(kept, scope.tensors, strict=True):
             if not keep:
                 note = scope.contents[position][key] = origin_of(tensor).note(tensor)
@@ -337,7 +351,7 @@ class Snapshot:
         if len(lost) > len(self._in_tuples):
             raise self._lost(next(name for name in lost if name not in self._in_tuples), "in place")
         if not self.is_first:
-            return copied  # habits: kernels such as batch_norm do not bump the version
+            return copied  # effects: kernels such as batch_norm do not bump the version
         seen = {id(of_name[name]) for name in names if name in of_name}
         return [piece for piece in copied if id(piece) in seen or piece.written or not self._same(piece)]
 
@@ -379,7 +393,7 @@ class Snapshot:
                     isinstance(module, internals.NormBase)
                     and module.training
                     and any(tensor is b for b in module.buffers())
-                    for module in self.scope.modules
+                    for module in self.modules
                 ):
                     return False
                 continue

@@ -8,7 +8,7 @@ import torch
 import memscale as ms
 from memscale.algebra import apply as _apply
 from memscale.algebra import region
-from memscale.regions import environment, functorch_state, hidden_changes, modes, pieces, rewind, snapshot
+from memscale.regions import environment, functorch_state, hidden_changes, modes, pieces, replay, scope, snapshot
 from memscale.transforms.cast import containers
 from memscale.transforms.cast.precision import cast_floating
 from memscale.transforms.checkpoint import recompute, selective
@@ -20,7 +20,7 @@ from tests.laws.test_findings import FINDINGS
 
 
 def hooks_are_those_of_backward(monkeypatch):
-    monkeypatch.setattr(rewind, "HOOKS", ())
+    monkeypatch.setattr(scope, "HOOKS", ())
 
 
 def cast_makes_containers_again(monkeypatch):
@@ -66,25 +66,11 @@ def hidden_changes_are_allowed(monkeypatch):
 
 
 def parameters_train_as_they_do_now(monkeypatch):
-    monkeypatch.setattr(rewind.Rewind, "_trained_as_then", lambda _, renewed: renewed)
+    monkeypatch.setattr(replay.Replay, "_trained_as_then", lambda _, renewed: renewed)
 
 
 def a_compiled_tile_refuses_nothing(monkeypatch):
     monkeypatch.setattr(tiling, "refuse_compiled", lambda *_: None)
-
-
-def other_threads_see_the_attributes_of_the_past(monkeypatch):
-    monkeypatch.setattr(rewind, "can_see", lambda *_: False)
-
-
-def other_threads_see_the_buffers_of_the_past(monkeypatch):
-    def see_table(module, name, then):
-        table = module.__dict__[name]
-        now = dict(table)
-        table.update(then)
-        return lambda: table.update(now)
-
-    monkeypatch.setattr(rewind, "see_table", see_table)
 
 
 def pieces_of_any_kind_are_joined(monkeypatch):
@@ -135,7 +121,7 @@ def a_backward_that_keeps_the_graph_forgets_what_it_was_given(monkeypatch):
 
 
 def a_recompute_is_not_watched_under_a_mode(monkeypatch):
-    monkeypatch.setattr(rewind, "modes", lambda: modes._NONE)
+    monkeypatch.setattr(replay, "modes", lambda: modes._NONE)
 
 
 def a_forward_keeps_its_module(monkeypatch):
@@ -175,8 +161,6 @@ MUTANTS = {
     ],
     parameters_train_as_they_do_now: ["6:"],
     a_compiled_tile_refuses_nothing: ["7:"],
-    other_threads_see_the_attributes_of_the_past: ["8:"],
-    other_threads_see_the_buffers_of_the_past: ["8:"],
     pieces_of_any_kind_are_joined: ["9:"],
     parametrizations_are_those_of_backward: ["10: parametrize"],
     modes_are_those_of_backward: ["10: a TorchFunctionMode", "15: a dispatch mode in the forward"],

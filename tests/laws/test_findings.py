@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -321,40 +320,6 @@ def _() -> None:
             compiled(torch.randn(4, 2))
     finally:
         torch._dynamo.reset()
-
-
-class Look:
-    at: Callable[[], None] = staticmethod(lambda: None)  # on a class, where no region records it
-
-
-class Watched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Look.at()
-        x = self.norm(self.linear(x)).sin()
-        Look.at()
-        return x.cos()
-
-
-@finding(8, "what another thread sees while a region is recomputed")
-def _() -> None:
-    model, seen = Watched(), []
-    y = CHECKPOINT(model)(torch.randn(4, 2))
-    model.eval()
-    mean = model.norm.running_mean.clone()
-
-    def look() -> None:
-        thread = threading.Thread(target=lambda: seen.append((model.training, model.norm.running_mean.equal(mean))))
-        thread.start()
-        thread.join()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Look, "at", staticmethod(look))
-        y.sum().backward()
-    assert set(seen) == {(False, True)}
 
 
 @finding(9, "tile joins pieces of which one is broadcast")

@@ -6,7 +6,7 @@ import memscale as ms
 from memscale import checkpoint
 from memscale.algebra import apply as _apply
 from memscale.algebra import composition, functions
-from memscale.regions import environment, rewind
+from memscale.regions import environment, replay
 from memscale.runtime import saved_tensors
 from memscale.runtime.engine import engine, entry
 from memscale.transforms.checkpoint import factory, kept_tensors
@@ -43,8 +43,8 @@ def random_state_is_not_restored(monkeypatch):
 
 
 def batchnorm_is_updated_twice(monkeypatch):
-    monkeypatch.setattr(rewind.Rewind, "__enter__", lambda _: {})
-    monkeypatch.setattr(rewind.Rewind, "__exit__", lambda *_: None)
+    monkeypatch.setattr(replay.Replay, "__enter__", lambda _: {})
+    monkeypatch.setattr(replay.Replay, "__exit__", lambda *_: None)
 
 
 def parameter_dictionaries_are_shared(monkeypatch):
@@ -86,7 +86,7 @@ def what_pieces_share_may_change(monkeypatch):
 
 
 def pieces_count_on_in_a_recompute(monkeypatch):
-    monkeypatch.setattr(tiling, "rewinding", lambda _: lambda: None)
+    monkeypatch.setattr(tiling, "put_back", lambda _: None)
 
 
 MUTANTS = {

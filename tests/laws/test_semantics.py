@@ -263,7 +263,7 @@ def new_frames():
 @pytest.mark.parametrize("kind", [MLP, CONVNET, TRANSFORMER], ids=str)
 def test_nothing_outlives_its_graph(kind, plan, ending):
     fit = ms.transform(kind.make(), plan)
-    for x in (kind.arguments()[0][0], kind.arguments()[0][0]):  # the first call of a region learns its habits
+    for x in (kind.arguments()[0][0], kind.arguments()[0][0]):  # the first call of a region learns what it does
         hidden = x * 1.0
         watched = weakref.ref(hidden)
         gc.collect()

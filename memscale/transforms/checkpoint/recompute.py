@@ -11,6 +11,8 @@ region's own past (`_snapshot`), and all that is kept is let go as soon as no la
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,19 +22,21 @@ import torch
 
 from memscale.core import CorrectnessError, changed_error, described, internals, simulating
 from memscale.regions import (
-    Habits,
-    Rewind,
+    RegionEffects,
+    Replay,
     Scope,
+    SharedScope,
     Snapshot,
     Streams,
     arguments,
+    in_recompute,
     memory_of,
     never_compiled,
     recomputing,
     unrecorded,
     wait_for_recomputes,
 )
-from memscale.transforms.checkpoint.saved import SavedTensors
+from memscale.transforms.checkpoint.inputs import Inputs, ending_at
 from memscale.transforms.checkpoint.selective import Misaligned, Recorder, Replayer
 
 _autograd = internals.autograd
@@ -40,6 +44,7 @@ _autograd = internals.autograd
 Record = Callable[[list[torch.Tensor]], Recorder]
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
 _Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a tensor that the run saved: its version, whether it is trained
+_MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
 _reruns = [0]  # of this process; two threads at once may count as one
 
 
@@ -57,14 +62,48 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.habits: dict[Any, Habits] = {}
+        self.effects: dict[Any, RegionEffects] = {}
         # In which nothing was learned from a run that made a tensor: the next may be the first to change it in place.
         self.made: set[Any] = set()
         self.looked: tuple[bool, ...] = ()
         self.changes = False
+        self._scope: Scope | None = None
+        self._fn: Any = None
+
+    def effects_in(self, mode: Any) -> RegionEffects | None:
+        """What the region does in `mode`; `None` if the next run is to be watched."""
+        known = self.effects.get(mode)
+        if known is None and len(self.effects) >= _MOST_WATCHED:  # in each call it is given something else
+            return RegionEffects.of_all(self.effects.values())
+        return known
+
+    def learn(self, mode: Any, effects: RegionEffects, *, made_tensors: bool) -> None:
+        """Remember what a watched run did; of one that made a tensor the next may be the first to change that."""
+        if not made_tensors or mode in self.made or len(self.made) >= _MOST_WATCHED:
+            self.effects[mode] = effects
+        else:
+            self.made.add(mode)
+
+    def scope_of(self, fn: Callable[..., Any]) -> Scope:
+        """What `fn` depends on, read again only where it is not as it was in the last call."""
+        scope = self._scope
+        if scope is None or self._fn is not fn or not scope.is_current:
+            scope = Scope(fn, follows=True).seal()
+            if not in_recompute():
+                self._scope, self._fn = None, fn
+                if scope.may_last:
+                    # The module's own dictionary leads to this, and the module has to go without the collector.
+                    self._scope = copy.copy(scope)
+                    self._scope.weaken(functools.partial(_forget_scope, weakref.ref(self)))
+        return scope
 
     def __reduce__(self) -> Any:
         return (Memory, ())  # a copy of the region learns anew: what it changes may differ there
+
+
+def _forget_scope(memory: weakref.ref[Memory], _: object) -> None:
+    if (alive := memory()) is not None:
+        alive._scope = None
 
 
 def run(fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> Any:
@@ -136,8 +175,6 @@ class _Frame:
         "_memory",
         "_mode",
         "_placeholders",
-        "_replaced",
-        "_requires_grad",
         "_seen",
         "_snapshot",
         "recorder",
@@ -147,16 +184,19 @@ class _Frame:
     def __init__(self, fn: Callable[..., Any], record: Record | None, memory: Memory, args: Any, kwargs: Any) -> None:
         self._fn: Callable[..., Any] | None = fn
         wait_for_recomputes()
-        scope = Scope(fn, follows=True)
-        self._call = arguments(args, kwargs, scope)
-        tensors = self._call.take_tensors()  # `SavedTensors` decides what holds them
+        scope = memory.scope_of(fn)
+        try:
+            self._call = arguments(args, kwargs, scope)
+        except SharedScope:
+            scope = Scope(fn, follows=True)
+            self._call = arguments(args, kwargs, scope)
+            scope.seal()
+        tensors = self._call.take_tensors()  # `Inputs` decides what holds them
         self._memory = memory
-        self._mode = (scope.flags(), len(scope.places), len(tensors))
-        self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.habits.get(self._mode))
+        self._mode = (scope.flags(), *[(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
+        self._snapshot: Snapshot | None = Snapshot(scope, tensors, memory.effects_in(self._mode))
         self.streams = Streams(self._snapshot.environment.devices)
-        self._requires_grad = [tensor.requires_grad for tensor in tensors]
-        self._inputs: SavedTensors | None = SavedTensors(tensors)
-        self._replaced: set[int] = set()  # those that the region changes in place
+        self._inputs: Inputs | None = Inputs(tensors, scope)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
         self._concluded = False
@@ -195,23 +235,20 @@ class _Frame:
         assert inputs is not None
         versions = snapshot.argument_versions
         try:
-            habits = snapshot.conclude()
+            effects = snapshot.conclude()
         except CorrectnessError:
-            self._memory.habits.pop(self._mode, None)  # the next call copies everything, and learns anew
+            self._memory.effects.clear()  # the next call copies everything, and learns anew
             raise
-        if habits is not None:
-            if self._mode in self._memory.made or not snapshot.made_tensors():
-                self._memory.habits[self._mode] = habits
-            self._memory.made.add(self._mode)
+        if effects is not None:
+            self._memory.learn(self._mode, effects, made_tensors=snapshot.made_tensors())
             if (training := any(self._mode[0])) not in self._memory.looked:
                 self._memory.looked = (*self._memory.looked, training)
-            self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(habits)
+            self._memory.changes = self._memory.changes or snapshot.changes_beyond_norms(effects)
         if self.recorder is not None:
             self.recorder.conclude(snapshot.environment.moved)
         inputs.seal(versions)
         for index, old_value in snapshot.take_replaced().items():
             inputs.replace(index, old_value)
-            self._replaced.add(index)
         self._concluded = True
 
     def recompute(self, wanted: _Placeholder) -> _Found:
@@ -220,7 +257,7 @@ class _Frame:
         Raises:
             CorrectnessError: the recompute saved other tensors than the run, or what it depends on was changed.
         """
-        if self._snapshot is None or self._fn is None:
+        if self._snapshot is None or self._fn is None or self._inputs is None:
             raise CorrectnessError(
                 "a checkpointed region was already released: backward went through it without retain_graph. "
                 "Specify retain_graph=True in every backward but the last"
@@ -230,6 +267,8 @@ class _Frame:
         if not in_backward:  # somebody looks at one saved tensor from outside: nothing else will be asked for
             live = [placeholder if placeholder is wanted else None for placeholder in live]
         last = in_backward and self._concluded and not _keeps_graph()
+        if in_backward and not self._concluded:
+            self._inputs.cut()
         try:
             # Where a policy's results may turn out to be of other calls, the first rerun is not the last one.
             found = self._rerun(live, last=last and self.recorder is None)
@@ -259,8 +298,9 @@ class _Frame:
             found = self._values(refused, fresh)
             rerun = _Rerun(self._seen, live, fresh, streams)
             with (
-                Rewind(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
+                Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
                 self._call.again(values := _in_order(found, shared)) as (args, kwargs),
+                ending_at(found.values()),
                 torch.enable_grad(),
             ):
                 _autograd._push_saved_tensors_default_hooks(rerun.pack, _as_it_is)
@@ -286,42 +326,17 @@ class _Frame:
         return nullcontext() if self.recorder is None else self.recorder.replayer(values)
 
     def _values(self, refused: dict[int, str], fresh: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The tensors that the region received, cut off from the graph they came from.
+        """The tensors that the region received: themselves, or copies of what it changes in place.
 
         One behind an object that was changed in place since goes into `refused`, for the region may not need it: the
         next layer may have written into a cache that all of them are given. Copies go into `fresh`.
         """
         assert self._snapshot is not None
         assert self._inputs is not None
-        leaves: dict[int, torch.Tensor] = {}
-        values: dict[int, torch.Tensor] = {}
         pieces = self._snapshot.pieces()
         by_snapshot = {name for piece in pieces for name in piece.names if piece.argument is None} if pieces else ()
         replaced = self._snapshot.replaced() if pieces else {}
-        for index, requires_grad in enumerate(self._requires_grad):
-            if index in by_snapshot:
-                continue
-            if index in replaced or index in self._replaced:
-                # The region changes it in place: that needs a tensor of its own, and no leaf.
-                held = replaced[index] if index in replaced else self._inputs.tensor(index, "")
-                if id(held) not in leaves:
-                    with unrecorded(), torch.enable_grad():
-                        leaves[id(held)] = held.detach().requires_grad_(requires_grad).clone()
-                    fresh.append(leaves[id(held)])
-            else:
-                owner = self._call.owner(index)
-                where = "" if owner is None else f" (held by a {owner})"
-                held = self._inputs.tensor(
-                    index,
-                    f"tensor argument {index}{where} of a checkpointed region",
-                    None if owner is None else refused,
-                )
-                if self._inputs.through_hooks:
-                    fresh.append(held)
-                if id(held) not in leaves:
-                    leaves[id(held)] = held.detach().requires_grad_(requires_grad)
-            values[index] = leaves[id(held)]
-        return values
+        return self._inputs.again(by_snapshot, replaced, self._call.owner, refused, fresh)
 
     def _forget(self) -> None:
         for reference in self._placeholders:

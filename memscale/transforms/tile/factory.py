@@ -30,7 +30,6 @@ from memscale.regions import (
     functorch_state,
     hidden_changes,
     put_back,
-    rewinding,
     without_dynamo,
 )
 from memscale.transforms.checkpoint import Checkpoint, Checkpointed
@@ -257,13 +256,11 @@ class Tiled(Transformed):
         """The body of one call: every piece sees the Python state that the first one saw, so a counter counts once."""
         scope = Scope(self.fn, follows=True)
         flags = scope.flags()
-        rewind = rewinding(scope.modules)  # where a recompute of a region around this one shows the past
         first = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             put_back(scope)
-            rewind()
             if first:
                 first = False
                 with hidden_changes.refused(

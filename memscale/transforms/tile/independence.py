@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memscale.core import TransformError, pytrees
-from memscale.regions import Scope, is_unrecorded, put_back, rewinding
+from memscale.regions import Scope, is_unrecorded, put_back
 from memscale.transforms.tile.cutting import Cut, Joined
 from memscale.transforms.tile.numbers import arguments_of, told
 from memscale.transforms.tile.row_rules import Call, Rows, draws, is_known, rule_of
@@ -177,11 +177,9 @@ def prove(run: Callable[..., Any], parts: list[Any], scope: Scope, cut: Cut, joi
     if names(parts, "register_hook"):
         raise TransformError(f"{what}: a hook on a gradient is not known to compute each row by itself")
     whole = [leaf for at, leaf in enumerate(leaves) if at not in cut.dims and isinstance(leaf, torch.Tensor)]
-    rewind = rewinding(scope.modules)
     done: list[list[str]] = []
     for count in (total - 1, total):
         put_back(scope)
-        rewind()
         # Copies, since operators ask whether a tensor is in one piece.
         given = list(leaves)
         for at, dim in cut.dims.items():

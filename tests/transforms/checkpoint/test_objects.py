@@ -158,7 +158,7 @@ def made(block):
 def test_plain_backward(block, plan):
     model, x = made(block), numbers(3, WIDTH)
     fit = ms.transform(model, plan)
-    for _ in range(2):  # the first call of a region learns its habits
+    for _ in range(2):  # the first call of a region learns what it does
         expected, actual = model(x), fit(x)
         assert bits(actual) == bits(expected)
         parameters = [x, *model.parameters()]

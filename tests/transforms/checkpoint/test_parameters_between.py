@@ -111,11 +111,11 @@ def test_an_assignment_to_the_data_of_what_the_region_does_not_use_is_none():
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.register_buffer("scale", torch.ones(1))
-        self.register_buffer("other", torch.ones(1))
+        self.register_buffer("scale", torch.ones(1, 1))
+        self.register_buffer("other", torch.ones(1, 1))
 
     def forward(self, x):
-        return torch.sin(x * self.scale.tolist()[0])
+        return torch.sin(x * self.scale.tolist()[0][0])
 
 
 @pytest.mark.parametrize("name", ["scale", "other"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,16 +16,16 @@ from memscale.core import CorrectnessError, pytrees
 from memscale.regions.hidden_changes import memory_of
 from memscale.regions.modes import modes
 from memscale.regions.pieces import Name
-from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
-from memscale.regions.scope import HOOKS, TABLES, is_hooked
+from memscale.regions.places import Content, Place, holds, read, write
+from memscale.regions.scope import Scope
 from memscale.regions.snapshot import Snapshot, is_sharded
 from memscale.regions.stand_ins import Note
+from memscale.regions.turns import my_turn
 from memscale.regions.uncompiled import OperatorWatch
 from memscale.regions.unrecorded import unrecorded
-from memscale.regions.views import ABSENT, can_see, my_turn, real, see_attributes, see_table
 
 
-class Rewind:
+class Replay:
     """A context in which a region runs as if no time had passed since `snapshot`. Afterwards all is as it was before.
 
     Entering gives the arguments that the region changes and also has by other names, made again with these.
@@ -44,7 +43,7 @@ class Rewind:
             that failed.
     """
 
-    __slots__ = ("_around", "_before", "_fresh", "_last", "_made", "_owners", "_refused", "_snapshot", "_undo")
+    __slots__ = ("_around", "_fresh", "_last", "_made", "_present", "_refused", "_snapshot", "_undo")
 
     def __init__(
         self, snapshot: Snapshot, *, last: bool, refused: dict[int, str], fresh: list[torch.Tensor], made: set[int]
@@ -54,10 +53,10 @@ class Rewind:
         self._refused = refused
         self._fresh = fresh
         self._made = made
-        self._owners: dict[int, nn.Module] | None = None  # asked for when something is not as it was
         self._around: list[AbstractContextManager[Any]] = []
         self._undo: list[Callable[[], Any]] = []
-        self._before: list[tuple[Place, Content]] = []
+        # What each place holds, where that is not all as it was; what the rerun leaves there is undone.
+        self._present: list[tuple[Place, Content]] | None = []
 
     def __enter__(self) -> dict[int, torch.Tensor]:
         try:
@@ -68,14 +67,12 @@ class Rewind:
 
     def _enter(self) -> dict[int, torch.Tensor]:
         snapshot, environment = self._snapshot, self._snapshot.environment
+        self._enter_around(my_turn())
         changed = snapshot.changed_since()
         changed.update(self._refused)
         arrived: Mapping[Note, torch.Tensor] = {}
         if snapshot.notes:
             arrived = self._enter_around(snapshot.notes[0].bring_back(snapshot.notes))
-        scope = snapshot.scope
-        if scope.shared or environment.draws or not all(map(scope.is_as_it_was, scope.followed)):
-            self._enter_around(my_turn())
         renewed = self._old_values()
         self._fresh.extend(renewed.values())
         self._go_back(self._trained_as_then(renewed), arrived)
@@ -105,7 +102,10 @@ class Rewind:
         try:
             for step in reversed(self._undo):
                 step()
-            for place, content in reversed(self._before):  # two may be parts of one thing
+            scope = self._snapshot.scope
+            if self._present is None and not scope.is_current:
+                self._present = _contents(scope)
+            for place, content in reversed(self._present or ()):  # two may be parts of one thing
                 if not holds(place, content):
                     write(place, content)
         finally:
@@ -150,66 +150,21 @@ class Rewind:
         return found
 
     def _go_back(self, renewed: dict[Name, torch.Tensor], arrived: Mapping[Note, torch.Tensor]) -> None:
-        """Let every place hold for this thread what it held then; what the rerun may leave is undone afterwards."""
-        scope, assigned = self._snapshot.scope, self._snapshot.assigned
+        """Let every place hold what it held then."""
+        scope = self._snapshot.scope
         touched = {name[0] for name in renewed if not isinstance(name, int)}
-        for position, (place, content) in enumerate(zip(scope.places, scope.contents, strict=True)):
-            if position not in touched and position not in assigned and holds(place, content):
-                self._before.append((place, content))
-            else:
-                self._put(position, _as_then(position, place, content, renewed, arrived))
-        for module in scope.modules:
-            own = module.__dict__
-            hooks = scope.hooks.get(id(own)) if scope.hooks else None
-            if hooks is not None or is_hooked(own):
-                for name in HOOKS:
-                    then = {} if hooks is None else hooks.get(name, {})
-                    if name in own and not holds(own[name], then):
-                        self._undo.append(see_table(module, name, OrderedDict(then)))
-
-    def _put(self, position: int, then: Content) -> None:
-        """Let the place at `position` hold `then`: for this thread, if it is a module's own."""
-        place = self._snapshot.scope.places[position]
-        module, table = self._owner(position)
-        if module is None:
-            self._before.append((place, read(place)))
-            write(place, then)
-        elif table:
-            self._undo.append(see_table(module, table, then))  # type: ignore[arg-type]
-        else:
-            present = read(place)
-            names = [*differing(then, present), *self._snapshot.assigned.get(position, ())]
-            seen = {name: then.get(name, ABSENT) for name in names if can_see(module, name)}  # type: ignore[union-attr]
-            rest = {name: value for name, value in then.items() if name not in seen}  # type: ignore[union-attr]
-            self._undo.append(partial(_put_back_rest, place, present, seen.keys()))
-            _put_back_rest(place, rest, seen.keys())
-            self._undo.append(see_attributes(module, seen))
-
-    def _owner(self, position: int) -> tuple[nn.Module | None, str]:
-        """The module whose dictionary the place at `position` is, and its name there; '' is that of attributes."""
-        if self._owners is None:
-            self._owners = _owners(self._snapshot.scope.modules)
-        places = self._snapshot.scope.places
-        place = places[position]
-        if (registered := self._snapshot.scope.registered.get(position)) is not None and self._owners:
-            return registered
-        if type(place) is Attributes:
-            return self._owners.get(id(place.mapping)), ""
-        if isinstance(place, dict) and self._owners:
-            # The tables of a module come after its attributes, before those of another one.
-            for earlier in range(position - 1, -1, -1):
-                if type(attributes := places[earlier]) is Attributes:
-                    for table in TABLES:
-                        if real(attributes.mapping.get(table)) is real(place):
-                            return self._owners.get(id(attributes.mapping)), table
-        return None, ""
+        if not touched and scope.is_current:
+            self._present = None
+            return
+        contents = _contents(scope)
+        self._present = [(place, then if holds(place, then) else read(place)) for place, then in contents]
+        for position, (place, then) in enumerate(contents):
+            if position in touched or self._present[position][1] is not then:
+                write(place, _as_then(position, place, then, renewed, arrived))
 
 
-def _owners(modules: list[nn.Module]) -> dict[int, nn.Module]:
-    """The modules, by the id of their dictionary; none if one was compiled: such code looks at the dictionaries."""
-    if any(m.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in m.__dict__["_modules"] for m in modules):
-        return {}
-    return {id(module.__dict__): module for module in modules}
+def _contents(scope: Scope) -> list[tuple[Place, Content]]:
+    return [*zip(scope.places, scope.contents, strict=True), *scope.hooks]
 
 
 def _as_then(
@@ -279,11 +234,3 @@ def _like(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         other = nn.Parameter(other, requires_grad)
         other.__dict__.update(tensor.__dict__)
     return other.requires_grad_(requires_grad)
-
-
-def _put_back_rest(place: Place, content: Any, besides: Collection[str]) -> None:
-    """Make the attributes that `place` holds those of `content`, but leave those called as in `besides` alone."""
-    kept = {name: value for name, value in content.items() if name not in besides}
-    kept |= {name: value for name, value in read(place).items() if name in besides}  # type: ignore[union-attr]
-    if not holds(place, kept):
-        write(place, kept)

@@ -1,0 +1,159 @@
+"""The tensors that a region was called with, kept for its recomputes.
+
+A recompute is given the very tensors of the forward, so that `is`, `isinstance`, `is_leaf` and attributes of theirs say
+what they said. Autograd does not follow them to where they came from: nothing runs a backward from a recompute. Two
+kinds come back as other tensors, with the class and attributes of the first ones: what the region changes in place, and
+what the saved-tensor hooks around the region keep (an outer checkpoint, an offload).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.core import CorrectnessError, changed_error, described, version
+from memscale.regions import Scope, hooks_around, memory_of, unrecorded
+from memscale.transforms.checkpoint.saved import SavedTensors
+
+
+class Inputs:
+    """Some tensors, held directly or through the saved-tensor hooks around the region."""
+
+    def __init__(self, tensors: list[torch.Tensor], scope: Scope) -> None:
+        self._requires_grad = [tensor.requires_grad for tensor in tensors]
+        self._replaced: set[int] = set()  # those that the region changes in place
+        self._is_cut = False
+        self._own: dict[int, tuple[torch.Tensor, int]] = {}  # held directly in spite of hooks
+        self._attributes = {index: dict(each.__dict__) for index, each in enumerate(tensors) if each.__dict__}
+        self._leaves = [tensor.is_leaf for tensor in tensors]
+        if hooks_around() is not None:
+            captured = {id(tensor) for _, _, tensor in scope.tensors}
+            self._own = {
+                index: (tensor, version(tensor))
+                for index, tensor in enumerate(tensors)
+                if isinstance(tensor, nn.Parameter) or id(tensor) in captured
+            }
+        self._kept = SavedTensors([each for index, each in enumerate(tensors) if index not in self._own])
+
+    def seal(self, versions: list[int]) -> None:
+        """From now on the tensors must stay at `versions`."""
+        self._kept.seal([each for index, each in enumerate(versions) if index not in self._own])
+        self._own = {index: (tensor, versions[index]) for index, (tensor, _) in self._own.items()}
+
+    def replace(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep `tensor`, the old value of what the region changes in place, at `index`."""
+        self._replaced.add(index)
+        if index in self._own:
+            self._own[index] = tensor, version(tensor)
+        else:
+            self._kept.replace(self._number(index), tensor)
+
+    def cut(self) -> None:
+        """Give recomputes tensors without their graph: the region runs a backward itself, which must end there."""
+        self._is_cut = True
+
+    def again(
+        self,
+        without: Collection[Any],
+        replaced: dict[int, torch.Tensor],
+        owner: Callable[[int], str | None],
+        refused: dict[int, str],
+        fresh: list[torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """What a recompute is given, by number, but for those `without`.
+
+        Args:
+            without: numbers of tensors that come from elsewhere.
+            replaced: old values of what the region is changing, while it runs.
+            owner: says which object among the arguments holds a tensor.
+            refused: receives what to say of tensors of objects that were changed since, by their memory.
+            fresh: receives the copies, whose version counters start anew.
+        """
+        made: dict[int, torch.Tensor] = {}
+        found: dict[int, torch.Tensor] = {}
+        for index, requires_grad in enumerate(self._requires_grad):
+            if index in without:
+                continue
+            is_changed = index in replaced or index in self._replaced
+            held = replaced[index] if index in replaced else self._held(index, owner, refused, seal=not is_changed)
+            if id(held) not in made:
+                made[id(held)] = self._given(index, held, requires_grad, is_changed, fresh)
+            found[index] = made[id(held)]
+        return found
+
+    def _held(self, index: int, owner: Callable[[int], Any], refused: dict[int, str], *, seal: bool) -> torch.Tensor:
+        where = owner(index)
+        what = f"tensor argument {index}{'' if where is None else f' (held by a {where})'} of a checkpointed region"
+        reports = None if where is None or not seal else refused
+        if index not in self._own:
+            return self._kept.tensor(self._number(index), what, reports)
+        tensor, expected = self._own[index]
+        if seal and (now := version(tensor)) != expected:
+            error = changed_error(described(what, tensor.dtype, tensor.shape), now, expected)
+            if reports is None:
+                raise error
+            reports[memory_of(tensor)] = str(error)
+        return tensor
+
+    def _number(self, index: int) -> int:
+        """Among what is kept."""
+        return index - sum(own < index for own in self._own) if self._own else index
+
+    def _given(
+        self, index: int, held: torch.Tensor, requires_grad: bool, is_changed: bool, fresh: list[torch.Tensor]
+    ) -> torch.Tensor:
+        through_hooks = self._kept.through_hooks and index not in self._own
+        attributes = self._attributes.get(index, {})
+        if is_changed:  # that needs a tensor of its own, and no leaf
+            with unrecorded(), torch.enable_grad():
+                given = held.detach().requires_grad_(requires_grad).clone()
+            fresh.append(given)
+        elif through_hooks:
+            fresh.append(held)
+            given = held.detach().requires_grad_(requires_grad)
+            if requires_grad and not self._leaves[index] and type(given) is torch.Tensor and not given.is_nested:
+                with unrecorded(), torch.enable_grad():
+                    given = given.view_as(given)
+        elif (
+            held.requires_grad != requires_grad
+            or (self._is_cut and not held.is_leaf)
+            or _differ(held.__dict__, attributes)
+        ):
+            given = held.detach()
+            if isinstance(held, nn.Parameter):
+                given = nn.Parameter(given, requires_grad)
+            given.requires_grad_(requires_grad)
+        else:
+            return held
+        given.__dict__.update(attributes)
+        return given
+
+
+def _differ(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    return bool(now or then) and ({k: id(v) for k, v in now.items()} != {k: id(v) for k, v in then.items()})
+
+
+@contextmanager
+def ending_at(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Raise `CorrectnessError` if a backward within the body goes on behind one of `tensors`."""
+    refuse = functools.partial(_refuse, threading.get_ident())
+    handles = [node.register_prehook(refuse) for tensor in tensors if (node := tensor.grad_fn) is not None]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse(thread: int, _: Any) -> None:
+    if threading.get_ident() == thread:  # and not another backward, which may be anywhere
+        raise CorrectnessError(
+            "a region runs a backward that goes on behind its arguments, to which a recompute would add a second time; "
+            "detach the arguments inside of the region, or leave checkpoint() out for it"
+        )

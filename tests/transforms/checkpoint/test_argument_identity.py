@@ -1,0 +1,111 @@
+"""A recompute is given the tensors of the forward: class, attributes, identity and graph are as then."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from memscale import checkpoint, offload, policies
+
+HOW = {
+    "checkpoint": checkpoint(),
+    "nested": ms.compose(checkpoint(), checkpoint()),
+    "offload around": ms.compose(offload(min_bytes=0), checkpoint()),
+    "dots": checkpoint(policy=policies.dots_saveable),
+}
+CAPTURED = torch.linspace(1, 2, 6)
+TRAINED = nn.Parameter(torch.linspace(1, 2, 6))
+
+
+class Scaled(torch.Tensor):
+    pass
+
+
+def values():
+    return torch.linspace(1, 2, 6)
+
+
+def with_scale(tensor):
+    tensor.scale = 3.0
+    return tensor
+
+
+def by_scale(x, t):
+    return torch.sin(x * getattr(t, "scale", 1.0)) * t
+
+
+def by(question):
+    return lambda x, t: torch.sin(x * (3.0 if question(x, t) else 1.0)) * t
+
+
+def in_place(x, t):
+    scale = getattr(t, "scale", 1.0)
+    t.mul_(1.5)
+    return torch.sin(x * scale) * t.clone()
+
+
+CASES = {
+    "an attribute": (by_scale, lambda: with_scale(values())),
+    "in a list": (lambda x, given: by_scale(x, given[0]), lambda: [with_scale(values())]),
+    "in a dictionary": (lambda x, given: by_scale(x, given["a"]), lambda: {"a": with_scale(values())}),
+    "in an object": (lambda x, o: by_scale(x, o.a), lambda: types.SimpleNamespace(a=with_scale(values()))),
+    "an attribute of a result": (by_scale, lambda: with_scale(values().requires_grad_() * 2)),
+    "an attribute of a subclass": (
+        lambda x, t: by_scale(x, t).as_subclass(torch.Tensor),
+        lambda: with_scale(values().as_subclass(Scaled)),
+    ),
+    "an attribute of what is changed in place": (in_place, lambda: with_scale(values())),
+    "a parameter": (by(lambda x, t: isinstance(t, nn.Parameter)), lambda: nn.Parameter(values())),
+    "a leaf": (by(lambda x, t: t.is_leaf), lambda: values().requires_grad_()),
+    "a result": (by(lambda x, t: not x.is_leaf), values),
+    "a captured tensor": (by(lambda x, t: t is CAPTURED), lambda: CAPTURED),
+    "a captured parameter": (by(lambda x, t: t is TRAINED), lambda: TRAINED),
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_those_without_checkpoint(case, how):
+    region, make = case
+
+    def gradient(how):
+        x, fn = torch.linspace(-1, 1, 6, requires_grad=True), how(region)
+        return [torch.autograd.grad(fn(x * 1.0, make()).sum(), x)[0] for _ in range(2)]
+
+    for found, expected in zip(gradient(how), gradient(ms.identity), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_attribute_that_changes_before_backward_is_as_in_the_forward():
+    x, t = torch.linspace(-1, 1, 6, requires_grad=True), with_scale(values())
+    y = checkpoint()(by_scale)(x, t).sum()
+    t.scale = 5.0
+    (gradient,) = torch.autograd.grad(y, x)
+    assert torch.equal(gradient, torch.cos(x * 3.0) * t * 3.0)
+    assert t.scale == 5.0
+
+
+def test_a_backward_inside_adds_to_the_gradient_of_an_argument_once():
+    def region(x, w):
+        (x * w).sin().sum().backward(inputs=[w], retain_graph=True)
+        return (x * w).cos()
+
+    def gradient(how):
+        x, w = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+        how(region)(x, w).sum().backward()
+        return torch.stack([x.grad, w.grad])
+
+    assert torch.equal(gradient(checkpoint()), gradient(ms.identity))
+
+
+def test_a_backward_that_goes_on_behind_the_arguments_is_refused():
+    def region(x):
+        x.sum().backward(retain_graph=True)
+        return x.sin().exp()
+
+    w = torch.ones(3, requires_grad=True)
+    y = checkpoint()(region)(w * 1.0).sum()
+    with pytest.raises(ms.CorrectnessError, match="a backward that goes on behind its arguments"):
+        y.backward()
