@@ -9,7 +9,7 @@ from memscale.algebra import composition, functions
 from memscale.regions import environment, replay
 from memscale.runtime import saved_tensors
 from memscale.runtime.engine import engine, entry
-from memscale.transforms.checkpoint import factory, kept_tensors
+from memscale.transforms.checkpoint import factory, saved
 from memscale.transforms.tile import factory as tiling
 from memscale.transforms.tile import rowwise
 from tests.laws import test_effects
@@ -73,7 +73,7 @@ def offload_takes_what_a_checkpoint_would_recompute(monkeypatch):
 
 
 def checkpoint_keeps_its_input_to_itself(monkeypatch):
-    monkeypatch.setattr(kept_tensors.torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    monkeypatch.setattr(saved.torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 def moved(name):
