@@ -144,6 +144,7 @@ class Scope:
         "_reruns",
         "_root",
         "_seen",
+        "_spares_modules",
         "contents",
         "followed",
         "generators",
@@ -172,10 +173,11 @@ class Scope:
         self.hooks: list[tuple[dict[Any, Any], Content]] = []
         self._picture: _Picture | None = None
         self._seen: set[int] = set()
+        self._spares_modules = False
         self._visit(fn, None)
         for table in global_hooks():
             for hook in table.values():
-                self._visit(hook, None)
+                self._visit_callback(hook)
         self._follow()
 
     def describe(self, position: int, key: Any) -> str:
@@ -195,6 +197,7 @@ class Scope:
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Scope:
         """This, holding another tensor in place of each that `other` has, by the identity of the one before."""
         found = copy.copy(self)
+        found._picture = None  # which has those of before
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -301,7 +304,8 @@ class Scope:
             self._seen.add(id(thing))
             self.generators.append(HostGenerator(thing))
         elif isinstance(thing, nn.Module):
-            self._visit_module(thing)
+            if not self._spares_modules:
+                self._visit_module(thing)
         elif issubclass(kind, torch.optim.Optimizer):  # not `_seen`: its states are not covered
             self.optimizers.append(thing)
         elif issubclass(kind, Assembled):
@@ -393,7 +397,10 @@ class Scope:
                         self._visit(value, NOWHERE)
                 elif _is_stateful(kind) and key not in _FIXED:
                     self._at = hash((number, key))
-                    self._visit(value, None if is_of_users(value) else NOWHERE)
+                    if key == "forward" and is_of_users(value):
+                        self._visit(value, None)
+                    else:
+                        self._visit_callback(value)
             self._at = hash(number)
             for mapping, names in code_places(type(module)):
                 self._visit_names(mapping, names, NOWHERE)
@@ -417,7 +424,21 @@ class Scope:
                 # Those of torch (FSDP) have state that goes on from the forward to the recompute.
                 if is_of_users(hook):
                     self._at = hash((len(self._modules), table, number))
-                    self._visit(hook, None)
+                    self._visit_callback(hook)
+
+    def _visit_callback(self, thing: Any) -> None:
+        """Add what `thing`, held by a module, closes over, and of what its code names all but modules.
+
+        A hook that names the whole model would make that a part of each region.
+        """
+        self._visit(thing, NOWHERE)
+        while isinstance(thing, functools.partial):
+            thing = thing.func
+        function = getattr(thing, "__func__", thing)
+        if isinstance(function, types.FunctionType) and is_of_users(function):
+            before, self._spares_modules = self._spares_modules, True
+            self._visit_names(function.__globals__, global_names(function.__code__), function.__globals__)
+            self._spares_modules = before
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         home = fn.__globals__
@@ -439,7 +460,8 @@ class Scope:
     def _visit_method(self, owner: Any, function: Any, home: dict[str, Any] | None) -> None:
         kind: Any = type(owner)
         if isinstance(owner, nn.Module):
-            self._visit_module(owner)
+            if not self._spares_modules:
+                self._visit_module(owner)
             return
         if issubclass(kind, _STATEFUL) or is_host_generator(kind):
             self._visit(owner, home)
