@@ -12,7 +12,7 @@ from memscale.algebra import Transform
 from memscale.core import TransformError
 from memscale.optimizers.assigned import assigned_by_rules
 from memscale.optimizers.parts import PartedOptimizer, parameters_of
-from memscale.optimizers.separability import check_separable
+from memscale.optimizers.separability import check_separable, made_of
 from memscale.optimizers.spent import SpentGradient
 from memscale.optimizers.transformed import TransformedOptimizer, class_for
 
@@ -70,7 +70,7 @@ class InPlace:
             with optimizer._gathered():
                 states = {
                     parameter: {
-                        key: _at_home(key, value, parameter, group, below)
+                        key: _on_its_device(key, value, parameter, group, below)
                         for key, value in optimizer._plain_states(parameter).items()
                     }
                     for group in optimizer.param_groups
@@ -109,9 +109,8 @@ def _stepped_by_its_class(optimizer: Any, args: tuple[Any, ...], kwargs: dict[st
     if not isinstance(optimizer, TransformedOptimizer) or optimizer._is_stepping:
         return None
     loss = TransformedOptimizer.step(optimizer, *args[1:], **kwargs)
-    nothing: Any = object.__new__(optimizer._own_class)
-    nothing.__dict__.update(optimizer.__dict__, state={})
-    nothing.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    empty = [{**group, "params": []} for group in optimizer.param_groups]
+    nothing = made_of(optimizer._own_class, optimizer.__dict__, state={}, param_groups=empty)
     return (nothing, *([] if loss is None else [lambda: loss])), {}
 
 
@@ -137,8 +136,8 @@ def counts_on_host(group: dict[str, Any]) -> bool:
     return not (group.get("capturable") or group.get("fused"))
 
 
-def _at_home(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any], below: set[int]) -> Any:
-    """A state where the optimizer itself has it."""
+def _on_its_device(key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any], below: set[int]) -> Any:
+    """A state on the device where the optimizer itself has it."""
     if not isinstance(value, torch.Tensor):
         return value
     moves = not counts_on_host(group) if key == "step" else value.dim() > 0

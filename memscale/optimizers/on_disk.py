@@ -55,7 +55,7 @@ class OnDisk(StepPart):
         below: memory to read into for parameters of an accelerator.
     """
 
-    writes_away: ClassVar[bool] = True
+    writes_offloaded: ClassVar[bool] = True
     places_states: ClassVar[bool] = True
     hands_on: ClassVar[bool] = True
 

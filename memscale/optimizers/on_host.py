@@ -117,10 +117,10 @@ class StepOnHost(StepPart):
         self._arrive()
 
     def advance(self, group: Group) -> None:
-        here = [each for each in group["params"] if device_type(each) == "cpu"]
-        away = [each for each in group["params"] if device_type(each) != "cpu"]
-        for now in in_turn(group, filter(None, (here, away))):
-            if now["params"] is here:
+        on_host = [each for each in group["params"] if device_type(each) == "cpu"]
+        on_device = [each for each in group["params"] if device_type(each) != "cpu"]
+        for now in in_turn(group, filter(None, (on_host, on_device))):
+            if now["params"] is on_host:
                 self.inner.advance(now)
             else:
                 self._advance_over_the_link(now)

@@ -17,7 +17,7 @@ import torch
 
 from memscale.core import TransformError, pytrees
 from memscale.optimizers.assigned import Assigned
-from memscale.optimizers.separability import Separability, own_step
+from memscale.optimizers.separability import Separability, made_of, own_step
 
 Group = dict[str, Any]
 
@@ -29,7 +29,7 @@ _NO_HOOKS: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_p
 class StepPart:
     """One of the transforms of an optimizer at work. It holds the optimizer weakly: whoever drops that ends all."""
 
-    writes_away: ClassVar[bool] = False
+    writes_offloaded: ClassVar[bool] = False
     places_states: ClassVar[bool] = False  # somewhere of their own, by the parameter
     in_backward: ClassVar[bool] = False
     # What it is asked to bring, to the part inside: for those that do nothing after its `advance`, which may come later
@@ -181,9 +181,9 @@ class PartedOptimizer(torch.optim.Optimizer):
         return states
 
     @property
-    def writes_away(self) -> bool:
+    def writes_offloaded(self) -> bool:
         """Whether a step changes states that are not in `state`, where nobody could put them back."""
-        return any(part.writes_away for part in self.parts)
+        return any(part.writes_offloaded for part in self.parts)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -266,8 +266,7 @@ class PartedOptimizer(torch.optim.Optimizer):
         self._note_changes(number, now)
 
     def _own_step(self, group: Group) -> None:
-        twin: Any = object.__new__(self._own_class)
-        twin.__dict__.update(self.__dict__, param_groups=[group], **_NO_HOOKS)
+        twin = made_of(self._own_class, self.__dict__, param_groups=[group], **_NO_HOOKS)
         with torch.no_grad():
             own_step(self._own_class)(twin)
 

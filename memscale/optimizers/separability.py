@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -64,6 +64,16 @@ def own_step(own_class: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The step of a class without the hooks that PyTorch calls around it."""
     step: Any = own_class.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def made_of(own_class: type[torch.optim.Optimizer], attributes: Mapping[str, Any], **own: Any) -> Any:
+    """An optimizer of `own_class` with these attributes and its `own`, whose constructor is not called.
+
+    The one way in which an optimizer here becomes another: a copy, a plain one, one that steps some parameters.
+    """
+    made: Any = object.__new__(own_class)
+    made.__dict__.update(attributes, **own)
+    return made
 
 
 def check_separable(optimizer: torch.optim.Optimizer, how: object) -> Separability:
@@ -261,10 +271,11 @@ class _Trial:
     def _run(self, groups: list[dict[str, Any]]) -> None:
         if not groups:
             return
-        twin: Any = object.__new__(self._class)
-        twin.__dict__.update(self._attributes)
-        twin.__dict__.update({key: OrderedDict() for key, v in self._attributes.items() if isinstance(v, OrderedDict)})
-        twin.__dict__.update(self._own, param_groups=groups, state=self.state)
+        empty: dict[str, Any] = {
+            key: OrderedDict() for key, v in self._attributes.items() if isinstance(v, OrderedDict)
+        }
+        own = {**empty, **self._own, "param_groups": groups, "state": self.state}
+        twin = made_of(self._class, self._attributes, **own)
         known = {key: value for key, value in twin.__dict__.items() if key not in ("param_groups", "state")}
         with torch.no_grad():
             own_step(self._class)(twin)

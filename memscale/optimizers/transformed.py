@@ -15,7 +15,7 @@ from memscale.algebra import Transform, chain
 from memscale.core import TransformError
 from memscale.optimizers.assigned import Assigned, assigned_by_rules
 from memscale.optimizers.parts import Group, OwnStep, PartedOptimizer, StepPart, copied, options_of, parameters_of
-from memscale.optimizers.separability import Separability, check_separable
+from memscale.optimizers.separability import Separability, check_separable, made_of
 from memscale.optimizers.spent import SpentGradient
 from memscale.regions import uncompiled
 
@@ -134,7 +134,7 @@ class TransformedOptimizer(PartedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.steps_in_backward:
-            uncompiled(TransformedOptimizer._drop_gradients, _BOOKS, self, set_to_none)
+            uncompiled(TransformedOptimizer._drop_gradients, _LITTLE_LEFT, self, set_to_none)
         else:
             self._drop_gradients(set_to_none)
 
@@ -209,51 +209,48 @@ def transformed(optimizer: torch.optim.Optimizer, how: Transform | Assigned) -> 
         origins += optimizer._origins
     else:
         own_class, evidence = type(optimizer), check_separable(optimizer, how)
-    made = object.__new__(class_for(own_class))
-    taken = {key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER}
+    taken = _shareable(optimizer)
     hooks = {key: OrderedDict(value) for key, value in _hooks_in(taken).items()}
-    made.__dict__.update(taken, **hooks, defaults=dict(optimizer.defaults))
-    made.param_groups = [
+    groups = [
         {**{key: copied(value) for key, value in options_of(group).items()}, "params": list(group["params"])}
         for group in optimizer.param_groups
     ]
-    state = optimizer.__getstate__()["state"]
-    made.state = defaultdict(dict, {key: dict(value) for key, value in state.items()})
-    made._origins = origins
-    made._shared = {id(parameter) for parameter in made.state}
+    state = {key: dict(value) for key, value in optimizer.__getstate__()["state"].items()}
+    own = {"defaults": dict(optimizer.defaults), "param_groups": groups, "state": defaultdict(dict, state)}
+    made = made_of(class_for(own_class), taken, **hooks, **own, _origins=origins, _shared=set(map(id, state)))
     made._begin(assigned, evidence)
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def as_plain(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """`optimizer`; of one that is under transforms, one of its own class over the same parameters, without states."""
     if not isinstance(optimizer, TransformedOptimizer):
         return optimizer
-    made = object.__new__(optimizer._own_class)
-    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER})
-    made.param_groups, made.state = optimizer.param_groups, defaultdict(dict)
-    return made
+    own = {"param_groups": optimizer.param_groups, "state": defaultdict(dict)}
+    return made_of(optimizer._own_class, _shareable(optimizer), **own)  # type: ignore[no-any-return]
 
 
 def without_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer like `optimizer`, over the same parameters, that has not stepped yet."""
-    made = object.__new__(type(optimizer))
-    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    made.state = defaultdict(dict)
-    return made
+    taken = {key: value for key, value in optimizer.__dict__.items() if key != "step"}
+    return made_of(type(optimizer), taken, state=defaultdict(dict))  # type: ignore[no-any-return]
+
+
+def _shareable(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of `optimizer` that one made of it has, too."""
+    return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_ONE_OPTIMIZER}
 
 
 def _revived(
     own_class: type[torch.optim.Optimizer], hows: tuple[Transform, list[Transform]], evidence: Separability, state: Any
 ) -> Any:
-    made = object.__new__(class_for(own_class))
-    made._origins, made._shared = (), set()
+    made = made_of(class_for(own_class), {}, _origins=(), _shared=set())
     made.__setstate__(state)
     made._begin(Assigned(hows[0], zip(parameters_of(made.param_groups), hows[1], strict=True)), evidence)
     return made
 
 
-_BOOKS = "step_in_backward() has stepped in backward: what is left is books, and no work for a compiler"
+_LITTLE_LEFT = "step_in_backward() has stepped in backward: what is left to step() is no work for a compiler"
 _hooked_step: Any = torch.optim.Optimizer.profile_hook_step(TransformedOptimizer.step)
 
 
@@ -262,7 +259,7 @@ def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(self, TransformedOptimizer):  # kept from when it was one, in place
         return type(self).step(self, *args, **kwargs)
     if self.steps_in_backward:
-        return uncompiled(_known_step, _BOOKS, self, *args, **kwargs)
+        return uncompiled(_known_step, _LITTLE_LEFT, self, *args, **kwargs)
     return _known_step(self, *args, **kwargs)
 
 

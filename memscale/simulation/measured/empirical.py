@@ -43,7 +43,7 @@ def measured_profile(
     _check_alone(scope, reason)
     device = _device(tensors, hardware, reason)
     optimizers = list({id(found): found for found in (*scope.optimizers, optimizer) if found is not None}.values())
-    if any(each.writes_away for each in optimizers if isinstance(each, TransformedOptimizer)):
+    if any(each.writes_offloaded for each in optimizers if isinstance(each, TransformedOptimizer)):
         raise ConfigError(
             f"this step cannot be simulated: {reason}; and run for real it would change states that are on disk, which "
             "cannot be put back. Profile it with the optimizer before offload_states(tier='disk')"
