@@ -69,6 +69,20 @@ def test_the_import_leaves_for_later_what_a_training_run_does_not_need(loaded, f
     assert folder in asked or folder in ("reports", "cli", "crashes")  # wrap prints no report
 
 
+def test_the_import_alone_loads_no_pytorch_and_neither_does_the_command_that_serves():
+    code = "import sys, memscale, memscale.cli.server, memscale.reports; memscale.reports.Axis; memscale.ConfigError; "
+    code += "print({'torch', 'django', 'jinja2', 'matplotlib'} & set(sys.modules), memscale.checkpoint())"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["set()", "checkpoint()"]
+
+
+def test_a_plan_that_is_read_first_of_all_may_name_any_transform():
+    plan = ms.Plan([("a", ms.compose(ms.checkpoint(), ms.offload())), ("", ms.step_in_backward())])
+    code = "import sys; from memscale.algebra import Plan; print(Plan.from_json(sys.argv[1]).hash)"
+    run = subprocess.run([sys.executable, "-c", code, plan.to_json()], check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == plan.hash
+
+
 def test_nothing_loads_the_libraries_that_memscale_fits_into(loaded):
     others = {"accelerate", "lightning", "peft", "prometheus_client", "pytorch_lightning", "torchtitan", "transformers"}
     assert not others & set(loaded[3])

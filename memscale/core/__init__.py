@@ -1,10 +1,8 @@
 """What every floor stands on: errors, units, pytrees, values as data, patterns over paths, host memory, caches."""
 
-from memscale.core import batches, internals, pytrees
-from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
-from memscale.core.batches import Loss, call, check_loss, scalar_loss
+from typing import TYPE_CHECKING, Any
+
 from memscale.core.disk_cache import DiskCache
-from memscale.core.distributed import fsdp_groups, fsdp_groups_of, in_process_group
 from memscale.core.documents import Document
 from memscale.core.errors import (
     Argument,
@@ -26,22 +24,45 @@ from memscale.core.host import (
     read_or_empty,
 )
 from memscale.core.misuse import by_name, shown, takes_no
-from memscale.core.modes import found_once
 from memscale.core.paths import matches, misfit, numbers, template
-from memscale.core.pytrees import tensors, unflatten
 from memscale.core.recording import HISTORY, Record, history_path
-from memscale.core.simulating import (
-    compute_capability,
-    device_type,
-    simulated_choices,
-    simulated_device_type,
-    simulating,
-    simulation,
-)
 from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds, format_unlike
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
-from memscale.core.values import Value, factory, from_data, spellings
-from memscale.core.versions import changed_error, described, version, versions
+
+if TYPE_CHECKING:
+    from memscale.core.of_torch import (
+        Assembled,
+        Loss,
+        Value,
+        assembled_in,
+        batches,
+        call,
+        changed_error,
+        check_loss,
+        compute_capability,
+        described,
+        device_type,
+        factory,
+        found_once,
+        from_data,
+        fsdp_groups,
+        fsdp_groups_of,
+        in_process_group,
+        internals,
+        is_of_modules,
+        modules_in,
+        pytrees,
+        scalar_loss,
+        simulated_choices,
+        simulated_device_type,
+        simulating,
+        simulation,
+        spellings,
+        tensors,
+        unflatten,
+        version,
+        versions,
+    )
 
 __all__ = [
     "HISTORY",
@@ -118,3 +139,13 @@ __all__ = [
     "version",
     "versions",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs PyTorch when the first of these names is asked for: a server of run history needs none."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from memscale.core import of_torch
+
+    globals().update({each: getattr(of_torch, each) for each in of_torch.__all__})
+    return globals()[name]

@@ -4,13 +4,18 @@ Loaded by the first `Profile`, `Frontier` or `Tuning` that is asked to print or 
 what they ask for.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from memscale.reports.drawing import COLOURS, Axis, byte_scale, columns, placed, time_scale
-from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
-from memscale.reports.page import PAGES, checked_target, write_html, write_page
-from memscale.reports.plot import plot_profile, plot_timelines
-from memscale.reports.sizes import TriedSize, plot_sizes
-from memscale.reports.text import diff_text, module_text, profile_text
-from memscale.reports.trace import write_trace
+
+if TYPE_CHECKING:
+    from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
+    from memscale.reports.page import PAGES, checked_target, write_html, write_page
+    from memscale.reports.plot import plot_profile, plot_timelines
+    from memscale.reports.sizes import TriedSize, plot_sizes
+    from memscale.reports.text import diff_text, module_text, profile_text
+    from memscale.reports.trace import write_trace
 
 __all__ = [
     "COLOURS",
@@ -36,3 +41,25 @@ __all__ = [
     "write_page",
     "write_trace",
 ]
+
+# What draws profiles loads the simulation; the charts of a server of run history need `drawing` alone.
+_HOMES = {
+    name: home
+    for home, names in {
+        "frontier": "DrawnPoint PartOfPlan plot_frontier write_frontier",
+        "page": "PAGES checked_target write_html write_page",
+        "plot": "plot_profile plot_timelines",
+        "sizes": "TriedSize plot_sizes",
+        "text": "diff_text module_text profile_text",
+        "trace": "write_trace",
+    }.items()
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

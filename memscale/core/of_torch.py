@@ -1,0 +1,52 @@
+"""The names of `memscale.core` that need PyTorch, which the door loads when one of them is asked for."""
+
+from memscale.core import batches, internals, pytrees
+from memscale.core.assembled import Assembled, assembled_in, is_of_modules, modules_in
+from memscale.core.batches import Loss, call, check_loss, scalar_loss
+from memscale.core.distributed import fsdp_groups, fsdp_groups_of, in_process_group
+from memscale.core.modes import found_once
+from memscale.core.pytrees import tensors, unflatten
+from memscale.core.simulating import (
+    compute_capability,
+    device_type,
+    simulated_choices,
+    simulated_device_type,
+    simulating,
+    simulation,
+)
+from memscale.core.values import Value, factory, from_data, spellings
+from memscale.core.versions import changed_error, described, version, versions
+
+__all__ = [
+    "Assembled",
+    "Loss",
+    "Value",
+    "assembled_in",
+    "batches",
+    "call",
+    "changed_error",
+    "check_loss",
+    "compute_capability",
+    "described",
+    "device_type",
+    "factory",
+    "found_once",
+    "from_data",
+    "fsdp_groups",
+    "fsdp_groups_of",
+    "in_process_group",
+    "internals",
+    "is_of_modules",
+    "modules_in",
+    "pytrees",
+    "scalar_loss",
+    "simulated_choices",
+    "simulated_device_type",
+    "simulating",
+    "simulation",
+    "spellings",
+    "tensors",
+    "unflatten",
+    "version",
+    "versions",
+]
