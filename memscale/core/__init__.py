@@ -30,12 +30,12 @@ from memscale.core.units import aligned, budget_bytes, format_bytes, format_flop
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
 
 if TYPE_CHECKING:
+    from memscale.core import batches, internals, pytrees
     from memscale.core.of_torch import (
         Assembled,
         Loss,
         Value,
         assembled_in,
-        batches,
         call,
         changed_error,
         check_loss,
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
         fsdp_groups,
         fsdp_groups_of,
         in_process_group,
-        internals,
         is_of_modules,
         modules_in,
-        pytrees,
         scalar_loss,
         simulated_choices,
         simulated_device_type,
