@@ -11,7 +11,7 @@ READY := $(STAMP)
 endif
 
 .DEFAULT_GOAL := setup
-.PHONY: setup demo test test-deep fuzz lint bench gpu gpu-sanitize ghost ghost-tests ghost-bytes ghost-cover docs compat dist policy
+.PHONY: setup demo test test-deep test-server fuzz lint bench gpu gpu-sanitize ghost ghost-tests ghost-bytes ghost-cover docs compat dist policy
 
 setup: $(READY)
 
@@ -37,6 +37,15 @@ test-deep: $(READY)
 EXAMPLES ?= 5000
 fuzz: $(READY)
 	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
+
+# What `make test` skips where no browser or PostgreSQL is installed, and all of the server's tests on both databases.
+test-server: $(READY)
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || { \
+		echo "test-server: there is no browser; apt-get install chromium" >&2; exit 1; }
+	@command -v initdb > /dev/null || ls /usr/lib/postgresql/*/bin/initdb > /dev/null 2>&1 || { \
+		echo "test-server: there is no PostgreSQL; apt-get install postgresql" >&2; exit 1; }
+	$(PIP) --constraint constraints.txt playwright
+	HYPOTHESIS_PROFILE=deep $(PYTHON) -m pytest tests/server $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -1,5 +1,6 @@
 """The team server's tests: Django is set up once a process, and each test makes teams of its own."""
 
+import os
 import sys
 
 import pytest
@@ -14,5 +15,5 @@ from tests.support.team_server import set_up
 @pytest.fixture(scope="session", autouse=True)
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    set_up(folder)
+    set_up(folder, os.environ.get("MEMSCALE_TEST_DATABASE_URL"))
     return folder

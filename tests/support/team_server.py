@@ -1,17 +1,19 @@
 """The team server inside this process, on an SQLite file of its own; and as a process, as users start it."""
 
 import contextlib
+import http.cookiejar
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlencode
 
 PASSWORD = "correct horse 9"
 
@@ -160,8 +162,8 @@ def running(folder, *, port=None, **changes):
 def wait_for(base, process, log):
     for _ in range(600):
         assert process.poll() is None, log.read_text()
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            if urllib.request.urlopen(f"{base}/healthz", timeout=5).status == 200:
+        with contextlib.suppress(OSError):
+            if urllib.request.urlopen(f"{base}/healthz", timeout=30).status == 200:
                 return
         time.sleep(0.1)
     raise AssertionError(f"the server does not answer: {log.read_text()}")
@@ -169,3 +171,65 @@ def wait_for(base, process, log):
 
 def set_up_link(log):
     return re.search(r"http\S+/setup/\S+", log.read_text())[0]
+
+
+def postgres_programs():
+    """Where ``initdb`` and ``pg_ctl`` are, None without them."""
+    folders = [Path(each) for each in os.environ.get("PATH", "").split(":")]
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((each for each in folders if (each / "initdb").exists() and (each / "pg_ctl").exists()), None)
+
+
+@contextlib.contextmanager
+def postgres(folder):
+    """A PostgreSQL of its own on a free port of this machine: the URL of an empty database."""
+    programs, data, port = postgres_programs(), Path(folder) / "data", free_port()
+    data.mkdir()
+    as_user = []
+    if os.geteuid() == 0:  # which PostgreSQL refuses to run as
+        as_user = ["runuser", "-u", "nobody", "--"]
+        for each in (data, *data.parents):
+            if each.stat().st_uid == 0 and not each.stat().st_mode & 0o001:
+                each.chmod(each.stat().st_mode | 0o011)
+        shutil.chown(data, "nobody")
+    program = [*as_user, str(programs / "initdb")]
+    made = [*program, "--auth=trust", "--username=memscale", "--no-sync", "-D", str(data)]
+    subprocess.run(made, check=True, capture_output=True, cwd="/")
+    control = [*as_user, str(programs / "pg_ctl"), "-D", str(data), "-w"]
+    options = f"-p {port} -h 127.0.0.1 -k {data} -c fsync=on"
+    begin = [*control, "-l", str(data / "log"), "-o", options, "start"]
+    subprocess.run(begin, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/")
+    try:
+        yield f"postgres://memscale@127.0.0.1:{port}/postgres"
+    finally:
+        subprocess.run([*control, "-m", "immediate", "stop"], check=True, capture_output=True, cwd="/")
+
+
+def first_team(base, log):
+    """Set a server up by its link, as a browser does, and return a token."""
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
+
+    def submit(address, **data):
+        page = browser.open(address).read().decode()
+        data["csrfmiddlewaretoken"] = re.search(r'csrfmiddlewaretoken" value="([^"]+)', page)[1]
+        return browser.open(address, urlencode(data).encode()).read().decode()
+
+    submit(set_up_link(log), email="a@example.org", password=PASSWORD, again=PASSWORD, team="Vision", slug="vision")
+    submit(f"{base}/t/vision/-/project", name="Llama", slug="llama")
+    page = submit(f"{base}/t/vision/-/tokens", name="ci", scope="write", days="1")
+    return re.search(r"msc_[\w-]{43}", page)[0]
+
+
+def send(base, token, number):
+    """POST a run; its status, or None where no answer came."""
+    request = urllib.request.Request(
+        f"{base}/api/v1/teams/vision/projects/llama/runs",
+        json.dumps(document(number)).encode(),
+        {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+    )
+    try:
+        return urllib.request.urlopen(request, timeout=30).status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
