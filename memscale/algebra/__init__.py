@@ -2,7 +2,7 @@
 
 from memscale.algebra.apply import PlanLike, find_regions, install, transform, uninstall
 from memscale.algebra.composition import Transform, chain, compose, identity
-from memscale.algebra.functions import functional
+from memscale.algebra.functions import functional, walk
 from memscale.algebra.of_optimizers import rules_by_parameter
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import (
@@ -40,4 +40,5 @@ __all__ = [
     "rules_by_parameter",
     "transform",
     "uninstall",
+    "walk",
 ]

@@ -19,7 +19,7 @@ from torch import nn
 
 from memscale.algebra.agreement import Agreement
 from memscale.algebra.composition import AnyOptimizer, Transform, compose
-from memscale.algebra.functions import copy_tree
+from memscale.algebra.functions import Modules, copy_tree, walk
 from memscale.algebra.of_optimizers import under_rules
 from memscale.algebra.plan import Plan, as_plan
 from memscale.algebra.region import ForwardPatch, Relocation, Transformed, attach, name_regions, placing_in
@@ -106,16 +106,16 @@ def transform(
 
     Cost: one Python object for each module; no tensor is copied.
     """
-    _check_model("transform", model)
+    modules = _modules_of("transform", model)
     if runtime is not None and not isinstance(runtime, Runtime):
         raise TransformError(
             f"transform(runtime={runtime!r}) must be a memscale.runtime.Runtime, or None for the process's own"
         )
     plan = as_plan(plan)
-    regions = find_regions(model, plan.of_functions())
+    regions = find_regions(model, plan.of_functions(), modules)
     # Before anything is made: what is wrong with the rules for the optimizer is said first.
     stepping = under_rules(model, plan.of_optimizers(), optimizer, runtime)
-    if (sharded := _sharded_in(model)) is not None:
+    if (sharded := _sharded_in(modules)) is not None:
         if regions:
             raise TransformError(
                 f"{sharded or 'the model'} was sharded by fully_shard, which gathers its parameters in that very "
@@ -123,15 +123,16 @@ def transform(
                 "place"
             )
         return model if optimizer is None else (model, stepping)
-    copy, memo = copy_tree(model)
+    memo = copy_tree(modules)
+    copy, copies = memo[id(model)], [(path, memo[id(module)]) for path, module in modules]
     for module, how in regions:
         attach(memo[id(module)], how.on(runtime))
-    name_regions(copy)
-    _keep_shared_parameters(copy)
-    _tell_of_its_own_checkpointing(copy)
+    name_regions(copies)
+    _keep_shared_parameters(copies)
+    _tell_of_its_own_checkpointing(copies)
     # A process whose plan is empty answers the others, too.
     if regions or plan.parallel is not None or _is_one_of_several():
-        links = _links(model) if regions else []
+        links = _links(modules) if regions else []
         agreement = Agreement(copy, plan)
         attach(copy, lambda fn: Shared(fn, links, agreement))
     return copy if optimizer is None else (copy, stepping)
@@ -154,8 +155,8 @@ def install(
         around_root: makes of the root's forward, a region or not, what runs in its place.
         wrapped: patches of an earlier plan, over whose forward somebody has put another: regions go inside of that.
     """
-    _check_model("install", model)
-    regions = dict(find_regions(model, as_plan(plan)))
+    modules = _modules_of("install", model)
+    regions = dict(find_regions(model, as_plan(plan), modules))
     former = {patch.module: patch for patch in wrapped}
     patches = []
     for path, module in model.named_modules():
@@ -167,8 +168,8 @@ def install(
         if layers:
             patches.append(former.get(module) or ForwardPatch(module))
             patches[-1].apply(partial(_layered, layers))
-    name_regions(model, patches)
-    _keep_shared_parameters(model)
+    name_regions(modules, patches)
+    _keep_shared_parameters(modules)
     return patches
 
 
@@ -187,13 +188,17 @@ def uninstall(patches: Iterable[ForwardPatch]) -> list[tuple[ForwardPatch, Calla
     return [(patch, on_top) for patch in patches if (on_top := patch.put_back()) is not None]
 
 
-def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transform]]:
+def find_regions(model: nn.Module, plan: Plan, modules: Modules | None = None) -> list[tuple[nn.Module, Transform]]:
     """The modules that `plan` names, each with the composition of its rules.
 
     A module reachable by several paths is one region, under the rules of all of them.
+
+    Args:
+        model, plan: as in `transform`.
+        modules: what `walk` gives for `model`, if that is known.
     """
     under_rules(model, plan.of_optimizers(), None, None)
-    paths = list(model.named_modules(remove_duplicate=False))
+    paths = walk(model) if modules is None else modules
     found: dict[int, tuple[nn.Module, str, list[Transform]]] = {}
     unmatched = []
     for rule in plan:
@@ -212,25 +217,31 @@ def find_regions(model: nn.Module, plan: Plan) -> list[tuple[nn.Module, Transfor
     return [(module, how) for module, _, how in regions]
 
 
-def _check_model(verb: str, model: Any) -> None:
+def _modules_of(verb: str, model: Any) -> Modules:
+    """The modules of what `verb` was given, which must be a module whose parameters have shapes."""
     if not isinstance(model, nn.Module):
         raise TransformError(
             f"{verb}(model, plan) takes a torch.nn.Module, got {type(model).__name__}; "
             "apply a transform to a plain function by calling it: checkpoint()(fn)"
         )
-    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    modules = walk(model)
+    lazy = [
+        f"{path}.{name}" if path else name
+        for path, module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and type(parameter) is not nn.Parameter and nn.parameter.is_lazy(parameter)
+    ]
     if lazy:
         raise TransformError(
             f"{verb}(model, plan): parameter {lazy[0]!r} has no shape yet, for its module is a lazy one; run a batch "
             "through the model first, and transform it then"
         )
+    return modules
 
 
-def _sharded_in(model: nn.Module) -> str | None:
+def _sharded_in(modules: Modules) -> str | None:
     """The path of the first module that ``fully_shard`` has taken."""
-    taken = (
-        path for path, each in model.named_modules() if any(c.__name__ == "FSDPModule" for c in type(each).__mro__)
-    )
+    taken = (path for path, each in modules if any(c.__name__ == "FSDPModule" for c in type(each).__mro__))
     return next(taken, None)
 
 
@@ -265,13 +276,16 @@ def _misfit(module: nn.Module, path: str) -> str | None:
     return None
 
 
-def _keep_shared_parameters(model: nn.Module) -> None:
+def _keep_shared_parameters(modules: Modules) -> None:
     """Make regions that place their parameters leave those alone which modules outside of all of them use too."""
-    regions = [(module, placing) for module in model.modules() if (placing := placing_in(module))]
+    distinct = {id(module): module for _, module in modules}.values()
+    regions = [(module, placing) for module in distinct if (placing := placing_in(module))]
+    if not regions:
+        return
     inside = {id(part) for module, _ in regions for part in module.modules()}
     outside = {
         id(parameter)
-        for module in model.modules()
+        for module in distinct
         if id(module) not in inside
         for parameter in module._parameters.values()
         if parameter is not None
@@ -287,10 +301,10 @@ def _keep_shared_parameters(model: nn.Module) -> None:
         warnings.warn(f"{max(map(str, told), key=len)}; this is said once", RuntimeWarning, stacklevel=3)
 
 
-def _tell_of_its_own_checkpointing(model: nn.Module) -> None:
+def _tell_of_its_own_checkpointing(modules: Modules) -> None:
     """Warn of a Hugging Face model that recomputes layers itself, in or around which regions are to be recomputed."""
-    own = {id(module): path for path, module in model.named_modules() if module.__dict__.get("gradient_checkpointing")}
-    for path, region in model.named_modules() if own else ():
+    own = {id(module): path for path, module in reversed(modules) if module.__dict__.get("gradient_checkpointing")}
+    for path, region in modules if own else ():
         made_of = assembled_in(region.__dict__.get("forward"))
         if not any(isinstance(part, Transformed) and part.keeps_inputs_only for part in made_of):
             continue
@@ -370,10 +384,12 @@ def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-def _links(model: nn.Module) -> list[_Link]:
+def _links(modules: Modules) -> list[_Link]:
     links: list[_Link] = []
-    for path, module in model.named_modules():
-        if module._parameters:
+    seen: set[int] = set()
+    for path, module in modules:
+        if module._parameters and id(module) not in seen:
+            seen.add(id(module))
             shared = dict(module._parameters)
             # With the model its parameters go: FSDP2 puts shards in their place, and nobody else would hold them.
             links.append((weakref.ref(module, partial(_let_go, shared)), f"{path}." if path else "", shared))

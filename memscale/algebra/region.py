@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memscale.algebra.composition import Transform
-from memscale.algebra.functions import remapped
+from memscale.algebra.functions import Modules, remapped
 from memscale.core import Assembled, TransformError, assembled_in
 from memscale.runtime import Runtime
 
@@ -432,10 +432,10 @@ def _refuse_copies(module: nn.Module) -> None:
     module.__dict__["__getstate__"] = State(module)
 
 
-def name_regions(model: nn.Module, patches: Iterable[ForwardPatch] = ()) -> None:
-    """Give the regions of `model` the paths of their modules, also those of `patches` that others have wrapped."""
+def name_regions(modules: Modules, patches: Iterable[ForwardPatch] = ()) -> None:
+    """Give the regions among `modules` their first paths, also those of `patches` that others have wrapped."""
     wrapped = {patch.module: patch.method for patch in patches}
-    for path, module in model.named_modules():
+    for path, module in reversed(modules):
         for part in assembled_in(wrapped.get(module) or module.__dict__.get("forward")):
             if isinstance(part, Transformed):
                 part.title = path or "(model)"

@@ -48,16 +48,18 @@ def batchnorm_is_updated_twice(monkeypatch):
 
 
 def parameter_dictionaries_are_shared(monkeypatch):
-    def copy_dict(source, target, memo):
-        original(source, target, memo)
-        target["_parameters"] = source["_parameters"]
+    def copy_tree(modules):
+        memo = original(modules)
+        for _, module in modules:
+            memo[id(module)].__dict__["_parameters"] = module._parameters
+        return memo
 
-    original = functions._copy_dict
-    monkeypatch.setattr(functions, "_copy_dict", copy_dict)
+    original = functions.copy_tree
+    monkeypatch.setattr(_apply, "copy_tree", copy_tree)
 
 
 def the_argument_is_transformed(monkeypatch):
-    monkeypatch.setattr(_apply, "copy_tree", lambda root: (root, {id(module): module for module in root.modules()}))
+    monkeypatch.setattr(_apply, "copy_tree", lambda modules: {id(module): module for _, module in modules})
 
 
 def offload_never_moves(monkeypatch):

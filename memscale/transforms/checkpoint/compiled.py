@@ -26,21 +26,54 @@ _WRITES = re.compile(r"[a-zA-Z0-9]_$")  # as PyTorch calls what writes in place
 def may_change(modules: Iterable[nn.Module]) -> bool:
     """Whether the code of one of these modules that has buffers looks like changing something in place.
 
-    Normalizations are left out: their backward does not read the running statistics that they move.
+    Modules in their lists and dictionaries count, and those that their code names. Normalizations are left out: their
+    backward does not read the running statistics that they move.
     """
-    kinds = {type(module) for module in modules if module._buffers and not isinstance(module, internals.NormBase)}
+    found = [module for root in modules for module in (root, *_in_containers(root))]
+    kinds: set[Any] = {type(module) for module in found}
+    return any(map(_has_and_writes, found)) or any(map(_names_one_that_writes, kinds))
+
+
+def _has_and_writes(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return bool(module._buffers) and _class_writes(kind)
+
+
+def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that are no children, in lists and the like among the attributes of `module`."""
+    for name in module.__dict__.keys() - _REGISTERED:
+        value = module.__dict__[name]
+        if type(value) in (list, tuple, dict) and value:
+            for each in value.values() if type(value) is dict else value:
+                if isinstance(each, nn.Module):
+                    yield from each.modules()
+
+
+_REGISTERED = frozenset(nn.Module().__dict__)
+
+
+@functools.cache
+def _class_writes(kind: Any) -> bool:
+    return not issubclass(kind, internals.NormBase) and any(_writes(each.__code__) for each in _functions(kind))
+
+
+@functools.cache
+def _names_one_that_writes(kind: Any) -> bool:
+    if kind.__module__.startswith("torch."):
+        return False
+    named = [each.__globals__.get(name) for each in _functions(kind) for name in each.__code__.co_names]
+    modules = [module for each in named if isinstance(each, nn.Module) for module in each.modules()]
+    return any(map(_has_and_writes, modules))
+
+
+def _functions(kind: type[Any]) -> Iterator[types.FunctionType]:
+    """The functions of a class of modules, and those of their files that they name."""
     functions = [
         function
-        for kind in kinds
         for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
         for function in vars(base).values()
         if isinstance(function, types.FunctionType) and function.__name__ != "__init__"
     ]
-    return any(_writes(each.__code__) for each in _reached(functions))
-
-
-def _reached(functions: list[types.FunctionType]) -> Iterator[types.FunctionType]:
-    """These, and those of their files that they name."""
     seen: set[types.FunctionType] = set()
     while functions:
         if (function := functions.pop()) in seen:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from memscale.algebra import Transform, Transformed
-from memscale.core import TransformError, by_name, factory, internals, is_of_modules
+from memscale.algebra import Transform, Transformed, walk
+from memscale.core import TransformError, by_name, factory, internals, is_of_modules, modules_in
 from memscale.policies import (
     EverythingSaveable,
     Move,
@@ -79,9 +79,10 @@ class Checkpointed(Transformed):
 
     def look_around(self) -> None:
         """Find out what a compiler's trace of `fn` will not show."""
-        modules = Scope(self.fn, reruns=False).modules
-        if not is_of_modules(self.fn):
-            self.captured = modules
+        if is_of_modules(self.fn):
+            modules = [each for root in modules_in(self.fn) for _, each in walk(root)]
+        else:
+            modules = self.captured = Scope(self.fn, reruns=False).modules
         self.may_change = may_change(modules)
 
     def reassembled(self, remap: Callable[[Any], Any]) -> Checkpointed:
