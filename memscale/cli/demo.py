@@ -22,7 +22,6 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import count
-from memscale.cli.step import typed_budget
 from memscale.cli.subject import offline
 from memscale.cli.terminal import Progress, simulations
 from memscale.cli.training import HEAD_WIDTH, MAX_SEQ, Job, Run, gpt2, read_text, train
@@ -64,7 +63,7 @@ def demo(options: DemoOptions) -> int:
     job, budget, out = _checked_job(options), options.budget, options.out
     _check_picture(out)
     if budget is not None:
-        budget_bytes(typed_budget(budget), ms.Hardware.detect(job.device.type).usable_bytes)
+        budget_bytes(budget, ms.Hardware.detect(job.device.type).usable_bytes)
     with offline():
         _check_packages()
     screen = Console()
@@ -109,7 +108,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
         progress=progress,
     )
     if budget is not None:
-        return engine.plan(typed_budget(budget))
+        return engine.plan(budget)
     share = math.ceil(_SHARE * engine.plain.taken_bytes / _MIB) * _MIB
     nearest = engine.nearest(share)
     least = nearest.evidence.planned.taken_bytes

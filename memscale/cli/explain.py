@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, count, file
-from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step, typed_budget
+from memscale.cli.step import StepOptions, TrainingOptions, batch_of, read_step
 from memscale.cli.terminal import check_files, write
 from memscale.core import ConfigError
 
@@ -59,7 +59,7 @@ def explain_snapshot(options: ExplainOptions) -> int:
             optimizer=step.optimizer,
             loss=step.subject.loss,
             hardware=step.hardware,
-            budget=None if options.budget is None else typed_budget(options.budget),
+            budget=options.budget,
         )
     write(files, {"html": found.html})
     print(found)

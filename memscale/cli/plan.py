@@ -14,7 +14,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
-from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
+from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import Subject
 from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
 from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes
@@ -66,7 +66,7 @@ class AllowOptions:
             raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
         switches: dict[str, Any] = {_SWITCHES[name]: name in allow for name in (*allow, *forbid)}
         if self.host is not None:
-            host_bytes = budget_bytes(typed_budget(self.host), 0, argument="--host")
+            host_bytes = budget_bytes(self.host, 0, argument="--host")
             switches["max_cpu_offload_gb"] = host_bytes / 1e9
         return ms.Config(mode=mode, auto_policy=auto, **switches)
 
@@ -128,7 +128,7 @@ def plan(options: PlanOptions) -> int:
 
     with _engine(options, auto=options.auto) as (engine, subject):
         try:
-            found = engine.plan(typed_budget(options.budget))
+            found = engine.plan(options.budget)
         except BudgetError as error:
             return nothing_fits(error, steps=True)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
@@ -176,7 +176,7 @@ def frontier(options: FrontierOptions) -> int:
         found, fault = None, None
         if options.budget is not None:
             try:
-                found = engine.plan(typed_budget(options.budget))
+                found = engine.plan(options.budget)
             except BudgetError as error:
                 fault = error
             else:
@@ -201,7 +201,7 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
     config = options.using.config(auto=auto)
     step = read_step(options.step)
     if options.budget is not None:
-        budget_bytes(typed_budget(options.budget), step.hardware.usable_bytes)
+        budget_bytes(options.budget, step.hardware.usable_bytes)
     batch = batch_of(step.subject, options.step.batch, step.seq)
     with simulations() as progress:
         try:

@@ -12,7 +12,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import Shorthand, count
-from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
+from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, MemscaleError
@@ -68,7 +68,7 @@ def predict(options: Options) -> int:
     if options.largest is not None:
         wanted = ["batch", "seq"] if options.largest == "grid" else [options.largest]
         check_axis("--largest", options.largest, wanted, subject, options.step.batch, seq)
-    budget = None if options.budget is None else typed_budget(options.budget)
+    budget = options.budget
     with simulations() as progress:
         predictor = ms.OOMPredictor(
             subject.model,

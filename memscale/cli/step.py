@@ -16,7 +16,6 @@ from memscale.core import ConfigError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
-    from memscale.planning import Budget
 
 # They need what a plain loop does not have: a closure that runs the step, sparse gradients.
 _NOT_OPTIMIZERS = ("optimizer", "lbfgs", "sparseadam")
@@ -138,16 +137,6 @@ def batch_of(subject: Subject, batch: int, seq: int) -> Any:
         raise ConfigError(
             f"the batch_fn raises {type(error).__name__} for ({batch}, {seq}): {first_line(error)}"
         ) from error
-
-
-def typed_budget(text: str) -> Budget:
-    """A number is a number, and everything else is for the planner or the predictor to read."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:

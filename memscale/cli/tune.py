@@ -13,7 +13,7 @@ import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.plan import AllowOptions, as_script, nothing_fits
 from memscale.cli.predict import check_axis
-from memscale.cli.step import RankOptions, batch_of, read_step, typed_budget
+from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
 
@@ -71,7 +71,7 @@ def tune(options: TuneOptions) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step = read_step(options.step)
     subject = step.subject
-    budget = None if options.budget is None else typed_budget(options.budget)
+    budget = options.budget
     if budget is not None:
         budget_bytes(budget, step.hardware.usable_bytes)
     axis = _AXES[options.objective]

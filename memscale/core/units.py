@@ -94,8 +94,10 @@ def aligned(rows: Sequence[Sequence[str]], sides: str, gap: str = "  ") -> list[
 
 _SIZES = {"b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
-    _SIZES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+    # "24G" is binary, as to `ulimit`, to containers and to batch systems.
+    _SIZES |= {f"{_prefix}b": 1000**_power} | dict.fromkeys((_prefix, f"{_prefix}i", f"{_prefix}ib"), 1024**_power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+_NUMBER = re.compile(r"\s*([+-]?\d+)(\.\d+)?\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 _RULE = "bytes as an int, a string such as '6GiB' or '6GB', or a share of the memory: '90%' or a float in (0, 1]"
 _FEWEST_BYTES = 1024  # of a device that has GiB
@@ -109,18 +111,21 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
     442450944
     >>> budget_bytes(0.5, 1001), budget_bytes(4096, 1001)
     (500, 4096)
-    >>> budget_bytes("90%", 1000)
-    900
+    >>> budget_bytes("90%", 1000), budget_bytes("0.9", 1000), budget_bytes("1K", 1)
+    (900, 900, 1024)
 
     Args:
-        budget: an int is bytes; a string is a number with a unit, ``"6GiB"`` (binary) or ``"6GB"`` (decimal), in any
-            case; a float in (0, 1] is that share of `whole_bytes`, and so is ``"90%"``.
+        budget: an int is bytes; a string is a number with a unit, ``"6GiB"`` or ``"6G"`` (binary) or ``"6GB"``
+            (decimal), in any case; a float in (0, 1] is that share of `whole_bytes`, and so is ``"90%"``. A number in
+            a string is that number.
         whole_bytes: of the device's memory.
         argument: what messages call it.
 
     Raises:
         ConfigError: it is none of these, less than one byte, or an int that cannot be meant as bytes.
     """
+    if isinstance(budget, str) and (number := _NUMBER.fullmatch(budget)):
+        budget = float(budget) if number[2] else int(budget)
     if isinstance(budget, str) and (share := _SHARE.fullmatch(budget)) and 0 < Decimal(share[1]) <= 100:
         nbytes = int(Decimal(share[1]) * whole_bytes / 100)
     elif isinstance(budget, str):
@@ -142,11 +147,6 @@ def budget_bytes(budget: int | float | str, whole_bytes: int, *, argument: str =
 def _parsed_bytes(text: str, argument: str) -> int:
     match = _SIZE.fullmatch(text)
     number, unit = match.groups() if match else ("", "")
-    if unit.lower() in _SIZES:
-        return int(Decimal(number) * _SIZES[unit.lower()])
-    prefix = unit[:1].upper()
-    if prefix and prefix in "KMGT":
-        remedy = f"; write '{number}{prefix}iB' or '{number}{prefix}B'"
-    else:
-        remedy = f"; write '{number}GiB'" if number and not unit and Decimal(number) else ""
-    raise ConfigError(f"{argument}={text!r} must be {_RULE}{remedy}")
+    if unit.lower() not in _SIZES or not match:
+        raise ConfigError(f"{argument}={text!r} must be {_RULE}")
+    return int(Decimal(number) * _SIZES[unit.lower()])

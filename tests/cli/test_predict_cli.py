@@ -410,7 +410,7 @@ def test_a_missing_transformers_gets_one_line(folder, capsys, monkeypatch):
             "'offload' is no file, and nothing that this model can have on",
         ),
         (["--plan", "gpt2.json"], "the plan has schema version None"),
-        (["--budget", "6G"], "budget='6G' must be bytes as an int, a string such as '6GiB' or '6GB'"),
+        (["--budget", "6P"], "budget='6P' must be bytes as an int, a string such as '6GiB' or '6GB'"),
         (["--budget", "1.5"], "budget=1.5 must be bytes"),
         (["--largest", "width"], "--largest must be batch, seq or grid, got 'width'"),
         (

@@ -676,7 +676,7 @@ BAD = {
         lambda: predictor(model=nn.Linear(4, 4).requires_grad_(False)).predict(fours(2)),
         r"has no parameter that requires a gradient",
     ),
-    "budget": (lambda: predictor().predict(fours(2), budget="6G"), r"budget='6G' must be .*; write '6GiB' or '6GB'"),
+    "budget": (lambda: predictor().predict(fours(2), budget="6P"), r"budget='6P' must be .*'6GiB' or '6GB'"),
     "share": (lambda: predictor().predict(fours(2), budget=1.5), r"budget=1\.5 must be bytes .* a float in \(0, 1\]"),
     "at_least": (lambda: predictor().largest(fours, at_least=0), r"largest\(at_least=0\) must be an int of at least 1"),
     "at_most": (lambda: predictor().largest(fours, at_most=2.0), r"largest\(at_most=2\.0\) must be an int"),
@@ -749,6 +749,12 @@ def test_a_smallest_batch_that_does_not_fit_is_a_budget_error():
         (" 12.5 % ", 125),
         (0.5, 500),
         (1.0, 1001),
+        ("0.5", 500),
+        ("1.0", 1001),
+        ("4096", 4096),
+        ("6G", 6 * 2**30),
+        ("24g", 24 * 2**30),
+        ("6mi", 6 * 2**20),
     ],
 )
 def test_budgets_in_bytes(text, nbytes):
@@ -758,9 +764,9 @@ def test_budgets_in_bytes(text, nbytes):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("6", r"budget='6' must be bytes as an int, a string such as '6GiB' or '6GB'"),
-        ("6G", r"write '6GiB' or '6GB'$"),
-        ("6mi", r"write '6MiB' or '6MB'$"),
+        ("six", r"budget='six' must be bytes as an int, a string such as '6GiB' or '6GB'"),
+        ("-3", r"budget=-3 is -3 bytes"),
+        ("1.5", r"budget=1\.5 must be .*; write '1\.5GiB'$"),
         ("6PB", r"float in \(0, 1\]$"),
         ("", r"budget='' must be"),
         ("GiB", r"budget='GiB' must be"),
@@ -786,6 +792,8 @@ def test_budgets_that_are_none(value, message):
 def test_a_number_that_cannot_be_meant_as_bytes_is_refused():
     with pytest.raises(ms.ConfigError, match="budget=80 is 80 bytes; if GiB are meant, write budget='80GiB'"):
         budget_bytes(80, 80 * 2**30)
+    with pytest.raises(ms.ConfigError, match="write budget='80GiB'"):
+        budget_bytes("80", 80 * 2**30)
 
 
 def test_a_budget_is_called_what_the_verb_calls_it():
