@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memscale.crashes import Explanation, explain
     from memscale.hardware import Hardware
     from memscale.inspection import Residual, Verification, saved_residuals, verify
-    from memscale.legacy import Executor, detach, optimize, wrap
+    from memscale.legacy import Executor, detach, optimize, report, wrap
     from memscale.optimizers import (
         LossScale,
         compensate_rounding,
@@ -103,6 +103,7 @@ __all__ = [
     "policies",
     "profile",
     "quantize_states",
+    "report",
     "round_stochastically",
     "saved_residuals",
     "step_in_backward",
@@ -125,7 +126,7 @@ _LOADED_WHEN_ASKED = {
         "crashes": "Explanation explain",
         "hardware": "Hardware",
         "inspection": "Residual Verification saved_residuals verify",
-        "legacy": "Executor detach optimize wrap",
+        "legacy": "Executor detach optimize report wrap",
         "optimizers": "LossScale compensate_rounding offload_states quantize_states round_stochastically "
         "step_in_backward step_in_groups",
         "planning": "AutoTuner DecisionEngine Frontier OOMPrediction OOMPredictor OOMRisk Tuning",

@@ -134,7 +134,7 @@ class Config:
         use_static_profiling: measure by simulation, without running the model.
         use_empirical_fallback: measure a real step where simulation cannot.
         warmup_steps: real steps to run before measuring one.
-        enable_logging: log the hardware, the plan and what is skipped, at level INFO.
+        enable_logging: print what was decided in a line; log the hardware, the plan and what is skipped, at level INFO.
         log_file: path of a file that gets the same lines, appended; None is no file.
         observability_port: local port that serves live figures for Prometheus, 0 for any free one, or
             ``"address:port"`` to be reached from elsewhere; None serves nothing.

@@ -17,8 +17,8 @@ memscale:
     Frontier Hardware LossScale MemoryProfiler MemscaleError OOMPrediction OOMPredictor OOMRisk OptimizationMode Plan
     PlanError PolicyFallbackNeeded Profile Residual RuntimeUnavailable StrategyContext StrategyDecision Transform
     TransformError Tuning Verification cast checkpoint compensate_rounding compose detach explain frontier functional
-    identity measure name offload offload_states optimize plan policies profile quantize_states round_stochastically
-    saved_residuals step_in_backward step_in_groups tile transform verify wrap
+    identity measure name offload offload_states optimize plan policies profile quantize_states report
+    round_stochastically saved_residuals step_in_backward step_in_groups tile transform verify wrap
 memscale.policies:
     Move Policy Recompute Save Site Verdict attention_saveable dots_saveable dots_with_no_batch_dims_saveable
     everything_saveable nothing_saveable save_and_offload_only_these_names save_any_names_but_these
@@ -46,7 +46,7 @@ memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_o
     keep_measured queue_path record send to_csv to_json_lines
 memscale.inspection: Residual Verification check_same_numbers saved_residuals verify
 memscale.integrations:
-memscale.legacy: Executor attached detach optimize wrap wrapped
+memscale.legacy: Executor attached detach optimize report wrap wrapped
 memscale.observability: Metrics Server check_can_serve local_rank memory_keys rank serve
 memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed

@@ -36,6 +36,7 @@ class Comparison:
 
     Attributes:
         peak_error: the share of the real peak by which the predicted one is off, once that is known.
+        text: what was found, once that is known.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Comparison:
         keep_found: Callable[[dict[str, float]], object] | None,
     ) -> None:
         self.peak_error: float | None = None
+        self.text = ""
         self._config, self._keep = config, keep_found
         self._predicted: dict[str, int] = {}
         if config.enable_logging and verdict.profile is not None and isinstance(verdict.plan, ProvenPlan):
@@ -88,14 +90,16 @@ class Comparison:
         peak = f"peak {format_bytes(found['peak'])}" if "peak" in found else "the peak is not measured here"
         if not off:
             worst = max((abs(real - thought) / max(thought, 1) for _, thought, real in rows if thought), default=0.0)
-            say(self._config, f"the step is as predicted, to {worst:.1%} in {len(rows)} categories; {peak}")
+            self.text = f"the step is as predicted, to {worst:.1%} in {len(rows)} categories; {peak}"
+            say(self._config, self.text)
             return
         lines = [f"the step is not as predicted; {peak}", f"  {'':<16} {'predicted':>10} {'real':>10}"]
         lines += [f"  {name:<16} {format_bytes(thought):>10} {format_bytes(real):>10}" for name, thought, real in rows]
         lines.append(
             "  the loss and the optimizer that wrap assumed may be others: optimize(model, optimizer) knows yours"
         )
-        say(self._config, "\n".join(lines), logging.WARNING)
+        self.text = "\n".join(lines)
+        say(self._config, self.text, logging.WARNING)
 
 
 def _resident(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

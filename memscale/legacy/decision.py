@@ -35,6 +35,8 @@ class Verdict:
         step_bytes: what that step takes or, without a profile, what stays on the device from step to step.
         skipped: why the plan is empty; None if it is not.
         for_all: whether it holds for every batch.
+        limit_bytes: what the step may take; None where that decided nothing.
+        planned_bytes: what the step takes under the plan; None where no simulation has told.
         run: of the history, where this is recorded.
     """
 
@@ -43,6 +45,8 @@ class Verdict:
     step_bytes: int
     skipped: str | None
     for_all: bool = False
+    limit_bytes: int | None = None
+    planned_bytes: int | None = None
     run: Run | None = None
 
 
@@ -91,7 +95,7 @@ def decide(
             f"{unmeasured}; "
             "Config(force_optimize=True) transforms it all the same"
         )
-        return Verdict(Plan(), profile, step_bytes, reason)
+        return Verdict(Plan(), profile, step_bytes, reason, limit_bytes=limit)
     if config.enable_checkpointing and checkpointing_off(model):
         try:  # what follows takes the place of the model's own checkpointing
             return decide(model, batch, optimizer, config, hardware, moving=moving, budget=budget)
@@ -119,14 +123,18 @@ def decide(
 
 def _planned(engine: DecisionEngine, profile: Profile | None, step_bytes: int, limit: int, said: str) -> Verdict:
     plan: Plan
+    planned_bytes: int | None
     try:
-        plan = engine.plan(limit)
+        plan = proven = engine.plan(limit)
+        planned_bytes = proven.evidence.planned.taken_bytes
     except BudgetError as error:
         # Training may still go through: other tensors may be smaller than thought, or the target is below the device.
-        plan = Plan() if error.plan is None else error.plan
+        plan, planned_bytes = error.plan or Plan(), error.peak_bytes
         LOG.warning("%s; the model runs under the smallest plan, above %s", error, said)
-    skipped = None if plan else "no transform that the config allows lowers the peak of the step"
-    return Verdict(plan, profile, step_bytes, skipped)
+    if not plan:
+        reason = "no transform that the config allows lowers the peak of the step"
+        return Verdict(plan, profile, step_bytes, reason)
+    return Verdict(plan, profile, step_bytes, None, limit_bytes=limit, planned_bytes=planned_bytes)
 
 
 def _simulated(

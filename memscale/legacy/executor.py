@@ -19,9 +19,10 @@ from memscale.hardware import Hardware
 from memscale.history import keep_measured
 from memscale.legacy.comparison import Comparison, recorded
 from memscale.legacy.decision import Verdict, decide, hardware_of
+from memscale.legacy.headline import headline
 from memscale.legacy.hooks import Seen, SeenRoot, idle, is_a_step_of_its_own, leave, listen
 from memscale.legacy.huggingface import caches_off, caches_on, keep_checkpointing_off, let_checkpointing
-from memscale.legacy.log import LOG, say
+from memscale.legacy.log import LOG, announce, say
 from memscale.legacy.offloading import moved_text, runtime_of_plan
 from memscale.legacy.optimizing import Optimizing
 from memscale.legacy.shapes import MOST_PLANS, Planned, PlansByShapes, Shapes, as_batch, shapes_of, with_shapes
@@ -34,7 +35,7 @@ ATTRIBUTE = "_memscale_executor"
 # What `_begin` makes anew in a copy.
 _OF_PROCESS = {
     *("_lock", "_planning", "_optimizer", "_own", "_optimizing"),
-    *("_verdict", "_comparison", "_metrics", "_server"),
+    *("_verdict", "_headline", "_comparison", "_metrics", "_server"),
 }
 
 
@@ -112,6 +113,7 @@ class Executor:
         self._own: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._optimizing = Optimizing(self.config)
         self._verdict: Verdict | None = None
+        self._headline: str | None = None  # the last that was said
         self._comparison: Comparison | None = None
         self._metrics: Metrics | None = None
         self._server: Server | None = None
@@ -218,6 +220,8 @@ class Executor:
         if self._looked and (text := self.idle_text()) is not None:
             lines.append(text)
         lines += self._optimizing.text()
+        if self._comparison is not None and self._comparison.text:
+            lines.append(self._comparison.text)
         if self.runtime is not None:
             lines.append(moved_text(self.runtime))
         return "\n".join(lines)
@@ -227,7 +231,11 @@ class Executor:
         say(self.config, message)
 
     def report(self) -> None:
-        """Log what is in force."""
+        """Log what is in force, and say it in a line where the last one was another."""
+        line = None if self._verdict is None else headline(self.model, self._verdict, self._seen)
+        if line not in (None, self._headline):
+            announce(self.config, str(line))
+            self._headline = line
         self.say(self.step_text())
         if self.skipped is not None:
             self.say(f"{self._kind} stays as it is: {self.skipped}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from datetime import datetime
 
 from memscale.config import Config
@@ -23,6 +24,13 @@ class _Unheard(logging.NullHandler):
 
 if not LOG.handlers:
     LOG.addHandler(_Unheard())
+
+
+def announce(config: Config, text: str) -> None:
+    """One line on stdout, of the first process of a run."""
+    if config.enable_logging and rank() == 0:
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(f"memscale: {text}".encode(encoding, "replace").decode(encoding))
 
 
 def say(config: Config, message: str, level: int = logging.INFO) -> None:

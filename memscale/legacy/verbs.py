@@ -103,8 +103,9 @@ def wrap(
     ``checkpoint()`` on its repeated blocks and what the config asks for by name. An optimizer is known by its first
     step, and has its states in 8 bits from then on where the plan says so (``use_8bit_optimizer``). A Hugging Face
     model's ``config.use_cache`` is off while wrapped, and its own activation checkpointing where the plan takes its
-    place. The hardware, the step and the plan are logged (logger ``memscale``, level INFO, and ``config.log_file``). A
-    model that is already wrapped is detached first.
+    place. What was decided is printed in a line, by the first process of a run; the hardware, the step and the plan are
+    logged (logger ``memscale``, level INFO, and ``config.log_file``). Nothing of that is said without
+    ``config.enable_logging``; `report` says it at any time. A model that is already wrapped is detached first.
 
     Args:
         target: an ``nn.Module``; or a Trainer of transformers (TRL's too) or of Lightning, whose model is wrapped
@@ -138,6 +139,7 @@ def wrap(
     >>> import torch
     >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(2)]
     >>> model = wrap(torch.nn.Sequential(*layers), Config(force_optimize=True))
+    memscale: checkpoint on 2 of 2 blocks; the step's peak under that is not known
     >>> model._memscale_executor
     Executor(Sequential, Plan({'*': checkpoint()}))
     >>> detach(model)
@@ -202,10 +204,10 @@ def optimize(
 
 
 class _Block(AbstractContextManager[Executor]):
-    """The block of a ``with``, at whose end the model of `executor` is detached."""
+    """The block of a ``with``, at whose end the model is detached; it keeps the model, as an executor does not."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+        self.executor, self.model = executor, executor.model
 
     def __enter__(self) -> Executor:
         return self.executor
@@ -235,6 +237,25 @@ def detach(model: Any) -> None:
         LOG.warning("detach(): this %s is not wrapped; nothing to undo", type(module).__name__)
     else:
         executor.detach()
+
+
+def report(model: Any) -> None:
+    """Print what `wrap` applied to ``model``, what the step was predicted to take, and what was measured of it.
+
+    Args:
+        model: as `wrap`'s ``target``, wrapped or not.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a trainer.
+
+    >>> model = wrap(torch.nn.Linear(2, 2), Config(enable_logging=False))
+    >>> detach(model)
+    >>> report(model)
+    this Linear is not wrapped
+    """
+    module = _module_of(model, "report")
+    executor = attached(module)
+    print(f"this {type(module).__name__} is not wrapped" if executor is None else executor)
 
 
 def attached(model: nn.Module) -> Executor | None:

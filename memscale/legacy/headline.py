@@ -1,0 +1,54 @@
+"""What was decided about a model, in the one line that `wrap` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from memscale.algebra import Plan, chain
+from memscale.core import format_bytes, format_unlike, matches
+from memscale.legacy.decision import Verdict
+from memscale.planning import ProvenPlan, repeated_blocks
+
+
+def headline(model: nn.Module, verdict: Verdict, regions: Iterable[str]) -> str | None:
+    """The line; None where the batch that decides has not come yet.
+
+    Args:
+        model: that is wrapped.
+        verdict: on its step.
+        regions: the paths of the regions of the verdict's plan.
+    """
+    plan = verdict.plan
+    if verdict.skipped is not None:
+        if verdict.limit_bytes is None:
+            return f"stays as it is: {verdict.skipped}"
+        size, limit = format_unlike(verdict.step_bytes, verdict.limit_bytes)
+        return None if verdict.profile is None else f"fits as it is, {size} of {limit}"
+    done = ", ".join([*_techniques(model, plan, regions), *(repr(rule.transform) for rule in plan.of_optimizers())])
+    taken_bytes, limit_bytes, times = verdict.planned_bytes, verdict.limit_bytes, ""
+    if taken_bytes is None or limit_bytes is None:
+        return f"{done}; the step's peak under that is not known"
+    if isinstance(plan, ProvenPlan) and plan.evidence.plain.step_seconds:
+        times = f", step × {plan.evidence.planned.step_seconds / plan.evidence.plain.step_seconds:.2f}"
+    above = f", above the {format_bytes(limit_bytes)} allowed" if taken_bytes > limit_bytes else ""
+    return f"{format_bytes(verdict.step_bytes)} → {format_bytes(taken_bytes)}{above}{times}: {done}"
+
+
+def _techniques(model: nn.Module, plan: Plan, regions: Iterable[str]) -> Iterable[str]:
+    """Each technique of the plan, and where it is: on how many of the model's blocks, and on what else."""
+    patterns = repeated_blocks(model)
+    blocks = {path for path, _ in model.named_modules() if any(matches(pattern, path) for pattern in patterns)}
+    places: dict[str, set[str]] = {}
+    for path in regions:
+        block = next((each for each in blocks if f"{path}.".startswith(f"{each}.")), path)
+        transforms = [rule.transform for rule in plan.of_functions() if rule.matches(path)]
+        for name in [getattr(each, "spelling", repr(each)) for how in transforms for each in chain(how)]:
+            places.setdefault(name, set()).add(block)
+    for name, found in places.items():
+        inside, others = found & blocks, sorted(found - blocks)
+        where = [f"{len(inside)} of {len(blocks)} blocks"] if inside else []
+        where += [repr(path) if path else "the whole model" for path in others[:2]]
+        where += [f"{len(others) - 2} more modules"] if len(others) > 2 else []
+        yield f"{name} on {' and '.join(where)}"

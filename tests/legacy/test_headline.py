@@ -1,0 +1,89 @@
+"""What `wrap` says by default, in a line on stdout, and what `report` prints."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+from tests.legacy.test_wrap_plans import device, rows, stack  # noqa: F401
+
+SHARE = ms.Config(target_gpu_utilization=1)
+
+
+def train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(rows(1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_first_training_call_says_once_that_the_step_fits(device, capsys):  # noqa: F811
+    device(500)
+    model = ms.wrap(stack(), SHARE)
+    assert capsys.readouterr().out == ""
+    train(model)
+    assert capsys.readouterr().out == "memscale: fits as it is, 11.8 MiB of 500 MiB\n"
+    model(rows(1025)).sum().backward()
+    assert re.fullmatch(r"memscale: fits as it is, .* MiB of 500 MiB\n", capsys.readouterr().out)
+    ms.detach(model)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_plan_is_said_with_what_it_saves_and_costs(device, capsys):  # noqa: F811
+    device(1000)
+    ms.wrap(nn.Sequential(*stack(), nn.Linear(64, 64)), sample_input=rows(1024), budget="10MiB")
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"memscale: 1\d\.\d MiB → \d\.\d+ MiB, step × \d\.\d\d: checkpoint.* on .*\n", said)
+    ms.wrap(stack(), sample_input=rows(1024), budget="1MiB")
+    assert "MiB, above the 1.00 MiB allowed: checkpoint on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (ms.Config(force_optimize=True), "checkpoint on 4 of 4 blocks; the step's peak under that is not known"),
+        (ms.Config(force_optimize=True, enable_tiling=True), "checkpoint on 4 of 4 blocks, tile on '4'; the step's"),
+        (ms.Config(force_optimize=True, enable_checkpointing=False), "stays as it is: enable_checkpointing is False"),
+        (ms.Config(force_optimize=True, enable_logging=False), ""),
+    ],
+)
+def test_what_the_rule_does_is_said(config, said, capsys):
+    ms.wrap(nn.Sequential(*stack(), nn.Linear(64, 500)), config)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"memscale: {said}") if said else printed == ""
+    assert printed.count("\n") == bool(said)
+
+
+def test_one_process_of_a_run_says_it_and_any_encoding_takes_it(device, monkeypatch, capsys):  # noqa: F811
+    device(1000)
+    monkeypatch.setenv("RANK", "1")
+    ms.wrap(stack(), sample_input=rows(1024), budget="10MiB")
+    assert capsys.readouterr().out == ""
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    ms.wrap(stack(), sample_input=rows(1024), budget="10MiB")
+    sys.stdout.seek(0)
+    assert "MiB ? 9." in sys.stdout.read()
+
+
+def test_report_prints_what_is_applied_and_measured(device, capsys):  # noqa: F811
+    device(1000)
+    model = ms.wrap(stack(), ms.Config(enable_logging=True), sample_input=rows(1024), budget="10MiB")
+    train(model, 3)
+    capsys.readouterr()
+    ms.report(model)
+    printed = capsys.readouterr().out
+    for text in ("step without memscale: 11.8 MiB", "checkpoint(", "the step is as predicted"):
+        assert text in printed
+    ms.detach(model)
+    ms.report(model)
+    assert capsys.readouterr().out == "this Sequential is not wrapped\n"
+    with pytest.raises(TypeError, match=r"report\(\) takes an nn.Module"):
+        ms.report(3)
