@@ -8,10 +8,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
 
 from memscale.algebra.composition import Transform, is_of_optimizers, what_to_write
 from memscale.core import Document, PlanError, from_data, matches, misfit, shown, spellings
+
+_Plan = TypeVar("_Plan", bound="Plan")
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 
@@ -160,6 +164,40 @@ class Plan:
         ):
             raise PlanError(f"a plan's 'rules' is a list of objects with 'path' and 'transform', got {rules!r}")
         return cls([(rule["path"], from_data(rule["transform"])) for rule in rules])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file, as JSON.
+
+        Raises:
+            PlanError: as `to_json`, or the file cannot be written.
+        """
+        text = self.to_json()
+        try:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(
+                f"save({str(path)!r}): {error.strerror}; give a file in a folder that can be written"
+            ) from error
+
+    @classmethod
+    def load(cls: type[_Plan], path: str | PathLike[str]) -> _Plan:
+        """Read the plan of a file that `save` wrote.
+
+        >>> import os, tempfile, memscale as ms
+        >>> plan = ms.Plan({"layers.*": ms.checkpoint()})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     plan.save(os.path.join(folder, "plan.json"))
+        ...     ms.Plan.load(os.path.join(folder, "plan.json")) == plan
+        True
+
+        Raises:
+            PlanError, ConfigError: as `from_json`, or the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"load({str(path)!r}): {error}; give a file that Plan.save() wrote") from error
+        return cls.from_json(text)  # type: ignore[return-value]
 
     def to_python(self) -> str:
         """The code that makes and applies this plan by hand, ready to paste.

@@ -1,4 +1,7 @@
-"""Patterns over module paths: ``*`` is one segment (or part of one), ``**`` any number of segments, ``""`` the root."""
+"""Patterns over module paths: ``*`` is a segment or a part of one, ``**`` any number of them, ``""`` the root.
+
+``[0-3]`` is one of these characters.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 from memscale.core.misuse import shown
 
 _NUMBER = re.compile(r"\d+")
+_CLASS = re.compile(r"\[(?:\w-\w|\w)+\]")
+_PIECES = re.compile(rf"\*|{_CLASS.pattern}|[^*\[]+|\[")
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -16,8 +21,10 @@ def matches(pattern: str, path: str) -> bool:
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.mlp"), matches("**.mlp", "layers.0.mlp")
     (True, False, True)
+    >>> [number for number in range(12) if matches("layers.[0-37]", f"layers.{number}")]
+    [0, 1, 2, 3, 7]
     """
-    return _regex(pattern).fullmatch(f".{path}" if path else "") is not None
+    return pattern == path or _regex(pattern).fullmatch(f".{path}" if path else "") is not None
 
 
 def template(path: str) -> str:
@@ -42,7 +49,16 @@ def misfit(pattern: Any) -> str | None:
         return f"the path pattern {pattern!r} has an empty segment; write 'a.b', or '' for the root"
     if any("**" in segment and segment != "**" for segment in pattern.split(".")):
         return f"in the path pattern {pattern!r}, '**' must be a whole segment, as in 'layers.**.mlp'"
+    try:
+        _regex(pattern)
+    except re.error:
+        return f"the path pattern {pattern!r} has a range from a later to an earlier character; write it as '[0-3]'"
     return None
+
+
+def _piece(piece: str) -> str:
+    """A star, a class of letters such as ``[0-3]``, or text, as a regular expression within a segment."""
+    return "[^.]*" if piece == "*" else piece if _CLASS.fullmatch(piece) else re.escape(piece)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,5 +69,5 @@ def _regex(pattern: str) -> re.Pattern[str]:
         if segment == "**":
             regex += r"(?:\.[^.]+)*"
         else:
-            regex += r"\." + re.escape(segment).replace(r"\*", "[^.]*")
+            regex += r"\." + "".join(map(_piece, _PIECES.findall(segment)))
     return re.compile(regex)

@@ -210,3 +210,39 @@ def test_a_policy_of_the_users_own_needs_no_spelling():
         plan.to_json()
     model = ms.transform(torch.nn.Sequential(torch.nn.Linear(4, 4)), plan)
     model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path):
+    plan = ms.Plan({"layers.[0-2]": ms.checkpoint(), "head": ms.tile(chunks=4)})
+    plan.save(tmp_path / "plan.json")
+    assert ms.Plan.load(str(tmp_path / "plan.json")) == plan
+    with pytest.raises(ms.PlanError, match=r"save\('.*'\): No such file"):
+        plan.save(tmp_path / "no" / "plan.json")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for name in ("none.json", "bytes"):
+        with pytest.raises(ms.PlanError, match=r"give a file that Plan\.save\(\) wrote"):
+            ms.Plan.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("[01]", [0, 1]),
+        ("[0-2]", [0, 1, 2]),
+        ("1[01]", [10, 11]),
+        ("[3-5]*", [3, 4, 5]),
+        ("[", []),
+        ("[]", []),
+        ("[.]", []),
+    ],
+)
+def test_a_class_of_characters_is_one_of_them(pattern, expected):
+    plan = ms.Plan([(f"blocks.{pattern}", ms.checkpoint())])
+    (rule,) = plan.rules
+    assert [number for number in range(12) if rule.matches(f"blocks.{number}")] == expected
+    assert not rule.matches("blocks.0.mlp")
+
+
+def test_a_range_that_goes_down_is_refused():
+    with pytest.raises(ms.PlanError, match=r"'\[3-0\]' has a range from a later to an earlier"):
+        ms.Plan({"[3-0]": ms.checkpoint()})
