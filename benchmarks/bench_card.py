@@ -217,12 +217,12 @@ def predictions(name: str, hardware: ms.Hardware) -> dict[str, Prediction]:
         by_hand["checkpoint+head"] = {**checkpoint, case.head: ms.tile(chunks=16)}
 
     def simulated(plan: ms.Plan | None, budget_bytes: int | None = None) -> Prediction:
-        profile = ms.profile(model, batch, optimizer=optimizer, plan=plan, hardware=hardware)
+        profile = ms.profile(model, batch, keeps_output=False, optimizer=optimizer, plan=plan, hardware=hardware)
         peak_bytes = max(profile.first_step_peak_bytes, profile.peak_bytes)
         return Prediction(plan, peak_bytes, profile.taken_bytes, profile.step_seconds or 0.0, budget_bytes)
 
     found = {name: simulated(None if rules is None else ms.Plan(rules)) for name, rules in by_hand.items()}
-    engine = ms.DecisionEngine(model, batch, optimizer=optimizer, hardware=hardware)
+    engine = ms.DecisionEngine(model, batch, keeps_output=False, optimizer=optimizer, hardware=hardware)
     most = found["plain"].reserved_bytes
     shares = {f"plan {share:.0%}": int(share * most) for share in BUDGETS}
     for variant, budget in (shares if case.fits else {"plan": int(ALMOST_ALL * hardware.usable_bytes)}).items():

@@ -161,7 +161,15 @@ def measured(name: str, options: argparse.Namespace, hardware: ms.Hardware, unti
         settings: dict[str, Any] = {"plan": value, "accumulate": case.accumulate, "hardware": hardware}
         began = time.perf_counter()
         profiles = [
-            ms.profile(model, batch, optimizer=case.optimizer(model), loss=case.loss, probe=probe, **settings)
+            ms.profile(
+                model,
+                batch,
+                keeps_output=False,
+                optimizer=case.optimizer(model),
+                loss=case.loss,
+                probe=probe,
+                **settings,
+            )
             for probe in (True, False)
         ]
         if measured_ones := [profile.notes[0] for profile in profiles if profile.method != "static"]:
@@ -191,7 +199,7 @@ def offloaded(name: str, options: argparse.Namespace, hardware: ms.Hardware) -> 
         if turn >= 2:  # the first makes files, the second learns what comes back when
             turns.append(waited() - before)
     settings: dict[str, Any] = {"plan": plan, "hardware": hardware, "loss": case.loss, "probe": True}
-    profile = ms.profile(model, batch, optimizer=case.optimizer(model), **settings)
+    profile = ms.profile(model, batch, keeps_output=False, optimizer=case.optimizer(model), **settings)
     real, predicted = statistics.median(turns), sum(profile.exposed_seconds.values())
     print(f"{name:12}waits {1e3 * real:8.1f} ms   predicted {1e3 * predicted:8.1f} ms   {predicted / real:6.2f}")
     return {"model": name, "real_seconds": real, "predicted_seconds": predicted}

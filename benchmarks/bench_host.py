@@ -101,7 +101,7 @@ def counted(case: Case, plan: ms.Plan | None) -> dict[str, int]:
     model, batch = case.make("fp32", "cpu")
     settings: dict[str, Any] = {"optimizer": case.optimizer(model), "loss": case.loss, "accumulate": case.accumulate}
     with mock.patch.object(clock, "host_calls", kinds), mock.patch.object(sandbox, "Clock", Counting):
-        ms.profile(model, batch, plan=plan, hardware="h100", **settings)
+        ms.profile(model, batch, keeps_output=False, plan=plan, hardware="h100", **settings)
     return {kind: count for kind, count in steps[-1].items() if kind != "plain"}
 
 

@@ -249,7 +249,7 @@ def row(name: str, policy: str, variant: str, parallel: str, world: int) -> dict
         gc.collect()
         model, batch, optimizer, _ = made(name, variant, distribute)
         began = time.perf_counter()
-        profile = ms.profile(model, batch, optimizer=optimizer)
+        profile = ms.profile(model, batch, keeps_output=False, optimizer=optimizer)
         found |= {"seconds": round(time.perf_counter() - began, 2), "method": profile.method}
         found |= {"truth_bytes": truth, "predicted_bytes": profile.peak_bytes}
         found["error_percent"] = round(100 * (profile.peak_bytes / truth - 1), 4)

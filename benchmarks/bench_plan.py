@@ -75,7 +75,9 @@ def kept_budgets(name: str, budgets: int) -> list[dict[str, float]]:
     case = CASES[name]
     model, batch = case.make("fp32")
     began = time.perf_counter()
-    engine = ms.DecisionEngine(model, batch, optimizer=case.make_optimizer(model.parameters()), loss=case.loss)
+    engine = ms.DecisionEngine(
+        model, batch, keeps_output=False, optimizer=case.make_optimizer(model.parameters()), loss=case.loss
+    )
     curve = engine.frontier(2)
     least, most = curve[0].peak_bytes, engine.plain.taken_bytes
     print(f"{name}: {most / 1e6:.1f} MB as it is, {least / 1e6:.1f} MB at least ({time.perf_counter() - began:.1f} s)")
@@ -176,7 +178,9 @@ def beside_peers(name: str, rounds: int, against: str) -> dict[str, Any]:
     case = CASES[name]
     model, batch = case.make("fp32")
     optimizer = case.make_optimizer(model.parameters())
-    engine = ms.DecisionEngine(model, batch, optimizer=optimizer, loss=case.loss, hardware=ms.Hardware.measure("cpu"))
+    engine = ms.DecisionEngine(
+        model, batch, keeps_output=False, optimizer=optimizer, loss=case.loss, hardware=ms.Hardware.measure("cpu")
+    )
     resident = sum(each.nbytes for each in model.parameters()) * 3  # with AdamW's states
     curve = engine.frontier(16)
     plain = steps_of(case, case.make("fp32")[0], batch)[0]

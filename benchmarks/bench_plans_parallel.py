@@ -61,9 +61,9 @@ def row(name: str, policy: str, share: float) -> dict[str, Any]:
     model, batch, optimizer = made(name, policy, None)
     sent: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        budget = int(share * ms.profile(model, batch, optimizer=optimizer).peak_bytes)
+        budget = int(share * ms.profile(model, batch, keeps_output=False, optimizer=optimizer).peak_bytes)
         try:
-            sent = [budget, ms.plan(model, batch, optimizer=optimizer, budget=budget)]
+            sent = [budget, ms.plan(model, batch, keeps_output=False, optimizer=optimizer, budget=budget)]
         except ms.BudgetError as error:
             sent = [budget, error.peak_bytes]
     dist.broadcast_object_list(sent, src=0)

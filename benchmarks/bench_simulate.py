@@ -77,7 +77,9 @@ def profiles(name: str, rounds: int) -> dict[str, float]:
     for number in range(rounds + 1):
         for key, plan in plans(blocks).items() if number else [("", None)]:
             seconds, _ = timed(
-                lambda plan=plan: ms.profile(model, batch, optimizer=optimizer, plan=plan, hardware="h100")
+                lambda plan=plan: ms.profile(
+                    model, batch, keeps_output=False, optimizer=optimizer, plan=plan, hardware="h100"
+                )
             )
             if number:
                 found[key].append(seconds)
@@ -93,12 +95,12 @@ def planning(name: str) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters())
     target = GPT2_PLAN_SECONDS if name == "gpt2" else SHAPES[name][2]
     found = {}
-    most = ms.profile(model, batch, optimizer=optimizer, hardware="h100").taken_bytes
+    most = ms.profile(model, batch, keeps_output=False, optimizer=optimizer, hardware="h100").taken_bytes
     for share in BUDGETS:
         engine: list[ms.DecisionEngine] = []
 
         def run(share: float = share, engine: list[ms.DecisionEngine] = engine) -> ms.Plan:
-            engine.append(ms.DecisionEngine(model, batch, optimizer=optimizer, hardware="h100"))
+            engine.append(ms.DecisionEngine(model, batch, keeps_output=False, optimizer=optimizer, hardware="h100"))
             return engine[0].plan(int(share * most))
 
         seconds, plan = timed(run)

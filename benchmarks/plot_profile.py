@@ -20,7 +20,9 @@ def main() -> None:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).bfloat16()
     ids = torch.zeros(8, 1024, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
-    profile = ms.profile(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer, hardware="h100")
+    profile = ms.profile(
+        model, {"input_ids": ids, "labels": ids}, keeps_output=False, optimizer=optimizer, hardware="h100"
+    )
     IMAGES.mkdir(exist_ok=True)
     profile.plot(IMAGES / "profile.png")
     print(profile)

@@ -26,7 +26,7 @@ def profile(
     plan: PlanLike | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
-    keeps_output: bool = False,
+    keeps_output: bool = True,
     probe: bool = False,
     parallel: Parallel | None = None,
     world: int | None = None,
@@ -45,7 +45,7 @@ def profile(
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> profile = ms.profile(model, torch.ones(32, 64), optimizer=optimizer, loss=lambda y, _: y.square().mean())
     >>> profile.peak_bytes, profile.moment.phase
-    (438416, 'optimizer')
+    (439440, 'optimizer')
     >>> profile.by_category["optimizer state"] == 2 * profile.by_category["parameter"] + 4 * 4  # and four step counts
     True
 
@@ -61,9 +61,9 @@ def profile(
         hardware: the device to predict for: a `Hardware`, a card's name such as ``"h100"``, ``"cpu"``, or None for the
             model's device.
         accumulate: forward and backward passes for each optimizer step.
-        keeps_output: whether the loop keeps what the model returned until the next output takes its place, as
-            ``output = model(x)`` does in a loop, or in a function until that returns: all logits of a language model,
-            say. Without, it is let go before backward, as in ``loss(model(x)).backward()`` and in the usual trainers.
+        keeps_output: whether the model's output, such as all logits of a language model, lives until the next output
+            takes its place, as ``output = model(x)`` has it in a loop. False is for a loop that lets go of the output
+            before backward, as ``loss(model(x)).backward()`` and the Trainer of transformers do, which takes less.
         probe: run each kernel for real, on the device and on inputs like those of the step, to see what memory it takes
             inside and, on a CPU, how long it takes; Python between the operators is timed as the simulation runs it.
             Otherwise memory is known by formulas (CUDA), or asked of the kernels that take much (CPU), and time by the
@@ -102,7 +102,7 @@ def profile(
     if path is not None:
         applied = None if plan is None else as_plan(plan)
         options: dict[str, Any] = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        _keep(found, path, model, batch, plan=applied, optimizer=optimizer, loop=_loop(keeps_output), **options)
+        _keep(found, path, model, batch, plan=applied, optimizer=optimizer, loop=_loop(model, keeps_output), **options)
     return found
 
 
@@ -117,7 +117,7 @@ def plan(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
-    keeps_output: bool = False,
+    keeps_output: bool = True,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
     parallel: Parallel | None = None,
@@ -193,7 +193,7 @@ def plan(
             plan=found,
             optimizer=optimizer,
             config=config,
-            loop=_loop(keeps_output),
+            loop=_loop(model, keeps_output),
             **options,
         )
     return found
@@ -208,7 +208,7 @@ def frontier(
     config: Config | None = None,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
-    keeps_output: bool = False,
+    keeps_output: bool = True,
     points: int = POINTS,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
@@ -255,8 +255,9 @@ def frontier(
     return engine.frontier(points)
 
 
-def _loop(keeps_output: bool) -> str | None:
-    return "keeps_output" if keeps_output else None  # the usual one goes without saying
+def _loop(model: Any, keeps_output: bool) -> str | None:
+    """The loop as runs of the history are told apart by it: runs of before the default are of the other loop."""
+    return "keeps_output" if keeps_output and isinstance(model, nn.Module) else None
 
 
 def _keep(profile: Profile, *subject: Any, **options: Any) -> None:

@@ -81,7 +81,7 @@ memscale.runtime.storage: PAGE_BYTES page_aligned_memory
 memscale.server: backup invite migrate run
 memscale.server.migrations:
 memscale.server.templatetags:
-memscale.simulation: Attribution Given Holding Ledger MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile
+memscale.simulation: Attribution Given Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel Phase Profile
   ProfileDiff Ranks Schedule SimulatedStep Station Strand arguments_of as_hardware differences few_collections
   queues_of reserved_bytes spliced
 memscale.simulation.allocator:

@@ -71,7 +71,7 @@ def config_of(names: str) -> ms.Config:
 def engine_of(given: Subject, card: str, config: ms.Config | None = None) -> ms.DecisionEngine:
     """A planner that has simulated the step as it is, and nothing else."""
     step = {"optimizer": given.optimizer, "loss": lambda output, batch: given.loss(output, (batch,)), "hardware": card}
-    return ms.DecisionEngine(given.model, given.batch[0], config=config, **step)
+    return ms.DecisionEngine(given.model, given.batch[0], keeps_output=False, config=config, **step)
 
 
 def cards_of(family: str, seed: int, count: int) -> list[str]:

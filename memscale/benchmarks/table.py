@@ -85,7 +85,9 @@ def _simulated(subject: Subject, dtype: torch.dtype, plan: Any, say: Say, name: 
         model = subject.make().to(dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    return MemoryProfiler(model, optimizer, plan=plan, hardware=subject.device).profile(subject.inputs())
+    # Published figures are those of Trainers, which let go of the output before backward.
+    profiler = MemoryProfiler(model, optimizer, plan=plan, hardware=subject.device, keeps_output=False)
+    return profiler.profile(subject.inputs())
 
 
 def _figures(made: Profile, hardware: Hardware) -> dict[str, Any]:

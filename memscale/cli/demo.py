@@ -105,6 +105,7 @@ def _planned(job: Job, budget: str | None, progress: Progress) -> ProvenPlan:
         {"input_ids": tokens, "labels": tokens},
         optimizer=torch.optim.AdamW(model.parameters()),
         config=ms.Config(mode="balanced"),
+        keeps_output=False,  # the demo's own loop takes the output's loss at once
         progress=progress,
     )
     if budget is not None:

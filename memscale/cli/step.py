@@ -50,8 +50,12 @@ class StepOptions(TrainingOptions):
     ]
     accumulate: Annotated[int, count("N", "Batches for each optimizer step.")] = 1
     keeps_output: Annotated[
-        bool, Option("--keeps-output", help="The loop keeps the output by a name, as output = model(x).")
-    ] = False
+        bool,
+        Option(
+            "--keeps-output/--no-keeps-output",
+            help="The loop keeps the output by a name, as output = model(x); or not, as loss(model(x)) and Trainers.",
+        ),
+    ] = True
 
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the model is."""

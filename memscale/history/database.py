@@ -42,7 +42,7 @@ class History:
     >>> with tempfile.TemporaryDirectory() as folder, History(f"{folder}/runs.db") as history:
     ...     history.add(Run.of(profile, "layer"))
     ...     [run.profile.peak_bytes for run in history.runs(name="layer")]
-    [37128]
+    [39176]
 
     Args:
         path: the file, made with the first run that is added; None is ``$MEMSCALE_HISTORY``.

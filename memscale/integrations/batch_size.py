@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from memscale.core import BudgetError, ConfigError, check_count
 from memscale.hardware import Hardware
-from memscale.integrations.trainer_step import TrainerStep, step_of
+from memscale.integrations.trainer_step import TRAINER_LOOP, TrainerStep, step_of
 from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor
 
 _PASSES = 2  # from the second pass on all of them are alike
@@ -188,7 +188,14 @@ def _repeated(step: TrainerStep, count: int, rows: int) -> Any:
 
 def _predictor(step: TrainerStep, hardware: Hardware | str | None, accumulate: int) -> OOMPredictor:
     passes = min(accumulate, _PASSES)
-    return OOMPredictor(step.model, step.optimizer, hardware=hardware, loss=step.loss, accumulate=passes)
+    return OOMPredictor(
+        step.model,
+        step.optimizer,
+        hardware=hardware,
+        loss=step.loss,
+        accumulate=passes,
+        keeps_output=TRAINER_LOOP.keeps_output,
+    )
 
 
 def _check_trainer(trainer: Any, verb: str) -> None:

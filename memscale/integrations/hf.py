@@ -22,6 +22,7 @@ except ImportError as error:
 
 # Below the import that may fail, which says what to install.
 from memscale.integrations.batch_size import BatchSize, find_batch_size, predict
+from memscale.integrations.trainer_step import TRAINER_LOOP
 
 __all__ = ["BatchSize", "MemScaleCallback", "find_batch_size", "predict"]
 
@@ -57,7 +58,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
         sample_input: Any = None,
         log_memory: bool = True,
     ) -> None:
-        self.wrapping = Wrapping(config, plan, sample_input)
+        self.wrapping = Wrapping(config, plan, sample_input, loop=TRAINER_LOOP)
         self.log_memory = log_memory
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
@@ -99,7 +100,7 @@ class MemScaleCallback(TrainerCallback, ExportableState):
     @plan.setter
     def plan(self, text: str | None) -> None:
         if text is not None:
-            self.wrapping = Wrapping(None, Plan.from_json(text), None)
+            self.wrapping = Wrapping(None, Plan.from_json(text), None, loop=TRAINER_LOOP)
 
     def __repr__(self) -> str:
         return repr(self.wrapping)
@@ -116,7 +117,7 @@ def wrap_trainer(
     _check(trainer.args)
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
-    callback.wrapping = Wrapping(config, None, sample_input, record, budget)
+    callback.wrapping = Wrapping(config, None, sample_input, record, budget, loop=TRAINER_LOOP)
     if isinstance(trainer.model, nn.Module):
         callback.wrapping.wrap(trainer.model)
     # Before those that report, which read the logs in this order.

@@ -12,6 +12,7 @@ from memscale.config import Config
 from memscale.core import Record, RuntimeUnavailable
 from memscale.integrations.wrapping import Wrapping
 from memscale.planning import Budget
+from memscale.simulation import Loop
 
 try:
     import lightning
@@ -19,6 +20,9 @@ except ImportError as error:
     raise RuntimeUnavailable(
         f"memscale.integrations.lightning needs Lightning ({error}); pip install 'memscale-transforms[lightning]'"
     ) from error
+
+# Lightning keeps whatever `training_step` returns beside the loss (`ClosureResult.extra`) until the step is over.
+_LOOP = Loop(keeps_output=True)
 
 
 class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types are skipped
@@ -53,7 +57,7 @@ class MemScaleCallback(lightning.Callback):  # type: ignore[misc]  # whose types
         log_memory: bool = True,
     ) -> None:
         super().__init__()
-        self.wrapping = Wrapping(config, plan, sample_input)
+        self.wrapping = Wrapping(config, plan, sample_input, loop=_LOOP)
         self.log_memory = log_memory
         self._late: weakref.ref[nn.Module] | None = None  # the module whose configure_model is waited for
 
@@ -114,7 +118,7 @@ def wrap_trainer(
     """What `wrap` does with a Trainer of Lightning: it gets the callback."""
     unwrap_trainer(trainer)
     callback = MemScaleCallback(config, sample_input=sample_input)
-    callback.wrapping = Wrapping(config, None, sample_input, record, budget)
+    callback.wrapping = Wrapping(config, None, sample_input, record, budget, loop=_LOOP)
     trainer.callbacks.append(callback)
 
 

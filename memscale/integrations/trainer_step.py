@@ -17,6 +17,10 @@ from torch import nn
 
 from memscale.algebra import ForwardPatch, OwnForward
 from memscale.core import ConfigError, Loss, RuntimeUnavailable, device_type, tensors
+from memscale.simulation import Loop
+
+#: The output is a local variable of ``Trainer.compute_loss``, which returns the loss before backward begins.
+TRAINER_LOOP = Loop(keeps_output=False)
 
 
 @dataclass(frozen=True)

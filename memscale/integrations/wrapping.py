@@ -11,6 +11,7 @@ from memscale.config import Config, check_config
 from memscale.core import Record
 from memscale.legacy import Executor, attached, wrapped
 from memscale.planning import Budget
+from memscale.simulation import Loop
 
 
 class Wrapping:
@@ -20,6 +21,7 @@ class Wrapping:
         config, sample_input: as in `wrap`.
         plan: to train under, instead of one that is planned.
         record, budget: as in `wrap`.
+        loop: what the framework's loop does with the model's output.
 
     Attributes:
         executor: of the model that is wrapped; None while none is.
@@ -36,13 +38,15 @@ class Wrapping:
         sample_input: Any,
         record: Record = None,
         budget: Budget | None = None,
+        *,
+        loop: Loop,
     ) -> None:
         check_config(config)
         self._given = {name: value for name, value in (("config", config), ("plan", plan)) if value is not None}
         self._config = config
         self._plan = None if plan is None else as_plan(plan)
         self._sample_input = sample_input
-        self._record, self._budget = record, budget
+        self._record, self._budget, self._loop = record, budget, loop
         self.executor: Executor | None = None
         self.former_plan: str | None = None  # JSON: of the run that is resumed
 
@@ -57,6 +61,7 @@ class Wrapping:
                 plan=self._plan,
                 budget=self._budget,
                 record=self._record,
+                keeps_output=self._loop.keeps_output,
             )
 
     def after_step(self) -> None:

@@ -138,6 +138,8 @@ def recorded(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     hardware: Hardware,
+    *,
+    keeps_output: bool,
 ) -> Verdict:
     """The verdict with its run, which the history at `path` keeps; as it was where no step was simulated."""
     profile, plan = verdict.profile, verdict.plan
@@ -146,7 +148,8 @@ def recorded(
     try:
         trained = optimizer or torch.optim.AdamW(filter(lambda each: each.requires_grad, model.parameters()))
         if plan:  # the planner's evidence has its figures, and not what holds the memory
-            profiler = MemoryProfiler(model, trained, loss=any_loss, plan=plan, hardware=hardware, config=config)
+            how: dict[str, Any] = {"hardware": hardware, "config": config, "keeps_output": keeps_output}
+            profiler = MemoryProfiler(model, trained, loss=any_loss, plan=plan, **how)
             profile = profiler.profile(batch)
         run = keep(profile, path, model, batch, plan=plan, optimizer=trained, config=config)
     except Exception as error:  # recording stops no run

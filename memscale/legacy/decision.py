@@ -59,6 +59,7 @@ def decide(
     *,
     moving: bool,
     budget: int | None = None,
+    keeps_output: bool = True,
 ) -> Verdict:
     """The plan for a step of `model` with `batch`.
 
@@ -70,6 +71,7 @@ def decide(
         hardware: the model's device.
         moving: whether the caller asks for offloading by name.
         budget: the bytes that a step may take; None is what the config says of the device.
+        keeps_output: whether the caller's loop keeps the output, as in `plan`.
 
     Warns:
         RuntimeWarning: the step is too large, and no plan could be made for it: it gets the rule.
@@ -78,7 +80,7 @@ def decide(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, profile, trouble = None, None, ""
     if trained and batch is not None:
-        engine, profile, trouble = _simulated(model, batch, optimizer, trained, config, hardware, moving)
+        engine, profile, trouble = _simulated(model, batch, optimizer, trained, config, hardware, moving, keeps_output)
     step_bytes = profile.taken_bytes if profile is not None else resident_bytes(model, optimizer)
     if (reason := _nothing_to_do(config, hardware, moving, bool(trained), rule)) is not None:
         return Verdict(Plan(), profile, step_bytes, reason, for_all=True)
@@ -98,7 +100,9 @@ def decide(
         return Verdict(Plan(), profile, step_bytes, reason, limit_bytes=limit)
     if config.enable_checkpointing and checkpointing_off(model):
         try:  # what follows takes the place of the model's own checkpointing
-            return decide(model, batch, optimizer, config, hardware, moving=moving, budget=budget)
+            return decide(
+                model, batch, optimizer, config, hardware, moving=moving, budget=budget, keeps_output=keeps_output
+            )
         finally:
             checkpointing_on(model)
     if step_bytes <= limit:
@@ -145,6 +149,7 @@ def _simulated(
     config: Config,
     hardware: Hardware,
     moving: bool,
+    keeps_output: bool,
 ) -> tuple[DecisionEngine | None, Profile | None, str]:
     """The engine that plans the step, and the step's profile; or what kept either of them from being made."""
     trains = optimizer or torch.optim.AdamW(trained)
@@ -165,6 +170,7 @@ def _simulated(
                 loss=any_loss,
                 config=allowed,
                 hardware=hardware,
+                keeps_output=keeps_output,
                 stepping=() if optimizer is None else stepping,
                 streams=False,  # taken off, the parameters would have to come back, and with them optimizer states
             )
@@ -173,7 +179,9 @@ def _simulated(
             trouble = _first_line(error)
             say(config, f"the step cannot be planned: {trouble}")
     try:
-        profiler = MemoryProfiler(model, trains, loss=any_loss, hardware=hardware, config=config)
+        profiler = MemoryProfiler(
+            model, trains, loss=any_loss, hardware=hardware, config=config, keeps_output=keeps_output
+        )
         return None, profiler.profile(batch), trouble
     except Exception as error:
         trouble = _first_line(error)

@@ -71,6 +71,7 @@ class Executor:
         batch: what `verdict` was made for; None for none.
         history: the file in which its steps are kept; None for none.
         budget: the bytes that a step may take; None is what the config says of the device.
+        keeps_output: whether the caller's loop keeps the output, as in `plan`.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class Executor:
         batch: Any,
         history: str | None = None,
         budget: int | None = None,
+        keeps_output: bool = True,
     ) -> None:
         # Weakly: the executor is an attribute of the model, and a cycle would hold its weights.
         self._model = weakref.ref(model)
         self._kind = type(model).__name__
         self.config, self.hardware = config, hardware
         self._asked, self._history, self._budget = runtime, history, budget
+        self._keeps_output = keeps_output
         self._caching: list[Any] = []
         self._patches: list[ForwardPatch] = []
         self._wrapped: list[ForwardPatch] = []  # of the plan before, which run inside somebody else's forward
@@ -431,12 +434,29 @@ class Executor:
                 self.say(f"planning for a batch of shapes {', '.join(map(str, wanted))}")
                 given = None if batch is None else with_shapes(batch, wanted)
                 moving = self._asked is not None
+                keeps = self._keeps_output
                 verdict = decide(
-                    model, given, optimizer, self.config, self.hardware, moving=moving, budget=self._budget
+                    model,
+                    given,
+                    optimizer,
+                    self.config,
+                    self.hardware,
+                    moving=moving,
+                    budget=self._budget,
+                    keeps_output=keeps,
                 )
                 if verdict.profile is not None:
                     if self._history is not None:
-                        verdict = recorded(verdict, self._history, model, given, optimizer, self.config, self.hardware)
+                        verdict = recorded(
+                            verdict,
+                            self._history,
+                            model,
+                            given,
+                            optimizer,
+                            self.config,
+                            self.hardware,
+                            keeps_output=keeps,
+                        )
                     return verdict, wanted
                 self._plans.refused.append(wanted)
             return verdict, shapes

@@ -276,6 +276,7 @@ def wrapped(
     async_config: AsyncOffloadConfig | None = None,
     budget: Budget | None = None,
     record: Record = None,
+    keeps_output: bool = True,
 ) -> Executor:
     """What `wrap` does with a module, under `plan` if there is one; `optimizer` trains it, where that is known."""
     history = history_path(record)
@@ -309,12 +310,19 @@ def wrapped(
         LOG.warning("use_8bit_optimizer=True: states stay in full: %s", missing)
         config = dataclasses.replace(config, use_8bit_optimizer=False)
     if plan is None:
-        verdict = decide(model, sample_input, optimizer, config, hardware, moving=runtime is not None, budget=budget)
+        moving = runtime is not None
+        verdict = decide(
+            model, sample_input, optimizer, config, hardware, moving=moving, budget=budget, keeps_output=keeps_output
+        )
         if history is not None:
-            verdict = recorded(verdict, history, model, sample_input, optimizer, config, hardware)
+            verdict = recorded(
+                verdict, history, model, sample_input, optimizer, config, hardware, keeps_output=keeps_output
+            )
     else:
         verdict = Verdict(plan, None, resident_bytes(model, optimizer), None, for_all=True)
-    executor = Executor(model, config, hardware, verdict, runtime, optimizer, sample_input, history, budget)
+    executor = Executor(
+        model, config, hardware, verdict, runtime, optimizer, sample_input, history, budget, keeps_output
+    )
     try:
         executor.attach()
         if config.verify_correctness and verdict.skipped is None:

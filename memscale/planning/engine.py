@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_unlike
+from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
@@ -31,7 +31,7 @@ from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import MemoryProfiler, Parallel, Profile, Ranks, SimulatedStep
+from memscale.simulation import Loop, MemoryProfiler, Parallel, Profile, Ranks, SimulatedStep
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -53,7 +53,7 @@ class DecisionEngine:
     >>> step = {"loss": lambda y, _: y.square().mean(), "hardware": "cpu"}
     >>> engine = ms.DecisionEngine(nn.Sequential(*blocks), torch.ones(1024, 64), **step)
     >>> [len(engine.plan(budget)) for budget in ("16MiB", "8MiB", "7MiB")]
-    [0, 2, 1]
+    [0, 1, 1]
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DecisionEngine:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
-        keeps_output: bool = False,
+        keeps_output: bool = True,
         stepping: Collection[str | Transform] = (),
         progress: Progress | None = None,
         streams: bool = True,
@@ -130,7 +130,7 @@ class DecisionEngine:
             if found is None:
                 assert smallest is not None, "it was looked for"
                 return Answer(fault=engine._refusal().error(smallest, limit, tells=tells))
-            return Answer((engine._proven_plan(found, limit, decision),))
+            return Answer((engine._proven_plan(found, limit, decision, tells_room=tells),))
 
         request = f"plan {limit}" if asked is None else f"plan {limit} {asked.to_json()}"
         request += "" if tells else ", no more"
@@ -379,19 +379,26 @@ class DecisionEngine:
         evidence = self._evidence(limit, self.plain, self.plain.step_seconds or 0.0, trace, (), {})
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
-    def _proven_plan(self, best: Found, limit: int, decision: StrategyDecision | None = None) -> ProvenPlan:
+    def _proven_plan(
+        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, tells_room: bool = False
+    ) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
-        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best))
+        room = self._room(found.plan, found.taken_bytes) if tells_room else ""
+        evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 
-    def _loop(self) -> str:
-        if self.keeps_output:
-            return "loop: keeps the model's output until the next one takes its place"
-        return "loop: lets go of the model's output before backward; one that names it needs keeps_output=True"
+    def _room(self, plan: Plan, taken_bytes: int) -> str:
+        """What the step under `plan`, which takes `taken_bytes` here, takes in a loop that lets go of the output."""
+        if not self.keeps_output:
+            return ""
+        inline_bytes = self.steps.inline(plan).taken_bytes
+        room_bytes = taken_bytes - inline_bytes
+        less = f"{format_bytes(inline_bytes)}, {format_bytes(room_bytes)} less" if room_bytes > 0 else "as much"
+        return f"; written inline, as loss(model(x)), the step takes {less}"
 
     def _evidence(
         self,
@@ -401,6 +408,7 @@ class DecisionEngine:
         trace: tuple[str, ...],
         decisions: tuple[Decision, ...],
         rejected: Mapping[str, str],
+        room: str = "",
     ) -> Evidence:
         nominal = (
             [f"step times are relative: {self.hardware.name} does not say how fast it is; pass Hardware.measure()"]
@@ -420,7 +428,7 @@ class DecisionEngine:
             plain=Figures.of(self.plain),
             bound_seconds=bound_seconds,
             by_tier=profile.by_tier,
-            trace=(*trace, self._loop()),
+            trace=(*trace, f"loop: {Loop(self.accumulate, self.keeps_output)}{room}"),
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),

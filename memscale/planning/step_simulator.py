@@ -97,6 +97,12 @@ class StepSimulator:
         profiler = self._profiler(plan, self.model, self.optimizer, self.ranks if ranks is None else ranks)
         return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
 
+    def inline(self, plan: Plan) -> Profile:
+        """The profile of the step under a plan, in a loop that lets go of the model's output before backward."""
+        self.say("the plan in a loop that keeps no output")
+        self.count += 1
+        return dataclasses.replace(self, keeps_output=False, progress=None).profile(plan)
+
     def other(self, plan: Plan, ranks: Ranks | None) -> Profile:
         """The same of what is no plan of the engine's, which counts."""
         self.say("another step")

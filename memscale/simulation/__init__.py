@@ -31,6 +31,7 @@ from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.splicing import Given, spliced
+from memscale.simulation.step import Loop
 from memscale.simulation.strands import Strand
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Given",
     "Holding",
     "Ledger",
+    "Loop",
     "MemoryProfiler",
     "NeedsValues",
     "Parallel",

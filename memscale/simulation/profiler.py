@@ -50,8 +50,8 @@ class MemoryProfiler:
     >>> import torch, memscale as ms
     >>> profiler = ms.MemoryProfiler(torch.nn.Linear(8, 8), loss=lambda y, _: y.sum())
     >>> small, large = (profiler.profile(torch.ones(rows, 8)).peak_bytes for rows in (10, 20))
-    >>> large - small  # ten rows of input and ten of output
-    640
+    >>> large - small  # ten rows of input, and ten of an output and of the one before it
+    960
 
     Args:
         model, optimizer, loss, plan, hardware, keeps_output, probe, parallel, world, shard, tensor: as in `profile`.
@@ -67,7 +67,7 @@ class MemoryProfiler:
         plan: PlanLike | None = None,
         hardware: Hardware | str | None = None,
         config: Config | None = None,
-        keeps_output: bool = False,
+        keeps_output: bool = True,
         probe: bool = False,
         parallel: Parallel | None = None,
         world: int | None = None,
@@ -81,6 +81,7 @@ class MemoryProfiler:
         self.keeps_output = keeps_output
         check_config(config)
         self.config = config if config is not None else Config()
+        self._output: list[Any] = []
         self._rules = Plan()  # for the optimizer
         self._in_place = Plan()  # for a model that its owner distributed, which no copy would be
         self._about_plan: tuple[str, ...] = ()
@@ -92,9 +93,9 @@ class MemoryProfiler:
                 )
             if plan is not None:
                 raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
-            if keeps_output:
+            if not keeps_output:
                 raise ConfigError(
-                    "profile(keeps_output=True) is about the loop around a module; a function is its own loop"
+                    "profile(keeps_output=False) is about the loop around a module; a function is its own loop"
                 )
         elif plan is not None:
             plan = as_plan(plan)
@@ -147,8 +148,8 @@ class MemoryProfiler:
         return self._measure(step, batch, reason)
 
     def _kept(self) -> list[Any] | None:
-        """Where the steps of one loop keep their output, as in `training_step`."""
-        return [] if self.keeps_output else None
+        """Where the steps of one loop keep their output, as in `training_step`, until the simulation is over."""
+        return self._output if self.keeps_output and isinstance(self.model, nn.Module) else None
 
     def _step(self, batch: Any, accumulate: int, kept: list[Any] | None) -> Callable[[], object]:
         check_call(self.model, batch, accumulate)
@@ -336,7 +337,9 @@ class MemoryProfiler:
                     simulation.step(steps[-1])
                     more += 1
                 drawn = is_drawn()
+                simulation.let_go(self._output)
         finally:
+            self._output.clear()
             self.kernels.save()
             if asked is not None and simulation.answers is not None:
                 asked += simulation.answers.asked
@@ -369,7 +372,10 @@ class MemoryProfiler:
                 f"the step cannot be simulated: {reason}. Allow real steps with Config(use_empirical_fallback=True), "
                 "or make the model's control flow independent of computed values"
             )
-        return measured_profile(self.model, step, self.optimizer, batch, self.config, self.hardware, reason)
+        try:
+            return measured_profile(self.model, step, self.optimizer, batch, self.config, self.hardware, reason)
+        finally:
+            self._output.clear()
 
 
 def _is_on_meta(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,28 @@ from torch import nn
 
 from memscale.core import Loss, call, scalar_loss
 from memscale.optimizers import TransformedOptimizer
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does around the model.
+
+    Args:
+        accumulate: forward and backward passes for each optimizer step.
+        keeps_output: whether the model's output lives until the next output takes its place, as
+            ``output = model(x)`` has it; otherwise it dies before backward, as in ``loss(model(x)).backward()``.
+    """
+
+    accumulate: int = 1
+    keeps_output: bool = True
+
+    def __str__(self) -> str:
+        if self.keeps_output:
+            return "keeps the model's output until the next one takes its place, as output = model(x) does"
+        return (
+            "lets go of the model's output before backward, as loss(model(x)).backward() does; a loop that names the "
+            "output needs keeps_output=True"
+        )
 
 
 def training_step(

@@ -101,7 +101,7 @@ def test_a_budget_on_the_frontier(folder, capsys):
 
 
 def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
-    step = (*STEP, "--forbid", "tile", "--budget", "1.11MiB")
+    step = (*STEP, "--forbid", "tile", "--budget", "1.11MiB", "--no-keeps-output")
     assert command("plan", *step) == 3
     assert "beside its plan --stepping step_in_backward would lower it" in capsys.readouterr().err, "as it is typed"
     assert command("plan", *step, "--stepping", "step_in_backward", "--python", "script.py") == 0

@@ -42,9 +42,9 @@ def test_a_profile_and_a_plan_are_kept_under_a_name_that_tells_steps_apart(runs)
     config = ms.Config(mode="conservative")
     plan = ms.plan(model, rows(1024), budget="6MiB", config=config, **STEP, record=runs.path)
     by_hand, planned = runs()
-    assert by_hand.name == "Sequential 1024x64 SGD accumulate=2"
+    assert by_hand.name == "Sequential 1024x64 SGD loop=keeps_output accumulate=2"
     assert by_hand.profile.peak_bytes == found.peak_bytes
-    assert planned.name == "Sequential 1024x64"
+    assert planned.name == "Sequential 1024x64 loop=keeps_output"
     assert (planned.plan_hash, planned.decision_source) == (plan.hash, "planner")
     assert planned.model == by_hand.model != ""
     assert planned.shapes == by_hand.shapes == ("1024x64 float32",)

@@ -29,7 +29,8 @@ KERNELS = dataclasses.replace(CPU, flops_per_second={"float32": 1e12}, bandwidth
 
 def _searched(model, batch, loss=lambda output, _: output.square().mean(), hardware=CPU):
     optimizer = torch.optim.AdamW(model.parameters())
-    return DecisionEngine(model, batch, optimizer=optimizer, loss=loss, hardware=hardware).searches[0]
+    step = {"optimizer": optimizer, "loss": loss, "hardware": hardware, "keeps_output": False}
+    return DecisionEngine(model, batch, **step).searches[0]
 
 
 @pytest.mark.parametrize(

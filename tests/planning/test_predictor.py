@@ -97,7 +97,9 @@ def test_the_peak_is_the_allocators_and_the_capacity_is_exact():
     model, batch = blocks(), rows(256)
     expected = truth(model, batch)
     for spare, fits in ((0, True), (-1, False)):
-        prediction = ms.OOMPredictor(model, loss=square, hardware=box(expected + spare)).predict(batch, recommend=False)
+        prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(expected + spare)).predict(
+            batch, recommend=False
+        )
         assert (prediction.peak_bytes, prediction.capacity_bytes) == (expected, expected + spare)
         assert (prediction.fits, prediction.headroom_bytes) == (fits, spare)
         assert prediction.risk is (OOMRisk.HIGH if fits else OOMRisk.CRITICAL)
@@ -115,7 +117,9 @@ def test_a_first_step_that_takes_more_counts():
             return super().forward(x)
 
     model = Warming(4, 4)
-    prediction = ms.OOMPredictor(model, loss=square, hardware=box(MIB)).predict(torch.ones(2, 4), recommend=False)
+    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(MIB)).predict(
+        torch.ones(2, 4), recommend=False
+    )
     assert prediction.profile.peak_bytes < MIB
     assert prediction.peak_bytes == prediction.profile.first_step_peak_bytes > 4 * MIB
     assert not prediction.fits
@@ -123,7 +127,7 @@ def test_a_first_step_that_takes_more_counts():
 
 
 def test_on_a_card_it_is_what_the_caching_allocator_reserves():
-    predictor = ms.OOMPredictor(blocks(), loss=square, hardware="t4")
+    predictor = ms.OOMPredictor(blocks(), loss=square, keeps_output=False, hardware="t4")
     prediction = predictor.predict(rows(256))
     assert prediction.peak_bytes == prediction.profile.reserved_peak_bytes > prediction.profile.peak_bytes
     assert prediction.peak_bytes % (2 * MIB) == 0
@@ -136,12 +140,12 @@ def test_on_a_card_it_is_what_the_caching_allocator_reserves():
     [(None, 1000), (999, 999), ("0.5kB", 500), (0.25, 250), (1.0, 1000), ("1GiB", 1000), (10**9, 1000)],
 )
 def test_a_budget_is_a_capacity_below_the_devices(budget, capacity):
-    predictor = ms.OOMPredictor(nn.Linear(2, 2), loss=square, hardware=box(1000))
+    predictor = ms.OOMPredictor(nn.Linear(2, 2), loss=square, keeps_output=False, hardware=box(1000))
     assert predictor.predict(torch.ones(1, 2), budget=budget, recommend=False).capacity_bytes == capacity
 
 
 def test_it_prints_what_matters():
-    prediction = ms.OOMPredictor(blocks(), loss=square, hardware=box(3 * MIB)).predict(rows(256))
+    prediction = ms.OOMPredictor(blocks(), loss=square, keeps_output=False, hardware=box(3 * MIB)).predict(rows(256))
     text = str(prediction).splitlines()
     assert text[0] == f"CRITICAL: {prediction.message}"
     assert text[0].startswith("CRITICAL: the step does not fit: its peak of 3.13 MiB is 133 KiB above")
@@ -159,7 +163,7 @@ def test_it_prints_what_matters():
 
 
 def test_json_keeps_everything_and_says_the_verdict():
-    prediction = ms.OOMPredictor(blocks(), loss=square, hardware=box(3 * MIB)).predict(rows(256))
+    prediction = ms.OOMPredictor(blocks(), loss=square, keeps_output=False, hardware=box(3 * MIB)).predict(rows(256))
     assert {each.plan is None for each in prediction.recommendations} == {True, False}
     assert OOMPrediction.from_json(prediction.to_json()) == prediction
     for part in ('"risk": "CRITICAL"', '"fits": false', f'"headroom_bytes": {prediction.headroom_bytes}'):
@@ -187,9 +191,9 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
     model, batch = Speaker(), tokens(8)
     before = truth(model, batch, loss=next_token)
     capacity = before * 8 // 10
-    prediction = ms.OOMPredictor(model, loss=next_token, hardware=box(capacity)).predict(batch)
+    prediction = ms.OOMPredictor(model, loss=next_token, keeps_output=False, hardware=box(capacity)).predict(batch)
     (told,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan: ")]
-    expected = ms.plan(model, batch, budget=capacity, loss=next_token, hardware=box(capacity))
+    expected = ms.plan(model, batch, budget=capacity, loss=next_token, keeps_output=False, hardware=box(capacity))
     assert told.plan == expected
     assert told.action == f"apply the plan: {summary(expected)}"
     after = truth(ms.transform(model, told.plan), batch, loss=next_token)
@@ -201,10 +205,10 @@ def test_the_recommended_plan_is_the_planners_and_frees_by_the_allocator_what_it
 @pytest.mark.deep
 def test_what_fits_nowhere_gets_the_smallest_plan_alone_and_in_parts():
     model, batch = blocks(), rows(1024)
-    prediction = ms.OOMPredictor(model, loss=square, hardware=box(MIB)).predict(batch)
+    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(MIB)).predict(batch)
     told = {each.parts > 1: each for each in prediction.recommendations if each.plan and "cast" not in each.action}
     with pytest.raises(ms.BudgetError) as caught:
-        ms.plan(model, batch, budget=MIB, loss=square, hardware=box(MIB))
+        ms.plan(model, batch, budget=MIB, loss=square, keeps_output=False, hardware=box(MIB))
     assert told[False].plan == told[True].plan == caught.value.plan
     assert told[False].peak_bytes == caught.value.peak_bytes > told[True].peak_bytes
     assert told[True].action.endswith(f" equal parts of the batch, and apply the plan: {summary(caught.value.plan)}")
@@ -213,7 +217,9 @@ def test_what_fits_nowhere_gets_the_smallest_plan_alone_and_in_parts():
 @pytest.mark.deep
 def test_a_config_says_what_the_recommended_plan_may_use():
     def told(**fields):
-        predictor = ms.OOMPredictor(Speaker(), loss=next_token, hardware=box(MIB), config=ms.Config(**fields))
+        predictor = ms.OOMPredictor(
+            Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB), config=ms.Config(**fields)
+        )
         return {
             repr(rule.transform) for each in predictor.predict(tokens(8)).recommendations for rule in each.plan or ()
         }
@@ -223,7 +229,7 @@ def test_a_config_says_what_the_recommended_plan_may_use():
 
 
 def test_recommendations_free_something_and_come_best_first():
-    prediction = ms.OOMPredictor(Speaker(), loss=next_token, hardware=box(MIB)).predict(tokens(8))
+    prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, hardware=box(MIB)).predict(tokens(8))
     freed = [each.freed_bytes for each in prediction.recommendations]
     assert len(freed) >= 3
     assert freed == sorted(freed, reverse=True)
@@ -237,6 +243,7 @@ def test_a_loop_is_not_tried_where_the_peak_is_not_the_optimizers():
         model,
         torch.optim.AdamW(model.parameters()),
         loss=square,
+        keeps_output=False,
         hardware=box(8 * MIB),
         progress=lambda what, *_: said.append(what),
     )
@@ -251,11 +258,15 @@ def test_the_optimizers_loops_are_tried_and_its_groups_are_as_before():
     model = blocks(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = [list(group.items())[1:] for group in optimizer.param_groups]
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware="h100").predict(rows(2), recommend=True)
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware="h100").predict(
+        rows(2), recommend=True
+    )
     for options in ({"fused": True}, {"foreach": False}):
         (key, value) = next(iter(options.items()))
         other = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-        peak = ms.profile(model, rows(2), optimizer=other, loss=square, hardware="h100").reserved_peak_bytes
+        peak = ms.profile(
+            model, rows(2), optimizer=other, loss=square, keeps_output=False, hardware="h100"
+        ).reserved_peak_bytes
         told = [each for each in prediction.recommendations if each.action == f"build the optimizer with {key}={value}"]
         assert [each.peak_bytes for each in told] == ([peak] if peak < prediction.peak_bytes else [])
     assert [list(group.items())[1:] for group in optimizer.param_groups] == before
@@ -266,13 +277,15 @@ def test_the_foreach_loop_costs_what_is_said():
     # Wide enough that its temporaries are more than the allocator's granularity hides.
     model = blocks(3, 512)
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    predictor = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB))
+    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB))
     prediction = predictor.predict(torch.ones(2, 512))
     told = {each.action: each for each in prediction.recommendations}
     for choice in ("fused=True", "foreach=False"):
         each = told[f"build the optimizer with {choice}"]
         other = torch.optim.Adam(model.parameters(), **each.optimizer_options)
-        profile = ms.profile(model, torch.ones(2, 512), optimizer=other, loss=square, hardware=box(MIB))
+        profile = ms.profile(
+            model, torch.ones(2, 512), optimizer=other, loss=square, keeps_output=False, hardware=box(MIB)
+        )
         assert each.peak_bytes == profile.peak_bytes == prediction.peak_bytes - each.freed_bytes
     assert optimizer.param_groups[0]["foreach"] is True
 
@@ -280,7 +293,9 @@ def test_the_foreach_loop_costs_what_is_said():
 @pytest.mark.deep
 def test_a_loop_beside_the_plan_is_told_where_it_frees_more():
     optimizer = torch.optim.AdamW((model := blocks(2)).parameters(), foreach=True)
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB)).predict(rows(1024))
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB)).predict(
+        rows(1024)
+    )
     plan = next(each for each in prediction.recommendations if each.plan is not None and not each.optimizer_options)
     assert plan.peak_bytes > MIB  # or no loop is tried
     beside = [each for each in prediction.recommendations if each.plan == plan.plan and each.optimizer_options]
@@ -310,7 +325,7 @@ def test_accumulation_takes_as_few_parts_as_fit():
     whole, half, quarter = (truth(model, batch, parts=parts) for parts in (1, 2, 4))
     assert whole > half > quarter
     for capacity, parts, peak in ((half, 2, half), (half - 1, 4, quarter)):
-        prediction = ms.OOMPredictor(model, loss=square, hardware=box(capacity)).predict(batch)
+        prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(capacity)).predict(batch)
         (told,) = [each for each in prediction.recommendations if each.action.startswith("accumulate")]
         assert told.action == f"accumulate the gradients of {parts} equal parts of the batch"
         assert (told.peak_bytes, told.freed_bytes, told.plan, told.parts) == (peak, whole - peak, None, parts)
@@ -319,7 +334,9 @@ def test_accumulation_takes_as_few_parts_as_fit():
 def test_parts_that_the_model_does_not_take_are_not_recommended():
     # With a convolution, so that the rows are what takes the memory.
     model = nn.Sequential(nn.Conv1d(1, 64, 1), nn.Flatten(), nn.Linear(64 * WIDTH, 4), nn.BatchNorm1d(4))
-    prediction = ms.OOMPredictor(model, loss=square, hardware=box(1)).predict(torch.ones(16, 1, WIDTH))
+    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(1)).predict(
+        torch.ones(16, 1, WIDTH)
+    )
     (told,) = [each for each in prediction.recommendations if each.parts > 1]
     assert told.parts == 8  # a single row has no variance
     assert prediction.notes == ()
@@ -334,7 +351,7 @@ def test_a_simulation_is_not_compared_with_real_steps():
         def forward(self, x):
             return self.blocks(x) * (self.blocks[0][0].weight.sum().item() if len(x) < 256 else 1)
 
-    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, hardware=box(1)).predict(rows(256))
+    prediction = ms.OOMPredictor(ReadsFewRows(), loss=square, keeps_output=False, hardware=box(1)).predict(rows(256))
     assert prediction.profile.method == "static"
     assert [each for each in prediction.recommendations if each.parts > 1] == []
     assert any(
@@ -348,11 +365,13 @@ def test_parts_end_where_smaller_ones_free_no_more():
     model, batch = nn.Sequential(*[nn.Linear(200, 200) for _ in range(8)]), torch.ones(512, 200)
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
     half, quarter, eighth = (
-        ms.profile(model, split(batch, parts), optimizer=optimizer, loss=square, accumulate=2).peak_bytes
+        ms.profile(
+            model, split(batch, parts), optimizer=optimizer, loss=square, keeps_output=False, accumulate=2
+        ).peak_bytes
         for parts in (2, 4, 8)
     )
     assert half > quarter == eighth
-    prediction = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(1)).predict(batch)
+    prediction = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1)).predict(batch)
     (told,) = [each for each in prediction.recommendations if each.parts > 1 and each.plan is None]
     assert (told.parts, told.peak_bytes) == (4, quarter)
 
@@ -370,10 +389,12 @@ def test_a_batch_is_split_along_what_its_first_tensor_begins_with():
 @pytest.mark.deep
 def test_the_recommended_plan_takes_the_place_of_the_callers():
     own = {"layers.*": ms.checkpoint()}
-    prediction = ms.OOMPredictor(Speaker(), loss=next_token, plan=own, hardware=box(MIB)).predict(tokens(8))
+    prediction = ms.OOMPredictor(Speaker(), loss=next_token, keeps_output=False, plan=own, hardware=box(MIB)).predict(
+        tokens(8)
+    )
     (told,) = [each for each in prediction.recommendations if each.action.startswith("apply the plan instead of yours")]
     with pytest.raises(ms.BudgetError) as caught:
-        ms.plan(Speaker(), tokens(8), budget=MIB, loss=next_token, hardware=box(MIB))
+        ms.plan(Speaker(), tokens(8), budget=MIB, loss=next_token, keeps_output=False, hardware=box(MIB))
     assert told.plan == caught.value.plan
 
 
@@ -426,9 +447,9 @@ def test_what_cannot_be_simulated_is_a_note():
         def forward(self, x):
             return self.one(x).tanh() if next(calls) % 3 else self.other(x)
 
-    prediction = ms.OOMPredictor(nn.Sequential(Restless(), Restless()), loss=square, hardware=box(1)).predict(
-        torch.ones(16, 8)
-    )
+    prediction = ms.OOMPredictor(
+        nn.Sequential(Restless(), Restless()), loss=square, keeps_output=False, hardware=box(1)
+    ).predict(torch.ones(16, 8))
     notes = [note for note in prediction.notes if note.startswith("not simulated: ")]
     assert any("recompute differs" in note for note in notes)
     assert all(f"note: {note}" in str(prediction) for note in notes)
@@ -448,7 +469,11 @@ def test_what_cannot_be_simulated_is_a_note():
 def test_recommending_costs_simulations_only_when_it_is_close_or_asked_for(memory_bytes, recommend, asks):
     calls = []
     predictor = ms.OOMPredictor(
-        blocks(2), loss=square, hardware=box(memory_bytes), progress=lambda *call: calls.append(call)
+        blocks(2),
+        loss=square,
+        keeps_output=False,
+        hardware=box(memory_bytes),
+        progress=lambda *call: calls.append(call),
     )
     prediction = predictor.predict(rows(256), recommend=recommend)
     assert (len(calls) > 1) is asks
@@ -468,7 +493,7 @@ def test_a_model_that_reads_values_is_measured_and_so_is_what_is_recommended():
 
     model, batch = Reading(), rows(256)
     before = truth(model, batch)
-    prediction = ms.OOMPredictor(model, loss=square, hardware=box(before)).predict(batch)
+    prediction = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(before)).predict(batch)
     assert prediction.profile.method == "empirical"
     told = {each.plan: each.freed_bytes for each in prediction.recommendations}
     plan = ms.Plan({"blocks.*": ms.checkpoint()})
@@ -482,7 +507,7 @@ def test_the_largest_batch_fits_by_the_allocator_and_one_more_does_not():
     model = blocks(2)
     optimizer = torch.optim.AdamW(model.parameters())
     capacity = 4 * MIB + 123
-    largest = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(capacity)).largest(rows)
+    largest = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(capacity)).largest(rows)
     assert largest.peak_bytes == truth(model, rows(largest.n), optimizer) <= capacity
     assert largest.next_peak_bytes == truth(model, rows(largest.n + 1), optimizer) > capacity
     assert largest.simulations <= 8
@@ -505,7 +530,9 @@ def test_the_largest_length_where_attention_is_quadratic():
     def text(n):
         return torch.ones(2, n, 16)
 
-    largest = ms.OOMPredictor(model, loss=square, hardware=box(2**40)).largest(text, budget=capacity)
+    largest = ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(2**40)).largest(
+        text, budget=capacity
+    )
     assert truth(model, text(largest.n)) == largest.peak_bytes <= capacity
     assert truth(model, text(largest.n + 1)) == largest.next_peak_bytes > capacity
     assert largest.simulations <= 7
@@ -514,16 +541,18 @@ def test_the_largest_length_where_attention_is_quadratic():
 def test_a_plan_and_accumulation_count_in_the_largest_batch():
     model = blocks()
     plan = {"*": ms.checkpoint()}
-    fit = ms.OOMPredictor(model, loss=square, plan=plan, accumulate=2, hardware=box(6 * MIB)).largest(rows)
+    fit = ms.OOMPredictor(
+        model, loss=square, keeps_output=False, plan=plan, accumulate=2, hardware=box(6 * MIB)
+    ).largest(rows)
     doubled = torch.ones(2 * fit.n, WIDTH)
     # Both parts are views of one batch there, and the batch itself is there once in a simulation.
     there = truth(ms.transform(model, plan), doubled, parts=2) - doubled.nbytes + doubled.nbytes // 2
     assert fit.peak_bytes == there
-    assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, hardware=box(6 * MIB)).largest(rows).n
+    assert fit.n > 1.5 * ms.OOMPredictor(model, loss=square, keeps_output=False, hardware=box(6 * MIB)).largest(rows).n
 
 
 def test_the_largest_of_a_range():
-    predictor = ms.OOMPredictor(blocks(1), loss=square, hardware=box(100 * MIB))
+    predictor = ms.OOMPredictor(blocks(1), loss=square, keeps_output=False, hardware=box(100 * MIB))
     top = predictor.largest(rows, at_least=3, at_most=20)
     assert (top.n, top.next_peak_bytes) == (20, None)
     assert "the most that was asked for" in str(top)
@@ -621,9 +650,14 @@ def test_nothing_is_changed(trained):
         optimizer.step()
         optimizer.zero_grad()
     before = state_of(model, optimizer)
-    predictor = ms.OOMPredictor(model, optimizer, loss=square, hardware=box(1))
+    predictor = ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(1))
     assert predictor.predict(torch.ones(8, 8)).recommendations
-    assert ms.OOMPredictor(model, optimizer, loss=square, hardware=box(MIB)).largest(lambda n: torch.ones(n, 8)).n > 1
+    assert (
+        ms.OOMPredictor(model, optimizer, loss=square, keeps_output=False, hardware=box(MIB))
+        .largest(lambda n: torch.ones(n, 8))
+        .n
+        > 1
+    )
     assert state_of(model, optimizer) == before
 
 

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import memscale as ms
 from tests.support.profiled import ROWS, Forward, mlp, train, x
@@ -136,9 +137,32 @@ def test_an_output_that_the_loop_keeps(plan):
     assert abs(keeps.taken_bytes - real) <= NUMBERS_BYTES
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "let-go"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "plan", [None, {"*": ms.checkpoint()}, {"1": ms.tile(chunks=3)}], ids=["plain", "ckpt", "tile"]
+)
+@pytest.mark.parametrize(
+    "loss", [mean, lambda y, _: F.cross_entropy(y, y.detach().argmax(-1))], ids=["mean", "classes"]
+)
+def test_both_loops_take_what_is_said_to_the_byte(keeps, accumulate, plan, loss):
+    model = nn.Sequential(mlp(48, 64), mlp(64, 48), mlp(48, 700))  # logits that are most of what the step holds
+    assert_exact(train(model, x(ROWS, 48), loss=loss, accumulate=accumulate, plan=plan, keeps=keeps))
+
+
+def test_the_loop_that_keeps_its_output_is_the_default():
+    model, batch = mlp(48, 700), x(ROWS, 48)
+    options = {"loss": mean, "hardware": "cpu", "optimizer": torch.optim.AdamW(model.parameters())}
+    default, keeps, drops = (
+        ms.profile(model, batch, **options, **how).peak_bytes
+        for how in ({}, {"keeps_output": True}, {"keeps_output": False})
+    )
+    assert default == keeps > drops
+
+
 def test_a_function_is_a_loop_of_its_own():
     with pytest.raises(ms.ConfigError, match="a function is its own loop"):
-        ms.profile(lambda: None, keeps_output=True)
+        ms.profile(lambda: None, keeps_output=False)
 
 
 def test_a_step_function_with_a_schedule_a_scaler_and_clipping():

@@ -20,7 +20,7 @@ def simulated(rules, *, updates=True, steps=True):
         model, batch = nn.Sequential(*[Block(WIDTH, norm=True) for _ in range(COUNT)]), torch.zeros(4096, WIDTH)
     step = {"loss": lambda y, _: y.square().mean(), "hardware": "h100"}
     optimizer = torch.optim.AdamW(model.parameters()) if steps else None
-    return MemoryProfiler(model, optimizer, plan=rules, **step).simulated(batch, updates=updates)
+    return MemoryProfiler(model, optimizer, plan=rules, keeps_output=False, **step).simulated(batch, updates=updates)
 
 
 def strand(rules, **options):
@@ -97,7 +97,7 @@ def test_a_weight_that_two_parts_share_has_one_gradient():
     optimizer = torch.optim.AdamW(model.parameters())
 
     def simulated(rules, **options):
-        return MemoryProfiler(model, optimizer, plan=rules, **step).simulated(tokens, **options)
+        return MemoryProfiler(model, optimizer, plan=rules, keeps_output=False, **step).simulated(tokens, **options)
 
     rules = {"head": ms.tile(chunks=4)}
     plain, tried = (Strand(each.ledger, ["embed"]) for each in (simulated(None), simulated(rules, updates=False)))

@@ -26,7 +26,10 @@ _MARK_BYTES = 13  # of an allocation that shows where a step begins
 
 @dataclass
 class Training:
-    """What a user hands to `memscale.profile`; `held` are tensors of theirs that no argument mentions."""
+    """What a user hands to `memscale.profile`, and the user's loop; `held` are tensors that no argument mentions.
+
+    The loop lets go of the model's output before backward, unless it `keeps` the output until the next one.
+    """
 
     model: nn.Module
     batch: Any
@@ -34,16 +37,21 @@ class Training:
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     accumulate: int = 1
     plan: Any = None
+    keeps: bool = False
     held: Callable[[], Iterable[torch.Tensor]] = tuple
 
     def profile(self) -> ms.Profile:
         options = {"optimizer": self.optimizer, "loss": self.loss, "plan": self.plan, "accumulate": self.accumulate}
-        return ms.profile(self.model, self.batch, **options)
+        return ms.profile(self.model, self.batch, keeps_output=self.keeps, **options)
 
     def step(self) -> None:
         model = self._transformed
         for _ in range(self.accumulate):
-            self._loss(model).backward()
+            if self.keeps:
+                self._output = self._called(model)
+                self._of(self._output).backward()
+            else:
+                self._of(self._called(model)).backward()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -53,11 +61,12 @@ class Training:
     def _transformed(self) -> nn.Module:
         return self.model if self.plan is None else ms.transform(self.model, self.plan)
 
-    def _loss(self, model: nn.Module) -> torch.Tensor:
+    def _called(self, model: nn.Module) -> Any:
         if isinstance(self.batch, Mapping):
-            output = model(**self.batch)
-        else:
-            output = model(self.batch) if isinstance(self.batch, torch.Tensor) else model(*self.batch)
+            return model(**self.batch)
+        return model(self.batch) if isinstance(self.batch, torch.Tensor) else model(*self.batch)
+
+    def _of(self, output: Any) -> torch.Tensor:
         if self.loss is not None:
             return self.loss(output, self.batch)
         return output if isinstance(output, torch.Tensor) else output["loss"]

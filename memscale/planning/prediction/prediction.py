@@ -85,9 +85,9 @@ class OOMPrediction:
     >>> box = ms.Hardware(name="box", device_type="cpu", memory_bytes=100_000)
     >>> prediction = ms.OOMPredictor(model, loss=lambda y, _: y.mean(), hardware=box).predict(torch.ones(8, 64))
     >>> prediction
-    OOMPrediction(risk=LOW, peak_bytes=37904, capacity_bytes=100000)
+    OOMPrediction(risk=LOW, peak_bytes=37936, capacity_bytes=100000)
     >>> prediction.fits, prediction.headroom_bytes
-    (True, 62096)
+    (True, 62064)
     >>> OOMPrediction.from_json(prediction.to_json()) == prediction
     True
     """

@@ -40,11 +40,11 @@ class OOMPredictor:
     >>> predictor = ms.OOMPredictor(nn.Sequential(*blocks), loss=lambda y, _: y.square().mean(), hardware=box)
     >>> prediction = predictor.predict(torch.ones(1024, 64))
     >>> print(prediction.message)
-    the step does not fit: its peak of 10.8 MiB is 2.82 MiB above the 8.00 MiB of box
+    the step does not fit: its peak of 11.1 MiB is 3.07 MiB above the 8.00 MiB of box
     >>> any(each.plan and each.peak_bytes <= prediction.capacity_bytes for each in prediction.recommendations)
     True
     >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
-    742 fits: 7.99 MiB of 8.00 MiB; 743 would take 8.00 MiB (8 sizes simulated)
+    724 fits: 7.991 MiB of 8.000 MiB; 725 would take 8.002 MiB (8 sizes simulated)
 
     Args:
         model: a module on any device; ``meta`` costs no memory.
@@ -69,7 +69,7 @@ class OOMPredictor:
         loss: Loss | None = None,
         plan: PlanLike | None = None,
         accumulate: int = 1,
-        keeps_output: bool = False,
+        keeps_output: bool = True,
         config: Config | None = None,
         probe: bool = False,
         progress: Progress | None = None,
@@ -247,9 +247,9 @@ class OOMPredictor:
         >>> print(predictor.grid(lambda b, s: torch.ones(b, s, 64), batches=(1, 4, 16), lengths=(128, 512)))
         fits in 1.00 MiB, batch by sequence length; peaks as simulated
                     128       512
-        1           yes   289 KiB
-        4       289 KiB  1.03 MiB
-        16     1.03 MiB        no
+        1           yes   417 KiB
+        4       417 KiB  1.53 MiB
+        16     1.53 MiB        no
 
         Args:
             batch_fn: returns the batch of a batch size and a length, best on ``meta``.

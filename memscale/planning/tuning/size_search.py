@@ -46,7 +46,7 @@ class ModelStep:
     config: Config | None
     hardware: Hardware
     accumulate: int
-    keeps_output: bool = False
+    keeps_output: bool = True
     ranks: Ranks | None = None
 
 

@@ -61,7 +61,7 @@ class AutoTuner:
         config: Config | None = None,
         hardware: Hardware | str | None = None,
         accumulate: int = 1,
-        keeps_output: bool = False,
+        keeps_output: bool = True,
         progress: Progress | None = None,
         parallel: Parallel | None = None,
         world: int | None = None,

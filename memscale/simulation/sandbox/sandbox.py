@@ -198,6 +198,17 @@ class Simulation:
         for tensor in self.scope.replaced(self._tensors):
             self.mode.storages.gone(tensor.untyped_storage())
 
+    def let_go(self, kept: list[Any]) -> None:
+        """Drop what the loop keeps from step to step, as long as the runtimes are here that free what its graph saved.
+
+        Its death is no part of a step.
+        """
+        ledger = self.mode.ledger
+        count = len(ledger.events)
+        kept.clear()
+        self.mode.books.graphs.let_go()
+        del ledger.events[count:], ledger.event_ops[count:]
+
     def _forget_former_contents(self) -> None:
         for tensor, alias in self._contents:
             # It was given other contents; only the simulation still holds the former.
