@@ -15,6 +15,7 @@ def _as_python_collects():
     gc.set_threshold(700, 10, 10)
     yield
     gc.set_threshold(*before)
+    gc.collect()  # garbage that is frozen stays for good, with the hooks that it has
     gc.freeze()  # as all tests are, so that their collections are quick
 
 

@@ -1,5 +1,6 @@
 """The disk tier: bytes come back as they went whatever the system calls do, and a fault loses nothing."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -673,15 +674,25 @@ def test_a_transfer_holds_the_mapping_until_it_is_done(make):
     assert torch.equal(into, source)
 
 
-def test_mappings_take_no_descriptors(make):
+def descriptors_below(folder):
+    """How many of the process's descriptors are of files in `folder`, also of those that have no name any more."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(target.startswith(f"{folder}/") for target in found)
+
+
+def test_mappings_take_no_descriptors(make, tmp_path):
     slab = make()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors_below(tmp_path)
+    assert before > 0
     held = [mapped(slab, 100) for _ in range(50)]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors_below(tmp_path) == before
     for index, (_, tensor) in enumerate(held):
         tensor.fill_(index)
     slab.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert descriptors_below(tmp_path) == before - 1
     assert [tensor.unique().tolist() for _, tensor in held] == [[index] for index in range(50)]
 
 
