@@ -71,7 +71,7 @@ memscale.regions: Attributes Content Environment NOWHERE Note OperatorWatch Orig
     unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan TriedSize byte_scale checked_target columns diff_text
     module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
-    write_html write_page write_trace
+    write_html write_page write_sizes write_trace
 memscale.runtime: AsyncOffloadConfig CopyTimeline DeviceStats Handle Home Homes Hooks HostBackend Runtime Saved Stats
     Visit default_runtime home_of home_on_device hooks_here is_alone is_plain runtime_for runtimes_replaced
 memscale.runtime.backends: Backend Buffer CountedBuffer Event Stream TraceBackend Trims

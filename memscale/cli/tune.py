@@ -61,8 +61,6 @@ def tune(options: TuneOptions) -> int:
         ConfigError: an option is wrong, or a step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
-    from memscale.planning import Point
-
     options.step.check()
     _check(options)
     check_files(options.files)
@@ -109,7 +107,7 @@ def tune(options: TuneOptions) -> int:
         contents: dict[str, Content] = {
             "json": found.to_json(),
             "plot": found.plot,
-            "html": ms.Frontier.of([Point.of(found.plan)]).html,
+            "html": found.html,
             "python": as_script(subject, found.plan, None),
         }
         write(options.files, contents)

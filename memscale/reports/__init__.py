@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from memscale.reports.frontier import DrawnPoint, PartOfPlan, plot_frontier, write_frontier
     from memscale.reports.page import PAGES, checked_target, write_html, write_page
     from memscale.reports.plot import plot_profile, plot_timelines
-    from memscale.reports.sizes import TriedSize, plot_sizes
+    from memscale.reports.sizes import TriedSize, plot_sizes, write_sizes
     from memscale.reports.text import diff_text, module_text, profile_text
     from memscale.reports.trace import write_trace
 
@@ -39,6 +39,7 @@ __all__ = [
     "write_frontier",
     "write_html",
     "write_page",
+    "write_sizes",
     "write_trace",
 ]
 
@@ -49,7 +50,7 @@ _HOMES = {
         "frontier": "DrawnPoint PartOfPlan plot_frontier write_frontier",
         "page": "PAGES checked_target write_html write_page",
         "plot": "plot_profile plot_timelines",
-        "sizes": "TriedSize plot_sizes",
+        "sizes": "TriedSize plot_sizes write_sizes",
         "text": "diff_text module_text profile_text",
         "trace": "write_trace",
     }.items()

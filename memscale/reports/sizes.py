@@ -1,14 +1,15 @@
-"""What steps with batches of different sizes take and get through, as a picture."""
+"""What steps with batches of different sizes take and get through, as a picture and as a page."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from os import PathLike
 from typing import NamedTuple
 
 from memscale.core import format_bytes
-from memscale.reports.drawing import byte_scale
-from memscale.reports.page import checked_target
+from memscale.reports.drawing import Axis, byte_scale
+from memscale.reports.page import PAGES, checked_target, write_page
 from memscale.reports.plot import INK, figure_of, plain
 
 _LINE, _BEST, _TOO_MUCH = "#0072B2", "#D55E00", "#999999"  # of the palette of the categories
@@ -64,7 +65,7 @@ def plot_sizes(
     rate.set_ylabel(f"{unit} a second", color=INK)
     memory.set_ylabel(f"memory of the step ({bytes_unit})", color=INK)
     memory.set_xlabel(axis, color=INK)
-    if len(trials) > 1 and trials[-1].size > 8 * trials[0].size:
+    if _is_wide(trials):
         memory.set_xscale("log", base=2)
         memory.xaxis.set_major_formatter("{x:g}")
     for axes in (rate, memory):
@@ -73,3 +74,47 @@ def plot_sizes(
     title = "".join(f"{axis} {best}: {each.per_second:.4g} {unit} a second" for each in chosen)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.savefig(target, format=target.suffix.lower()[1:])
+
+
+def write_sizes(
+    trials: Sequence[TriedSize], best: int, budget_bytes: int, axis: str, unit: str, path: str | PathLike[str],
+    *, text: str, script: str,
+) -> None:  # fmt: skip
+    """Write the rate over size as one HTML page that needs no other file.
+
+    Args:
+        trials, best, budget_bytes, axis, unit, path: as of `plot_sizes`.
+        text: how the plan of the best size was decided.
+        script: the Python that applies it.
+
+    Raises:
+        ConfigError: the suffix is not ``.html``, or the folder does not exist.
+    """
+    target = checked_target(path, "Tuning.html", PAGES, "use plot() for a picture")
+    scale = math.log2 if _is_wide(trials) else float
+    fitting = [each for each in trials if each.fits]
+    least, most = scale(trials[0].size), scale(trials[-1].size)
+    across = Axis(least - 0.05 * (most - least or 1), most + 0.05 * (most - least or 1), 80, 900)
+    up = Axis(0.0, 1.1 * max(each.per_second for each in fitting), 360, -340)
+    ticks = [value for value in across.ticks() if not _is_wide(trials) or value == round(value)]
+    write_page(
+        target,
+        "sizes.html",
+        title="".join(f"{axis} {best}: {each.per_second:.4g} {unit} a second" for each in fitting if each.size == best),
+        trials=trials,
+        best=best,
+        budget_bytes=budget_bytes,
+        axis=axis,
+        unit=unit,
+        across=across,
+        up=up,
+        size_ticks=[(value, f"{2**value if _is_wide(trials) else value:g}") for value in ticks],
+        points=[(across.place(scale(each.size)), up.place(each.per_second), each) for each in fitting],
+        text=text,
+        script=script,
+    )
+
+
+def _is_wide(trials: Sequence[TriedSize]) -> bool:
+    """Whether the sizes are drawn on a logarithmic axis."""
+    return len(trials) > 1 and trials[-1].size > 8 * trials[0].size

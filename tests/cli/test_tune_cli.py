@@ -1,5 +1,6 @@
 """``memscale tune``: what the library finds, as text and files; exit codes for scripts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,11 @@ def test_the_result_is_that_of_the_library(capsys):
     assert found.confirmation.peak_bytes <= 768 * 1024
     assert shown == f"{found}\n"
     assert Path("best.svg").read_text().startswith("<?xml")
-    assert Path("best.html").read_text().count('<section class="plan">') == 1
+    page = Path("best.html").read_text()
+    tried = json.loads(Path("best.json").read_text())["trials"]
+    assert page.count('class="point') == sum(each["fits"] for each in tried) > 1
+    assert page.count('class="choice') == len(tried)
+    assert page.count(' shown">') == 2, "the best is marked in both"
     scope = {}
     exec(Path("script.py").read_text(), scope)
     assert is_transformed(scope["fit"])

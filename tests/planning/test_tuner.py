@@ -172,6 +172,9 @@ def test_a_result_travels_as_json_and_prints_and_draws_itself(tmp_path):
     assert "a real step held" in text
     assert repr(best).startswith("Tuning(objective='batch'")
     best.plot(tmp_path / "sizes.png")
+    best.html(tmp_path / "sizes.html")
+    page = (tmp_path / "sizes.html").read_text(encoding="utf-8")
+    assert page.count('class="choice') == len(best.trials)
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ms.ConfigError, match=r"Tuning\.plot\(path\) must end in \.png or \.svg"):
         best.plot(tmp_path / "sizes.gif")

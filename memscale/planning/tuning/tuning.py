@@ -128,9 +128,21 @@ class Tuning:
             ConfigError: the suffix is neither, or the folder does not exist.
             RuntimeUnavailable: matplotlib is not installed.
         """
+        _reports().plot_sizes(self._tried(), self.size, self.budget_bytes, self._axis, self.unit, path)
+
+    def html(self, path: str | PathLike[str]) -> None:
+        """Write the rate over the sizes, and the plan of the best, as one HTML page that needs no other file.
+
+        Raises:
+            ConfigError: the suffix is not ``.html``, or the folder does not exist.
+        """
+        text, script = f"{self.plan.explain()}\n\n{self.plan}", self.plan.to_python()
+        drawn = (self._tried(), self.size, self.budget_bytes, self._axis, self.unit, path)
+        _reports().write_sizes(*drawn, text=text, script=script)
+
+    def _tried(self) -> list[Any]:
         tried = _reports().TriedSize
-        trials = [tried(each.size, each.taken_bytes, each.fits, each.per_second) for each in self.trials]
-        _reports().plot_sizes(trials, self.size, self.budget_bytes, self._axis, self.unit, path)
+        return [tried(each.size, each.taken_bytes, each.fits, each.per_second) for each in self.trials]
 
     @property
     def _axis(self) -> str:
