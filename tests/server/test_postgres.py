@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with postgres(tmp_path_factory.mktemp("postgres")) as found:
+def url():
+    with postgres() as found:
         yield found
 
 

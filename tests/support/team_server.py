@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from datetime import timedelta
@@ -181,16 +182,13 @@ def postgres_programs():
 
 
 @contextlib.contextmanager
-def postgres(folder):
+def postgres():
     """A PostgreSQL of its own on a free port of this machine: the URL of an empty database."""
-    programs, data, port = postgres_programs(), Path(folder) / "data", free_port()
-    data.mkdir()
+    programs, port = postgres_programs(), free_port()
+    data = Path(tempfile.mkdtemp(prefix="memscale-postgres-"))  # pytest's folders are closed to other users
     as_user = []
     if os.geteuid() == 0:  # which PostgreSQL refuses to run as
         as_user = ["runuser", "-u", "nobody", "--"]
-        for each in (data, *data.parents):
-            if each.stat().st_uid == 0 and not each.stat().st_mode & 0o001:
-                each.chmod(each.stat().st_mode | 0o011)
         shutil.chown(data, "nobody")
     program = [*as_user, str(programs / "initdb")]
     made = [*program, "--auth=trust", "--username=memscale", "--no-sync", "-D", str(data)]
@@ -203,6 +201,7 @@ def postgres(folder):
         yield f"postgres://memscale@127.0.0.1:{port}/postgres"
     finally:
         subprocess.run([*control, "-m", "immediate", "stop"], check=True, capture_output=True, cwd="/")
+        shutil.rmtree(data)
 
 
 def first_team(base, log):
