@@ -144,6 +144,7 @@ class Scope:
         "_reruns",
         "_root",
         "_seen",
+        "_small",
         "_spares_modules",
         "contents",
         "followed",
@@ -174,6 +175,7 @@ class Scope:
         self._picture: _Picture | None = None
         self._seen: set[int] = set()
         self._spares_modules = False
+        self._small: list[int] | None = None
         self._visit(fn, None)
         for table in global_hooks():
             for hook in table.values():
@@ -197,7 +199,7 @@ class Scope:
     def exchanged(self, other: Mapping[int, torch.Tensor]) -> Scope:
         """This, holding another tensor in place of each that `other` has, by the identity of the one before."""
         found = copy.copy(self)
-        found._picture = None  # which has those of before
+        found._picture = found._small = None  # which has those of before
         found.contents = [copy.copy(content) for content in self.contents]
         found.tensors = [(position, key, other.get(id(tensor), tensor)) for position, key, tensor in self.tensors]
         for position, key, tensor in found.tensors:
@@ -243,6 +245,14 @@ class Scope:
         if self._modules:
             self._root = weakref.ref(self._modules[0], gone)
             self._modules = self._modules[1:]
+
+    @property
+    def small(self) -> list[int]:
+        """The indices of tensors of one dimension or none, but for parameters: counters and statistics, say."""
+        if self._small is None:
+            found = [(index, tensor) for index, (_, _, tensor) in enumerate(self.tensors)]
+            self._small = [index for index, each in found if not isinstance(each, nn.Parameter) and each.dim() < 2]
+        return self._small
 
     @property
     def is_current(self) -> bool:

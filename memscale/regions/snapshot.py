@@ -168,7 +168,8 @@ class Snapshot:
     def _take(self, effects: RegionEffects) -> None:
         """Before a later run: what a watched one changed, by whatever other names it has by now, and small state."""
         held, count = self._held, len(self.tensors)
-        found = [index for index in range(count) if self._is_to_be_taken(index, effects.changed)]
+        looked_at = range(count) if effects.changed else self.scope.small
+        found = [index for index in looked_at if self._is_to_be_taken(index, effects.changed)]
         found += [index for index in range(count, len(held)) if index - count in effects.changed]
         if len({id(storage) for storage in held}) == len(held):  # no two share memory
             with unrecorded():

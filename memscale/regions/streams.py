@@ -49,9 +49,15 @@ class Streams:
             self.are_several = self.are_several or any(other == index for other, _ in self._known)
             self._known[key] = torch.cuda.current_stream(index)
 
-    @contextmanager
-    def again(self) -> Iterator[Streams]:
+    def again(self) -> AbstractContextManager[Streams]:
         """Run the body on the streams on which the run began; gives all that it is seen on, and the caller's."""
+        known = self._known
+        if not known or (len(known) == 1 and all(_current(index) == stream for index, stream in known)):
+            return nullcontext(self)
+        return self._on_those_of_then()
+
+    @contextmanager
+    def _on_those_of_then(self) -> Iterator[Streams]:
         then = Streams(stream.device for stream in self._begun)  # the caller's
         if self._known:
             then._known = {**self._known, **(then._known or {})}

@@ -43,7 +43,7 @@ _autograd = internals.autograd
 # Makes a recorder of a region with these inputs.
 Record = Callable[[list[torch.Tensor]], Recorder]
 _Found = tuple[torch.Tensor, int]  # a recomputed tensor, and the version at which it was saved
-_Seen = tuple[torch.Size, torch.dtype, int, bool]  # of a tensor that the run saved: its version, whether it is trained
+_Seen = tuple[torch.Size, torch.dtype, int]  # of a tensor that the run saved: its version
 _MOST_WATCHED = 16  # runs of a region, each with other flags or arguments of another kind
 _reruns = [0]  # of this process; two threads at once may count as one
 
@@ -143,7 +143,8 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
-    placeholder.frame.streams.lend_to_current(tensor)
+    if tensor.is_cuda:
+        placeholder.frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd does not check what comes from hooks
         what = f"saved tensor {placeholder.index} of a checkpointed region"
         raise changed_error(described(what, tensor.dtype, _shape(tensor)), tensor._version, expected)
@@ -177,6 +178,7 @@ class _Frame:
         "_placeholders",
         "_seen",
         "_snapshot",
+        "_trained",
         "recorder",
         "streams",
     )
@@ -199,6 +201,7 @@ class _Frame:
         self._inputs: Inputs | None = Inputs(tensors, scope)
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._seen: list[_Seen] = []
+        self._trained: list[bool] = []  # whether each of these requires a gradient
         self._concluded = False
         self.recorder = record and record(tensors)
 
@@ -220,10 +223,13 @@ class _Frame:
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> _Placeholder:
         """Called by autograd with each tensor that it would save."""
-        placeholder = _Placeholder(self, len(self._seen))
+        seen = self._seen
+        placeholder = _Placeholder(self, len(seen))
         self._placeholders.append(weakref.ref(placeholder))
-        self._seen.append((_shape(tensor), tensor.dtype, tensor._version, tensor.requires_grad))
-        self.streams.see(tensor)
+        seen.append((_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version))
+        self._trained.append(tensor.requires_grad)
+        if tensor.is_cuda:
+            self.streams.see(tensor)
         if self.recorder is not None:
             self.recorder.mark()
         return placeholder
@@ -296,7 +302,7 @@ class _Frame:
         fresh: list[torch.Tensor] = []
         with self.streams.again() as streams:
             found = self._values(refused, fresh)
-            rerun = _Rerun(self._seen, live, fresh, streams)
+            rerun = _Rerun(self._seen, self._trained, live, fresh, streams)
             with (
                 Replay(self._snapshot, last=last, refused=refused, fresh=fresh, made=rerun.made) as shared,
                 self._call.again(values := _in_order(found, shared)) as (args, kwargs),
@@ -369,15 +375,15 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _end(seen: list[_Seen], last: int) -> int:
+def _end(seen: list[_Seen], trained: list[bool], last: int) -> int:
     """With which saved tensor a recompute may stop whose last one that is wanted is `last`.
 
     Autograd saves the inputs of an operator before its kernel runs, and the kernel of `rrelu` fills one of them. Any
     two in a row that look like those two wait for the next operator that saves something.
     """
     for first in range(max(last - 1, 0), min(last + 1, len(seen) - 1)):
-        (shape, dtype, _, is_trained), (*like, _, other_is_trained) = seen[first : first + 2]
-        if [shape, dtype] == like and dtype.is_floating_point and is_trained != other_is_trained:
+        (shape, dtype, _), (*like, _) = seen[first : first + 2]
+        if [shape, dtype] == like and dtype.is_floating_point and trained[first] != trained[first + 1]:
             return first + 2
     return last
 
@@ -392,7 +398,12 @@ class _Rerun:
     """Receives the tensors that a recompute saves, and checks them against those of the run."""
 
     def __init__(
-        self, seen: list[_Seen], live: list[_Placeholder | None], fresh: list[torch.Tensor], streams: Streams
+        self,
+        seen: list[_Seen],
+        trained: list[bool],
+        live: list[_Placeholder | None],
+        fresh: list[torch.Tensor],
+        streams: Streams,
     ) -> None:
         self._seen = seen
         self._live = live
@@ -401,7 +412,7 @@ class _Rerun:
         self._of_fresh: set[int] | None = None  # their storages
         self.made: set[int] = set()  # and others
         self._last = next(index for index in range(len(live) - 1, -1, -1) if live[index] is not None)
-        self._end = _end(seen, self._last)
+        self._end = _end(seen, trained, self._last)
         self._count = 0
         self.replayer: Replayer | None = None
         self.found: dict[int, _Found] = {}
@@ -409,27 +420,13 @@ class _Rerun:
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
-        self._count += 1
-        self._streams.see(tensor)
-        if self.replayer is not None and index <= self._last:
-            self.replayer.check(index)
+        self._count = index + 1
+        if tensor.is_cuda:
+            self._streams.see(tensor)
         if index <= self._last:
-            shape, dtype, expected, _ = self._seen[index]
-            if (now := _shape(tensor)) != shape or tensor.dtype != dtype:
-                plain = all(type(size) is int for size in shape)
-                raise CorrectnessError(
-                    f"the recompute differs from the run: saved tensor {index} of the region was "
-                    f"{dtype}{list(shape)} and is now {tensor.dtype}{list(now)}. A checkpointed region must "
-                    f"do the same at every run with the same inputs{'' if plain else _JAGGED}"
-                )
-            if tensor._version != expected and not self._is_fresh(tensor):
-                raise changed_error(
-                    described(f"saved tensor {index} of a checkpointed region", dtype, shape),
-                    tensor._version,
-                    expected,
-                    "The region reads a tensor from outside that was changed between forward and backward; pass it as "
-                    "an argument, or change it after backward",
-                )
+            now = (_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version)
+            if now != self._seen[index]:
+                self._check(index, tensor, now)
         # Also where nobody waits for it: an operator's own result would hold the operator, and that the result, a
         # circle that no collection sees, for half of it is C++ (RWKV left 15 MB of 110 at each step).
         tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -439,6 +436,25 @@ class _Rerun:
             self._streams.meet()  # before what the run has made goes out of use
             raise _Stop
         return tensor
+
+    def _check(self, index: int, tensor: torch.Tensor, now: _Seen) -> None:
+        """Raise `CorrectnessError` if a saved tensor is another one than the run saved, or was changed since."""
+        shape, dtype, expected = self._seen[index]
+        if now[0] != shape or now[1] != dtype:
+            plain = all(type(size) is int for size in shape)
+            raise CorrectnessError(
+                f"the recompute differs from the run: saved tensor {index} of the region was "
+                f"{dtype}{list(shape)} and is now {now[1]}{list(now[0])}. A checkpointed region must "
+                f"do the same at every run with the same inputs{'' if plain else _JAGGED}"
+            )
+        if not self._is_fresh(tensor):
+            raise changed_error(
+                described(f"saved tensor {index} of a checkpointed region", dtype, shape),
+                now[2],
+                expected,
+                "The region reads a tensor from outside that was changed between forward and backward; pass it as "
+                "an argument, or change it after backward",
+            )
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         if self._of_fresh is None:
