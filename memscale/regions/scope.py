@@ -261,7 +261,12 @@ class Scope:
 
     @property
     def may_last(self) -> bool:
-        """Whether it may be held after the run: it keeps no tensor alive but parameters and registered buffers."""
+        """Whether it may be held after the run: it keeps no tensor alive but parameters and registered buffers, and no
+        forward that is there for the run only and keeps its module.
+        """
+        forwards = [(module, getattr(module.__dict__.get("forward"), "__dict__", {})) for module in self.modules]
+        if any(each is module for module, held in forwards for each in held.values()):
+            return False
         tables = set(map(id, chain.from_iterable([(m._parameters, m._buffers) for m in self.modules])))
         return all(
             isinstance(tensor, nn.Parameter) or (id(self.places[position]) in tables and tensor.grad_fn is None)
