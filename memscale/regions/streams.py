@@ -23,15 +23,17 @@ class Streams:
     """The streams on which a run was seen; the current ones of `devices` to begin with.
 
     Attributes:
+        are_seen: whether there are streams at all.
         are_several: whether there are two of one device.
     """
 
-    __slots__ = ("_begun", "_known", "are_several")
+    __slots__ = ("_begun", "_known", "are_seen", "are_several")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._known: dict[tuple[int, int], torch.cuda.Stream] | None = None
         self.are_several = False
-        if _current is not None and torch.cuda.is_initialized() and not simulating():
+        self.are_seen = _current is not None and torch.cuda.is_initialized() and not simulating()
+        if self.are_seen:
             self._known = {}
             for device in devices:
                 if device.type == "cuda":

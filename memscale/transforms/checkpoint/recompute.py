@@ -143,7 +143,7 @@ def _unpack(placeholder: _Placeholder) -> torch.Tensor:
         # Another backward may follow. It recomputes again, so that this one frees each tensor once it is used.
         placeholder.found = None
     tensor, expected = found
-    if tensor.is_cuda:
+    if placeholder.frame.streams.are_several:
         placeholder.frame.streams.lend_to_current(tensor)
     if tensor._version != expected:  # autograd does not check what comes from hooks
         what = f"saved tensor {placeholder.index} of a checkpointed region"
@@ -228,7 +228,7 @@ class _Frame:
         self._placeholders.append(weakref.ref(placeholder))
         seen.append((_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version))
         self._trained.append(tensor.requires_grad)
-        if tensor.is_cuda:
+        if self.streams.are_seen:
             self.streams.see(tensor)
         if self.recorder is not None:
             self.recorder.mark()
@@ -421,7 +421,7 @@ class _Rerun:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         index = self._count
         self._count = index + 1
-        if tensor.is_cuda:
+        if self._streams.are_seen:
             self._streams.see(tensor)
         if index <= self._last:
             now = (_shape(tensor) if tensor.is_nested else tensor.shape, tensor.dtype, tensor._version)
