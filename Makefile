@@ -33,10 +33,11 @@ test: $(READY)
 test-deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(PYTHON) $(PYTEST) $(ARGS)
 
-# New random programs, EXAMPLES of each sort; a failure prints the smallest program that shows it, as Python.
+# New random programs, EXAMPLES of each sort; a failure prints the smallest program that shows it, as Python. With
+# BESIDE=1 another thread simulates steps meanwhile.
 EXAMPLES ?= 5000
 fuzz: $(READY)
-	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
+	HYPOTHESIS_PROFILE=fuzz EXAMPLES=$(EXAMPLES) FUZZ_BESIDE=$(BESIDE) $(PYTHON) -m pytest -q tests/laws/test_programs.py $(ARGS)
 
 # What `make test` skips where no browser or PostgreSQL is installed, and all of the server's tests on both databases.
 test-server: $(READY)

@@ -34,10 +34,10 @@ memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError
     available_host_bytes batches boolean budget_bytes by_name call cgroup_limit_bytes changed_error check_count
     check_loss check_tier compute_capability described device_type factory filesystem_of folder_on_disk format_bytes
     format_flops format_seconds format_unlike found_once from_data fsdp_groups fsdp_groups_of history_path
-    in_process_group integer internals is_in_memory is_of_modules matches misfit modules_in numbers optional pytrees
-    read_or_empty scalar_loss
-    shown simulated_choices simulated_device_type simulating simulation spellings takes_no template tensors
-    unflatten validate version versions
+    in_process_group integer internals is_alone is_in_memory is_of_modules is_own_thread joining matches misfit
+    modules_in numbers one_at_a_time optional own_threads pytrees read_or_empty scalar_loss
+    shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings takes_no template
+    tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
 memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
@@ -63,12 +63,12 @@ memscale.planning.trials:
 memscale.planning.tuning:
 memscale.policy: Artifact FEATURES StrategyContext StrategyDecision TECHNIQUES eligible everything rule select
     widenings
-memscale.regions: Attributes Content Environment NOWHERE Note OperatorWatch Origin PacksSeveral Place RegionEffects
-    Remembered Replay Scope SharedScope Snapshot Streams accelerators arguments as_it_was code_names counted_states
-    differing floats_as_constants functorch_state hidden_changes holds hooks_around in_recompute is_stand_in
-    is_unrecorded memory_of moved naming_refused_hooks never_compiled origin_of pack_all put_back read recomputes
-    recomputing refuse_iterators refused running_statistics stand_for storages takes_batch_statistics uncompiled
-    unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write
+memscale.regions: Attributes Content Environment NOWHERE Names Note OperatorWatch Origin PacksSeveral Place
+    RegionEffects Remembered Replay Scope SharedScope Snapshot Streams accelerators arguments as_it_was code_names
+    counted_states differing floats_as_constants functorch_state hidden_changes holds hooks_around in_recompute
+    is_stand_in is_unrecorded memory_of moved naming_refused_hooks never_compiled origin_of pack_all put_back read
+    recomputes recomputing refuse_iterators refused running_statistics stand_for storages takes_batch_statistics
+    uncompiled unrecorded unrecorded_depth untouched wait_for_recomputes without_dynamo write
 memscale.reports: Axis COLOURS DrawnPoint PAGES PartOfPlan TriedSize byte_scale checked_target columns diff_text
     module_text placed plot_frontier plot_profile plot_sizes plot_timelines profile_text time_scale write_frontier
     write_html write_page write_sizes write_trace

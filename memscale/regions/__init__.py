@@ -11,7 +11,7 @@ from memscale.regions.hidden_changes import (
     storages,
     takes_batch_statistics,
 )
-from memscale.regions.places import Attributes, Content, Place, differing, holds, read, write
+from memscale.regions.places import Attributes, Content, Names, Place, differing, holds, read, write
 from memscale.regions.randomness import counted_states
 from memscale.regions.remembered import Remembered, arguments, refuse_iterators
 from memscale.regions.replay import Replay
@@ -37,6 +37,7 @@ __all__ = [
     "Attributes",
     "Content",
     "Environment",
+    "Names",
     "Note",
     "OperatorWatch",
     "Origin",

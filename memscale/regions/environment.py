@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from memscale.core import CorrectnessError, found_once, internals, simulated_device_type
+from memscale.core import CorrectnessError, found_once, internals, is_alone, simulated_device_type
 from memscale.regions import randomness
 from memscale.regions.modes import modes
 
@@ -44,6 +44,7 @@ class Environment:
         "_random",
         "_settings",
         "_shared",
+        "_shares",
         "context",
         "devices",
         "drew",
@@ -75,7 +76,15 @@ class Environment:
         self._modes = modes()
         self._parametrizations = dict(parametrize._cache) if parametrize._cache_enabled else None
         self._global_hooks = global_hooks()
+        self._shares = True
         self.uses_host_random = False
+
+    def leave_shared(self) -> None:
+        """Forget what is all threads': generators, and flags and global hooks if another thread runs."""
+        self._random, self._host = (self._random or [])[self._shared :] or None, None
+        if not is_alone():
+            self._shares = False
+            self._settings[: len(_FLAGS)] = [None] * len(_FLAGS)
 
     def conclude(self) -> None:
         """Forget the generators that the region did not advance: a recompute need not touch them.
@@ -142,10 +151,10 @@ class Environment:
         undo.append(partial(self._leave_settings, settings))
         if settings != self._settings:
             self._enter_settings(settings, undo)
-        if parametrize._cache_enabled or self._parametrizations is not None:  # `parametrize.cached()`
+        if self._shares and (parametrize._cache_enabled or self._parametrizations is not None):  # `cached()`
             undo.append(partial(_set_parametrizations, parametrize._cache_enabled, parametrize._cache))
             _set_parametrizations(self._parametrizations is not None, dict(self._parametrizations or {}))
-        if (hooks := global_hooks()) != self._global_hooks:
+        if self._shares and (hooks := global_hooks()) != self._global_hooks:
             undo.append(partial(_set_global_hooks, hooks))
             _set_global_hooks(self._global_hooks)
         self._modes.enter(undo)

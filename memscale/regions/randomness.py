@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from memscale.core import simulated_choices, simulated_device_type
+from memscale.core import simulated_choices, simulated_device_type, simulated_randomness
 from memscale.regions.by_class import by_class
 from memscale.regions.unrecorded import unrecorded
 
 
 def generators(devices: Iterable[torch.device]) -> list[Any]:
     """What operators on the CPU and on `devices` draw from; PyTorch's generator for the CPU first."""
-    found: list[Any] = [torch.default_generator]
+    simulated = simulated_randomness()
+    found: list[Any] = [torch.default_generator if simulated is None else simulated.torch]
     for device in sorted(devices, key=str):
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -90,7 +91,11 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 def position() -> tuple[bytes, bytes] | None:
     """What tells whether PyTorch's generator for the CPU was drawn from since; `None` if nothing does."""
-    found = _position_of_torch()
+    simulated = simulated_randomness()
+    if simulated is None:
+        found = _position_of_torch()
+    else:
+        found = None if (at := _place_of_seed()) is None else _looks(simulated.torch, at)
     return found and (found[0].raw, found[1].raw)
 
 
@@ -104,7 +109,14 @@ def standing(generators: list[Any]) -> list[Any]:
 # A whole state is 5,056 bytes: taking it again and comparing it is a tenth of what a small region costs.
 @functools.cache
 def _position_of_torch() -> tuple[Any, Any] | None:
-    """Where the Mersenne twister keeps its position, with its first words, and the normal numbers that it has left.
+    """Where the Mersenne twister keeps its position, with its first words, and the normal numbers that it has left."""
+    at = _place_of_seed()
+    return None if at is None else _looks(torch.default_generator, at)
+
+
+@functools.cache
+def _place_of_seed() -> int | None:
+    """How far into a generator that begins.
 
     Looked for in a generator of our own, and only believed if it changes as the state does.
     """
@@ -130,7 +142,7 @@ def _position_of_torch() -> tuple[Any, Any] | None:
         probe.set_state(state)
         if before.raw == then:
             return None
-    return _looks(torch.default_generator, at)
+    return at
 
 
 _SEED = 0x6D656D7363616C65
@@ -148,27 +160,27 @@ def _looks(generator: torch.Generator, at: int) -> tuple[Any, Any]:
     return (ctypes.c_char * 52).from_address(start), (ctypes.c_char * 32).from_address(start + _WORDS + 624 * 4)
 
 
-def _position_of_python() -> Any:
+def _position_of_python(own: random.Random) -> Any:
     """Where Python's generator keeps its position among the 624 words that it makes at a time, and the first of these
     (CPython's layout).
     """
     try:
-        at = id(random._inst) + object.__basicsize__
+        at = id(own) + object.__basicsize__
         position, word = ctypes.c_int.from_address(at), ctypes.c_uint32.from_address(at + 4)
-        state: Any = random.getstate()[1]
+        state: Any = own.getstate()[1]
         # Their memory must outlive the pointers.
-        return (position, word, random._inst) if (word.value, position.value) == (state[0], state[-1]) else None
+        return (position, word, own) if (word.value, position.value) == (state[0], state[-1]) else None
     except (AttributeError, ValueError):
         return None
 
 
-def _position_of_numpy() -> Any:
+def _position_of_numpy(own: Any) -> Any:
     """The same for NumPy's legacy generator, by the address it publishes for C callers."""
     try:
-        bits = np.random.mtrand._rand._bit_generator
+        bits = own._bit_generator
         at = bits.ctypes.state_address
         position, word = ctypes.c_int.from_address(at + 624 * 4), ctypes.c_uint32.from_address(at)
-        state: Any = np.random.get_state(legacy=True)
+        state: Any = own.get_state(legacy=True)
         # `numpy.random.set_bit_generator` may drop what they are in.
         return (position, word, bits) if (word.value, position.value) == (state[1][0], state[2]) else None
     except (AttributeError, ValueError):
@@ -177,8 +189,18 @@ def _position_of_numpy() -> Any:
 
 # Reading a whole state takes 10 to 40 microseconds, a position 0.1: enough to notice that numbers were drawn.
 @functools.cache  # found when a region first runs, for numpy.random takes 10 ms to import
+def _positions_of_process() -> list[Any]:
+    return _positions_of(random._inst, np.random.mtrand._rand)
+
+
+@functools.lru_cache(maxsize=1)
+def _positions_of(python: random.Random, numpy: Any) -> list[Any]:
+    return [each for each in (_position_of_python(python), _position_of_numpy(numpy)) if each is not None]
+
+
 def _positions() -> list[Any]:
-    return [position for position in (_position_of_python(), _position_of_numpy()) if position is not None]
+    simulated = simulated_randomness()
+    return _positions_of_process() if simulated is None else _positions_of(simulated.python, simulated.numpy)
 
 
 def can_notice() -> bool:

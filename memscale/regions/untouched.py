@@ -28,8 +28,8 @@ def untouched(
         scope: what was reached before the body.
         leaves: the tensors whose ``.grad`` is set aside meanwhile.
         tensors: those that get their version counters back, and their values.
-        computes: whether the body changes values. The copies are in host memory, where an accelerator's allocator,
-            which the body may be measured by, does not count them.
+        computes: whether the body changes values, and draws from the process's generators. The copies are in host
+            memory, where an accelerator's allocator, which the body may be measured by, does not count them.
     """
     devices = accelerators(tensors)
     versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
@@ -39,7 +39,10 @@ def untouched(
     trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor, _ in versions if tensor.is_leaf]
     with ExitStack() as stack:
         # In the order that the last one is put back first.
-        stack.callback(Environment(devices, host_random=True, generators=scope.generators).enter, [])
+        environment = Environment(devices, host_random=computes, generators=scope.generators)
+        if not computes:
+            environment.leave_shared()
+        stack.callback(environment.enter, [])
         for tensor, version in versions:
             stack.callback(_set_version, tensor, version)
         for tensor, value in values:

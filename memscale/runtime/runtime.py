@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memscale.core import ConfigError, RuntimeUnavailable, internals
+from memscale.core import ConfigError, RuntimeUnavailable, internals, is_own_thread, own_threads
 from memscale.runtime.backends.host import HostBackend
 from memscale.runtime.backends.protocol import Backend
 from memscale.runtime.config import AsyncOffloadConfig
@@ -235,17 +235,18 @@ _instead: list[Callable[[Runtime], Runtime]] = []
 def runtime_for(own: Runtime | None) -> Runtime:
     """The runtime of a region that was given `own`, or none, unless a simulation puts another one in its place."""
     runtime = own or default_runtime()
-    return _instead[-1](runtime) if _instead else runtime
+    return _instead[-1](runtime) if _instead and is_own_thread() else runtime
 
 
 @contextmanager
 def runtimes_replaced(instead: Callable[[Runtime], Runtime]) -> Iterator[None]:
-    """Let regions use ``instead(runtime)`` for the body."""
-    _instead.append(instead)
-    try:
-        yield
-    finally:
-        _instead.pop()
+    """Let regions use ``instead(runtime)`` for the body, in the threads of the simulation that it is."""
+    with own_threads():
+        _instead.append(instead)
+        try:
+            yield
+        finally:
+            _instead.pop()
 
 
 os.register_at_fork(after_in_child=default_runtime.cache_clear)

@@ -57,7 +57,7 @@ def analyse(
     hardware = clock.hardware
     sizes, reserved, warnings = _allocated(ledger, hardware, capacity_bytes, advises=advises)
     peaks = _peaks(ledger, sizes)
-    _categorise(ledger)
+    categories = _categories(ledger)
     steady = peaks[-1]
     first_event, first_op = ledger.steps[-1]
     schedule = Schedule.of_last_step(clock, ledger.ops, first_op) if clock.timed else None
@@ -65,11 +65,11 @@ def analyse(
     by_module: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for number in steady.alive:
         record = ledger.records[number]
-        by_category[record.category] += record.nbytes
-        by_module[_module(record)][record.category] += record.nbytes
+        by_category[categories[number]] += record.nbytes
+        by_module[_module(record)][categories[number]] += record.nbytes
     if rounding := steady.nbytes - sum(by_category.values()):
         by_category[_ROUNDING] = by_module["allocator"][_ROUNDING] = rounding
-    changes, positions, phases = _timeline(ledger, sizes, *_positions(ledger, clock))
+    changes, positions, phases = _timeline(ledger, sizes, categories, *_positions(ledger, clock))
     largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
@@ -82,7 +82,7 @@ def analyse(
         by_category=dict(sorted(by_category.items(), key=lambda item: _PLACES[item[0]])),
         categories_by_module={path: dict(parts) for path, parts in sorted(by_module.items())},
         by_tier=dict(by_tier or {}),
-        holdings=tuple(_holding(ledger, number) for number in largest),
+        holdings=tuple(_holding(ledger, number, categories[number]) for number in largest),
         flops=sum(op.flops for op in ledger.ops[first_op:]),
         step_seconds=None if schedule is None else schedule.seconds,
         exposed_seconds={} if schedule is None else schedule.exposed_seconds,
@@ -242,8 +242,9 @@ def _apply(events: Sequence[int], alive: dict[int, None], sizes: list[int]) -> i
     return added
 
 
-def _categorise(ledger: Ledger) -> None:
-    """Say of each storage without a category whether backward waited for it, or whether it came and went."""
+def _categories(ledger: Ledger) -> list[str]:
+    """The category of each storage; of one without, whether backward waited for it, or whether it came and went."""
+    found: list[str] = []
     in_forward, in_backward = (
         [op.phase is phase for op in ledger.ops] + [False] for phase in (Phase.FORWARD, Phase.BACKWARD)
     )  # the last one is that of what no operator made, number -1
@@ -254,6 +255,7 @@ def _categorise(ledger: Ledger) -> None:
     next_backward = next(following, None)
     for number, record in enumerate(ledger.records):
         if record.category:
+            found.append(record.category)
             continue
         at = born.get(number, 0)
         while next_backward is not None and next_backward < at:
@@ -261,7 +263,8 @@ def _categorise(ledger: Ledger) -> None:
         waited = (
             in_forward[record.op] and next_backward is not None and died.get(number, len(ledger.events)) > next_backward
         )
-        record.category = "activation" if waited else "temporary"
+        found.append("activation" if waited else "temporary")
+    return found
 
 
 def _module(record: StorageRecord) -> str:
@@ -314,12 +317,12 @@ def _moment(ledger: Ledger, peak: _Peak, begin: int) -> Moment:
     return Moment(op.name, op.path, op.phase.value)
 
 
-def _holding(ledger: Ledger, number: int) -> Holding:
+def _holding(ledger: Ledger, number: int, category: str) -> Holding:
     record = ledger.records[number]
     op: OpCall | None = ledger.ops[record.op] if record.op >= 0 else None
     return Holding(
         record.nbytes,
-        record.category,
+        category,
         record.path,
         op.name if op else "",
         op.phase.value if op else "",
@@ -329,7 +332,7 @@ def _holding(ledger: Ledger, number: int) -> Holding:
 
 
 def _timeline(
-    ledger: Ledger, sizes: list[int], begins: list[float], ends: list[float]
+    ledger: Ledger, sizes: list[int], categories: list[str], begins: list[float], ends: list[float]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...], tuple[tuple[str, float], ...]]:
     """The changes of the last step, their positions, and where its phases begin."""
     begin, first_op = ledger.steps[-1]
@@ -337,8 +340,8 @@ def _timeline(
     _apply(ledger.events[:begin], alive, sizes)
     rounding = _PLACES[_ROUNDING]
     parts = [
-        (_PLACES[each.category], each.nbytes, size - each.nbytes)
-        for each, size in zip(ledger.records, sizes, strict=True)
+        (_PLACES[category], each.nbytes, size - each.nbytes)
+        for each, size, category in zip(ledger.records, sizes, categories, strict=True)
     ]
     before: dict[int, int] = defaultdict(int)
     for number in alive:

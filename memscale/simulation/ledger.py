@@ -30,6 +30,8 @@ CHOICE = "choice"
 DRAW = "draw"
 #: One number that stands for a loss, a norm or a flag, such that nothing unusual is seen in it.
 SCALAR = "scalar"
+#: Computed from the batch, from what the step has changed, or from what stands for a tensor of another device.
+GIVEN = "given"
 
 
 class Phase(enum.Enum):
@@ -52,7 +54,8 @@ class StorageRecord:
         dtype: of that tensor, ``"float32"``.
         path: of the module, or of the parameter, it belongs to.
         known: whether its values are real ones, and not address space.
-        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`, or "" for computed ones.
+        guess: where known values are stand-ins: `CHOICE`, `SCALAR`, `DRAW`; where they are computed, `GIVEN`, or ""
+            for what follows from constants.
         away: whether it lies on another memory tier, and takes up no byte of the device.
         later: how to compute its values, where they are known and not computed.
         used_at: when it was used last, in bytes that the step has gone through; -1 if never.

@@ -14,7 +14,7 @@ from torch import nn
 
 from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, MemscaleError, check_loss
+from memscale.core import ConfigError, Loss, MemscaleError, check_loss, one_at_a_time
 from memscale.core import tensors as tensors_of
 from memscale.hardware import Hardware
 from memscale.optimizers import TransformedOptimizer, without_states
@@ -210,12 +210,17 @@ class MemoryProfiler:
     @contextmanager
     def _under_rules(self) -> Iterator[MemoryProfiler]:
         """This, with the optimizer under its rules: only now, for some act on parameters as long as they are there."""
+        with one_at_a_time(), self._ruled() as ruled:
+            yield ruled
+
+    @contextmanager
+    def _ruled(self) -> Iterator[MemoryProfiler]:
         if self.ranks is not None:
             assert isinstance(self.model, nn.Module), "checked with the other arguments"
             with one_rank(self.model, self.optimizer, self.ranks) as (part, over):
                 ranked = copy.copy(self)
                 ranked.ranks, ranked.model, ranked.optimizer = None, part, over
-                with ranked._under_rules() as each:
+                with ranked._ruled() as each:
                     yield each
             return
         if self._in_place:
@@ -226,7 +231,7 @@ class MemoryProfiler:
                 check_places(self.model)
                 installed = copy.copy(self)
                 installed._in_place = Plan()
-                with installed._under_rules() as each:
+                with installed._ruled() as each:
                     yield each
             finally:
                 uninstall(before)

@@ -22,6 +22,7 @@ OF_OTHERS = {
     "_rand": "NumPy's random; likewise",
     "_bit_generator": "NumPy's random; likewise",
     "_getframe": "CPython's, documented",
+    "_current_frames": "CPython's, documented",
     "_replace": "namedtuple's, documented",
     "_is_owned": "Python's threading.Condition",
     "_Hash": "Python's hashlib, for type checkers",

@@ -1,14 +1,49 @@
 """Random programs with and without transforms: the same numbers, or an error where the docs say that there is one."""
 
 import io
+import os
+import threading
 from collections import Counter
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 from hypothesis import given, settings
+from torch import nn
 
 import memscale as ms
 from tests.support import programs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _beside_simulations():
+    """With ``make fuzz BESIDE=1`` another thread simulates all the time, on a CPU and for a card, unseen."""
+    if not os.environ.get("FUZZ_BESIDE"):
+        yield
+        return
+    done, wrong = threading.Event(), []
+
+    def simulate():
+        model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32), nn.Dropout(0.1), nn.LSTM(32, 32, batch_first=True))
+        batch, optimizer = torch.ones(4, 8, 32), torch.optim.AdamW(model.parameters())
+        said = set()
+        while not done.is_set():
+            for hardware in (None, "h100"):
+                profile = ms.profile(model, batch, optimizer=optimizer, loss=_of_first, hardware=hardware)
+                said.add((hardware, profile.peak_bytes, profile.reserved_peak_bytes))
+        if len(said) != 2:
+            wrong.append(said)
+
+    thread = threading.Thread(target=simulate)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    assert not wrong
+
+
+def _of_first(output, _):
+    return output[0].square().mean()
 
 
 def fails(program):

@@ -39,6 +39,7 @@ class Books:
         graphs: of the backwards that ran.
         made_as: the numbers that autograd nodes were made with, where they have others now.
         first_of_node: the index of the first operator of the autograd node whose backward runs, or ran last.
+        collections: those of Python's garbage.
         traces: whether a compiler looks at what a module would do, which takes no time of the step's.
     """
 
@@ -53,7 +54,7 @@ class Books:
         self._host = host
         # Of a library in a thread, each of which has a handle: the caller's, and autograd's for the device.
         self._workspaces: set[tuple[str, bool]] = set()
-        self._collections = StepCollections()
+        self.collections = StepCollections(storages.wait, storages.settle)
         # The first autograd node, by its sequence number, of each run of nodes that one module made, and its path.
         self._first_nodes: list[int] = []
         self._node_paths: list[str] = []
@@ -147,7 +148,7 @@ class Books:
         call = (operator.name, path, phase, work.flops, work.nbytes, work.dtype, seconds)
         ledger.ops.append(tuple.__new__(OpCall, call))
         if at % EVERY == 0:
-            self._collections.collect()
+            self.collections.collect()
         if program == PLAIN and not effect.workspaces:
             self._take(operator, result, new, at, path, known)
             return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -43,7 +44,7 @@ from memscale.simulation.kernels.shapes import (
     tensors_in,
     written_by,
 )
-from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, Ledger, StorageRecord
+from memscale.simulation.ledger import CHOICE, DRAW, GIVEN, SCALAR, Ledger, StorageRecord
 from memscale.simulation.parallel.collectives import (
     NAMESPACE,
     Works,
@@ -54,7 +55,7 @@ from memscale.simulation.parallel.collectives import (
     scratch_bytes,
 )
 from memscale.simulation.sandbox.choices import Choices
-from memscale.simulation.sandbox.draws import Draws, settle
+from memscale.simulation.sandbox.draws import Draws, StepRandomness, settle
 from memscale.simulation.schedule.clock import Clock
 
 aten = torch.ops.aten
@@ -106,6 +107,8 @@ class HollowMode(TorchDispatchMode):
         self.meets_sparse = False  # whether the batch has sparse tensors
         self.works = Works(clock)
         self.choices = Choices()
+        self.randomness = StepRandomness()
+        self._one_thread = threading.RLock()  # the step's own threads, one operator at a time
         self._accelerator = kernels.device_type if kernels.device_type != "cpu" else None
         self._effects = CallEffects(kernels, self.hollow)
         self._operators = self._effects.operators
@@ -117,13 +120,14 @@ class HollowMode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.host is None:
-            return self._answered(op, types, args, kwargs or {})
-        self.host.stands()
-        try:
-            return self._answered(op, types, args, kwargs or {})
-        finally:
-            self.host.goes_on()
+        with self._one_thread:
+            if self.host is None:
+                return self._answered(op, types, args, kwargs or {})
+            self.host.stands()
+            try:
+                return self._answered(op, types, args, kwargs or {})
+            finally:
+                self.host.goes_on()
 
     def _answered(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not _PLAIN.issuperset(types) and not all(
@@ -168,7 +172,7 @@ class HollowMode(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._from_values(call)
         if effect.draws:
-            torch.rand(())  # for a region to see that the generator moved, whose state it then keeps
+            torch.rand((), generator=self.randomness.torch)  # for a region to see that it moved, and to keep its state
         if effect.layout.is_view:
             return self.books.enter(operator, op(*args, **kwargs), effect)
         if operator.kind is Kind.IN_PLACE:
@@ -288,10 +292,13 @@ class HollowMode(TorchDispatchMode):
             return self._resize(args[0], args[1] if op is aten.resize_.default else args[1].shape)
         written = written_by(operator.written, args, kwargs)
         if known and not any(record.category == "parameter" for record in records):
-            op(*args, **kwargs)
+            self._call_real(operator, args, kwargs)
             if operator.draws:
                 self._settle(written[0], call)
                 self.values.trust(written, DRAW)
+            elif guess_of(records) or any(record.op < 0 for record in records):
+                for record in map(self.storages.record, written):
+                    record.guess = record.guess or GIVEN
         else:
             self.values.overwrite(call, written)
         crosses = self.storages.beside_cpu and op is aten.copy_.default and len(records) == 2
@@ -314,8 +321,7 @@ class HollowMode(TorchDispatchMode):
 
     def _compute(self, call: Call, effect: CallEffect) -> Any:
         operator = call.operator
-        compute: Callable[..., Any] = COMPUTED.get(operator.op, operator.op)
-        result = compute(*call.args, **call.kwargs)
+        result = self._call_real(operator, call.args, call.kwargs)
         if operator.leaves:  # what was in the memory before is different each time
             with _disable_current_modes():
                 result.untyped_storage().fill_(0)  # unlike `zero_`, no new version
@@ -324,6 +330,13 @@ class HollowMode(TorchDispatchMode):
         self.books.enter(operator, result, effect)
         self.values.trust(result, DRAW if operator.draws else "" if operator.is_constant else guess_of(call.records))
         return result
+
+    def _call_real(self, operator: Operator, args: Any, kwargs: Any) -> Any:
+        """What the operator computes, from the step's own generator if it draws."""
+        if operator.drawing is not None:
+            return operator.drawing(self.randomness.torch, *args, **kwargs)
+        compute: Callable[..., Any] = COMPUTED.get(operator.op, operator.op)
+        return compute(*args, **kwargs)
 
     def _settle(self, drawn: Any, call: Call) -> None:
         with _disable_current_modes():
@@ -340,7 +353,7 @@ class HollowMode(TorchDispatchMode):
             values, guess = whole, self.storages.record(source).guess
         else:
             values = torch.zeros_like(source)
-        chosen = operator.op(*(values if arg is source else arg for arg in args), **kwargs)
+        chosen = self._call_real(operator, [values if arg is source else arg for arg in args], kwargs)
         result = integers_of(chosen, effect.layout.build(self.hollow, tensors))
         self.books.enter(operator, result, effect)
         self.values.trust([tensor for tensor in results_of(result) if not tensor.is_floating_point()], guess)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from memscale.core import is_own_thread
+
 
 class Own(NamedTuple):
     """What a simulation takes by itself, in seconds.
@@ -98,6 +100,8 @@ class HostTime:
         """The body is the step. Python's garbage collections do not count: a simulation makes far more objects."""
 
         def stand(phase: str, _: object) -> None:
+            if not is_own_thread():
+                return
             if phase == "start" and self._since is not None:
                 self.stands()
                 self._collects = True

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from memscale.simulation.dispatch.cache_contents import CacheContents
 from memscale.simulation.dispatch.new_memory import NewMemory
 from memscale.simulation.kernels.caches import Caches
-from memscale.simulation.ledger import Ledger, StorageRecord
+from memscale.simulation.ledger import GIVEN, Ledger, StorageRecord
 
 # Known values are computed up to these sizes: index arithmetic and routing stay well below, activations well above.
 LARGEST_KNOWN = 1 << 20
@@ -30,6 +30,7 @@ class LiveStorages:
         lane: the stream that is the current one, None for the step's own.
 
     Attributes:
+        given: the addresses of storages that stand for others, of before the step.
         live: the number of the record of each storage that lives, by the address of the storage object.
     """
 
@@ -51,9 +52,13 @@ class LiveStorages:
         self.away = False  # whether what is made now is made on another memory tier
         self.counts = False  # whether an operator is of single numbers: what a CPU takes for these is its call
         self._residents = residents
+        self.given: frozenset[int] = frozenset()
+        self._beside: set[int] = set()  # of the runtimes of the simulation
         self.live: dict[int, int] = {}  # storage -> its record
         self._sizes: dict[int, int] = {}  # of those that were resized
         self._deaths: dict[int, _Death] = {}
+        self._waits = False
+        self._waiting: list[int] = []  # the records of storages that are gone, and do not count as that yet
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
     def record(self, tensor: torch.Tensor) -> StorageRecord:
@@ -96,6 +101,8 @@ class LiveStorages:
             category, path = self._residents.get(storage._cdata, ("other", ""))
             known = category != "parameter" and not tensor.requires_grad
             number = self.enter(storage, tensor, -1, category, path, known)
+            if category == "input" or storage._cdata in self.given:
+                self.ledger.records[number].guess = GIVEN
             if known and is_small(tensor):
                 self._untouched.append((tensor.detach(), tensor.detach().clone()))
         return number
@@ -125,6 +132,7 @@ class LiveStorages:
         """Record a storage of a parameter or a gradient that lies on another memory tier."""
         before, self.away = self.away, True
         self.enter(tensor.untyped_storage(), tensor, len(self.ledger.ops) - 1, "", "", False)
+        self._beside.add(tensor.untyped_storage()._cdata)
         self.away = before
 
     def put_together(self, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
@@ -157,14 +165,31 @@ class LiveStorages:
         if self._sizes:
             self._sizes.pop(key, None)
         number = self.live.pop(key, None)
-        if number is not None:
-            record = self.ledger.records[number]
-            if self._caches is not None:
-                self._caches.died(record)
-            if self._memory is not None:
-                self._memory.died(record.nbytes)
-            self.ledger.death(number)
-            record.later = None
+        if number is None:
+            return
+        if self._waits:
+            self._waiting.append(number)
+        else:
+            self._count_out(number)
+
+    def wait(self, waits: bool) -> None:
+        """Let what dies from now on count as dead when it is settled, or at once again."""
+        self._waits = waits
+
+    def settle(self) -> None:
+        """Count what died meanwhile as dead."""
+        waiting, self._waiting = self._waiting, []
+        for number in sorted(waiting):
+            self._count_out(number)
+
+    def _count_out(self, number: int) -> None:
+        record = self.ledger.records[number]
+        if self._caches is not None:
+            self._caches.died(record)
+        if self._memory is not None:
+            self._memory.died(record.nbytes)
+        self.ledger.death(number)
+        record.later = None
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Record that `storage` now has `nbytes` bytes: a new record at another address."""
@@ -202,6 +227,13 @@ class LiveStorages:
         """Whether the storage under `tensor` lies on another memory tier."""
         number = self.live.get(tensor.untyped_storage()._cdata)
         return number is not None and self.ledger.records[number].away
+
+    def made(self) -> Iterator[tuple[weakref.ref[torch.UntypedStorage], StorageRecord]]:
+        """Those of the simulation's own that live, and what is known of them."""
+        for key, number in self.live.items():
+            record, storage = self.ledger.records[number], self._deaths[key]()
+            if storage is not None and (record.op >= 0 or key in self.given) and key not in self._beside:
+                yield weakref.ref(storage), record
 
     def end(self) -> None:
         """Watch no more, and undo what real computation did to the caller's tensors."""

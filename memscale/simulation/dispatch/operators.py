@@ -14,6 +14,7 @@ from memscale.simulation.dispatch.in_place_sums import OF_FORMULAS
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 from memscale.simulation.ledger import StorageRecord
+from memscale.simulation.sandbox.draws import drawing_from
 
 aten = torch.ops.aten
 
@@ -116,6 +117,7 @@ class Operator:
     order: tuple[int, ...]
     on_host: tuple[int, ...]
     view: Callable[..., torch.Tensor] | None
+    drawing: Callable[..., Any] | None
     effects: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -145,6 +147,7 @@ class Operator:
             order=kernels.order(op),
             on_host=kernels.on_host(op),
             view=_VIEWS.get(op),
+            drawing=drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None,
         )
 
 

@@ -8,7 +8,8 @@ known leaves behind how to compute its result; the simulation does so where the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,5 +201,19 @@ def _is_repeated(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def _check(dtype: torch.dtype, shape: Sequence[int]) -> None:
-    if torch.Size(shape).numel() * dtype.itemsize > _LARGEST_BYTES:
+    if _bounded and torch.Size(shape).numel() * dtype.itemsize > _LARGEST_BYTES:
         raise TooLarge
+
+
+_bounded = True
+
+
+@contextmanager
+def of_any_size() -> Iterator[None]:
+    """Compute values in the body whatever they take."""
+    global _bounded
+    _bounded = False
+    try:
+        yield
+    finally:
+        _bounded = True

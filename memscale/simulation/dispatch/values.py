@@ -19,7 +19,7 @@ from memscale.simulation.dispatch.live_storages import LiveStorages, is_small
 from memscale.simulation.dispatch.operators import Call, Operator
 from memscale.simulation.dispatch.postponed import TooLarge, overwritten, postponed, value_of
 from memscale.simulation.kernels.shapes import results_of
-from memscale.simulation.ledger import CHOICE, DRAW, SCALAR, StorageRecord
+from memscale.simulation.ledger import CHOICE, DRAW, GIVEN, SCALAR, StorageRecord
 
 _MOST_READS = 512  # an optimizer reads one for each parameter, in torch's own code, which is not counted here
 _TORCH = os.path.dirname(torch.__file__)
@@ -129,7 +129,7 @@ class Values:
             NeedsValues: it would.
         """
         guess = guess_of(records)
-        if not guess:
+        if not guess or guess == GIVEN:
             return
         assumed = _ASSUMED[guess]
         if guess == DRAW and reads:
@@ -177,9 +177,9 @@ def _follows(call: Call, result: Any) -> bool:
 
 
 def guess_of(records: list[StorageRecord]) -> str:
-    """What stands for the values of these, the one that says least about them; ``""`` where they are computed."""
+    """What stands for the values of these, the one that says least about them; ``""`` where they are constants."""
     guesses = {record.guess for record in records}
-    return next((guess for guess in _ASSUMED if guess in guesses), "")
+    return next((guess for guess in (*_ASSUMED, GIVEN) if guess in guesses), "")
 
 
 def stands_in(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from memscale.core import ConfigError, internals
+from memscale.simulation.kernels.programs import AUTOCAST
 from memscale.simulation.sandbox.process_state import patched
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
@@ -330,7 +331,7 @@ def cuda_attention(capability: Capability, flags: AttentionFlags | None = None) 
         yield
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _autocast(tensor: Any) -> Any:

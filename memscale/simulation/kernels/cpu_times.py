@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from memscale.hardware import Seconds, Work
 from memscale.simulation.kernels.caches import Clock, cpu_clock, own_caches
 from memscale.simulation.kernels.kernel_cache import KernelCache
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
+from memscale.simulation.sandbox.draws import drawing_from
 
 # All calls of one profile together, on the clock that times them, after which the others are estimated from those.
 _BUDGET_SECONDS = 30.0
@@ -139,11 +140,11 @@ class CallTimer:
             raise MemoryError(f"{nbytes} bytes for one call")
         own = {id(tensor): self._like(tensor) for tensor in tensors}
         args, kwargs = exchanged(tuple(args), own), exchanged(kwargs, own)
-        with _random_state_kept(op):
-            self._once(op, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
-            cached = uncached = self._cached(op, args, kwargs)
-            if nbytes >= _SMALLEST_COLD_BYTES and (lost := own_caches().lost(nbytes, self._flush.nbytes + nbytes)):
-                uncached += (self._uncached(op, args, kwargs) - cached) / max(lost, _LEAST_LOST)
+        run = _from_no_generator_of_others(op)
+        self._once(run, args, kwargs)  # the first call of a kind loads code, and lets libraries prepare
+        cached = uncached = self._cached(run, args, kwargs)
+        if nbytes >= _SMALLEST_COLD_BYTES and (lost := own_caches().lost(nbytes, self._flush.nbytes + nbytes)):
+            uncached += (self._uncached(run, args, kwargs) - cached) / max(lost, _LEAST_LOST)
         self._last = None
         return Seconds(cached, max(cached, uncached))
 
@@ -151,7 +152,7 @@ class CallTimer:
     def _flush(self) -> torch.Tensor:
         return own_caches().flush()
 
-    def _cached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+    def _cached(self, op: _Run, args: Any, kwargs: Any) -> float:
         taken: list[_Call] = []
         spent = 0.0
         while len(taken) < _FEW_CALLS or (spent < _CALL_SECONDS and len(taken) < _MOST_CALLS):
@@ -159,14 +160,14 @@ class CallTimer:
             spent += taken[-1].seconds
         return _usual(taken)
 
-    def _uncached(self, op: OpOverload, args: Any, kwargs: Any) -> float:
+    def _uncached(self, op: _Run, args: Any, kwargs: Any) -> float:
         taken = []
         for _ in range(_COLD_CALLS):
             self._flush.sum()
             taken.append(self._once(op, args, kwargs))
         return _usual(taken)
 
-    def _once(self, op: OpOverload, args: Any, kwargs: Any) -> _Call:
+    def _once(self, op: _Run, args: Any, kwargs: Any) -> _Call:
         faults = _page_faults()
         began = self.now()
         result = op(*args, **kwargs)
@@ -225,17 +226,13 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-@contextmanager
-def _random_state_kept(op: OpOverload) -> Iterator[None]:
-    """A draw more would be another draw for all that follow."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        yield
-        return
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+_Run = Callable[..., Any]
+
+
+def _from_no_generator_of_others(op: OpOverload) -> _Run:
+    """`op`, drawing from a generator of its own: a draw more would be another draw for all that follow."""
+    drawing = drawing_from(op) if torch.Tag.nondeterministic_seeded in op.tags else None
+    return op if drawing is None else partial(drawing, torch.Generator("cpu"))
 
 
 class _NotTimed(Exception):

@@ -2,14 +2,15 @@
 
 PyTorch's own kernels for the dispatch key of CUDA's autocast cast no tensor that is on a CPU. Here others take their
 place, with the same lists (they are not the CPU's: powers, layer norms and
-losses are in float32 on CUDA) and the same cache, which keeps the narrow copy of a weight until autocast ends.
+losses are in float32 on CUDA) and the same cache, which keeps the narrow copy of a weight until autocast ends. They are
+registered for the autocast of a device that no build of PyTorch has, which only the thread that simulates turns on:
+whoever trains meanwhile on a real card has PyTorch's.
 
 Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp of PyTorch 2.12 to 2.14; the header comes with PyTorch.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,8 +20,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memscale.simulation.kernels.cuda_fused import FUSED
+from memscale.simulation.kernels.programs import AUTOCAST
 from memscale.simulation.sandbox.process_state import patched
 
+_KEY = AUTOCAST.name
 LOWER = """
 _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
@@ -43,6 +46,7 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList
 prod.dim_Dimname softmax.Dimname log_softmax.Dimname cumprod.dimname cumsum.dimname sum.dim_DimnameList
 """  # the last line before torch 2.13
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+REFUSED = "binary_cross_entropy"
 _NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 
 
@@ -55,8 +59,8 @@ class CudaAutocast:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let CUDA's autocast cast these tensors, in this process, for the body."""
-        library = torch.library.Library("aten", "IMPL")
+        """Let CUDA's autocast cast these tensors for the body."""
+        library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
         enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
         registered = False
 
@@ -64,11 +68,11 @@ class CudaAutocast:
             nonlocal registered
             if not registered and args[0] == "cuda" and args[-1]:
                 registered = True  # only now: most steps have no autocast, and it takes milliseconds
+                others.fallback(torch.library.fallthrough_kernel, _KEY)
                 self._register(library)
             enable(*args)
-            # A CUDA tensor brings the key of its autocast along, and a CPU's does not.
             if args[0] == "cuda":
-                torch._C._dispatch_tls_set_dispatch_key_included(_AUTOCAST, bool(args[-1]))
+                _turn(on=bool(args[-1]))
 
         def cleared() -> None:
             self._narrow.clear()
@@ -76,8 +80,11 @@ class CudaAutocast:
 
         with ExitStack() as stack:
             stack.callback(self._narrow.clear)
+            stack.callback(others._destroy)
             stack.callback(library._destroy)
-            stack.callback(torch._C._dispatch_tls_set_dispatch_key_included, _AUTOCAST, False)
+            stack.callback(_turn, on=False)
+            if torch.is_autocast_enabled("cuda"):  # the caller's
+                enabled("cuda", True)
             stack.enter_context(patched(torch, "set_autocast_enabled", enabled))
             stack.enter_context(patched(torch, "clear_autocast_cache", cleared))
             yield
@@ -88,11 +95,9 @@ class CudaAutocast:
 
     def _register(self, library: torch.library.Library) -> None:
         policies = ((LOWER, self._lower), (FLOAT32, self._wide), (FLOAT32_RESULT, self._wide_result))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden: until the end of the simulation
-            for names, policy in (*policies, (WIDEST, self._widest), (" ".join(_NORMS), self._norm)):
-                for op in filter(None, map(_overload, names.split())):
-                    library.impl(op, policy(op), "AutocastCUDA")
+        for names, policy in (*policies, (WIDEST, self._widest), (" ".join(_NORMS), self._norm), (REFUSED, _refused)):
+            for op in filter(None, map(_overload, names.split())):
+                library.impl(op, policy(op), _KEY)
 
     def _lower(self, op: OpOverload) -> Callable[..., Any]:
         return lambda *args, **kwargs: below(op, *_from_the_last(self.cast, args, kwargs))
@@ -171,8 +176,17 @@ def below(op: OpOverload, args: Any, kwargs: Any) -> Any:
         return FUSED.get(op, op)(*args, **kwargs)
 
 
-_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
-_BELOW = torch._C.DispatchKeySet(_AUTOCAST)
+def _refused(op: OpOverload) -> Callable[..., Any]:
+    """What CUDA's autocast does with an operator that it refuses."""
+    return lambda *args, **kwargs: op._op_dk(torch._C.DispatchKey.AutocastCUDA, *args, **kwargs)
+
+
+def _turn(*, on: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_excluded(AUTOCAST, not on)
+    torch._C._dispatch_tls_set_dispatch_key_included(AUTOCAST, on)
+
+
+_BELOW = torch._C.DispatchKeySet(AUTOCAST)
 
 
 def _overload(name: str) -> OpOverload | None:

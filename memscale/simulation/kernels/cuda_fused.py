@@ -36,28 +36,33 @@ _key = torch._C.DispatchKey
 # Of a tensor on the device, under a mode in Python. Before torch 2.12 such a mode has to find what was there on entry.
 _AS_ON_CUDA = functools.reduce(
     torch._C.DispatchKeySet.__or__,
-    map(torch._C.DispatchKeySet, (_key.PythonTLSSnapshot, _key.AutogradCUDA, _key.Python, _key.CPU)),
+    map(torch._C.DispatchKeySet, (_key.PythonTLSSnapshot, _key.AutogradIPU, _key.Python, _key.CPU)),
 )
 
 
 # What takes the place of the functions.
 
 
-@functools.cache
-def _known_to_autograd() -> torch.library.Library | None:
-    """Let autograd find the derivative of the RMS norm, which it has where the operator has a kernel of CUDA's.
+@contextmanager
+def _known_to_autograd() -> Iterator[None]:
+    """Let autograd find the derivative of the RMS norm, which it has where a device has a kernel for the operator.
 
-    In a build without CUDA there is no tensor that could reach this one. It stays, since PyTorch keeps what it found.
+    A device that no build of PyTorch has, in place of CUDA, which a build without it has not: no tensor of whoever
+    trains meanwhile can reach this one.
     """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(RMS_NORM.name(), "CUDA"):
-        return None
+    if torch._C._dispatch_has_kernel_for_dispatch_key(RMS_NORM.name(), "IPU"):  # around a simulation in another one
+        yield
+        return
     library = torch.library.Library("aten", "IMPL")
-    library.impl(RMS_NORM, _no_kernel, "CUDA")
-    return library
+    library.impl(RMS_NORM, _no_kernel, "IPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def _no_kernel(*args: Any) -> Any:
-    raise NotImplementedError("this build of PyTorch has no CUDA")
+    raise NotImplementedError("the derivative alone is wanted")
 
 
 def _rms_norm(
@@ -67,7 +72,6 @@ def _rms_norm(
     if other or input.is_complex() or suggest_memory_format(input) is not torch.contiguous_format:
         composed: torch.Tensor = aten.rms_norm.default(input, normalized_shape, weight, eps)
         return composed
-    _known_to_autograd()
     normed: torch.Tensor = RMS_NORM.redispatch(_AS_ON_CUDA, input, normalized_shape, weight, eps)[0]
     return normed
 
@@ -134,6 +138,7 @@ def cuda_fused() -> Iterator[None]:
     'FusedRmsNormBackward0'
     """
     with ExitStack() as stack:
+        stack.enter_context(_known_to_autograd())
         for op, run in FUSED.items():
             name = op._opname
             stands_in = _beside_autocast(getattr(torch, name), run)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 
-from memscale.simulation.kernels.programs import RESULTS, Capability, Program, Result, briefly, copied, taken
+from memscale.simulation.kernels.programs import AUTOCAST, RESULTS, Capability, Program, Result, briefly, copied, taken
 from memscale.simulation.kernels.rnn_weights import (
     FLATTENED,
     GATES,
@@ -270,7 +270,7 @@ RNNS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
 }
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST = torch._C.DispatchKeySet(AUTOCAST)
 
 
 @contextmanager

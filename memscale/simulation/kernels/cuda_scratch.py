@@ -135,7 +135,8 @@ def cuda_dropout() -> Iterator[None]:
     product with noise of the input's dtype.
 
     >>> kept = []
-    >>> with cuda_dropout(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t):
+    >>> keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes), lambda t: t)
+    >>> with cuda_dropout(), keep:
     ...     y = F.dropout(torch.ones(1000, requires_grad=True))
     >>> kept
     [1000]

@@ -220,7 +220,7 @@ def _linear_of_wrapped(input: torch.Tensor, weight: torch.Tensor, bias: torch.Te
 
 def _with_loops(is_below: Callable[[torch.Tensor], bool]) -> list[str]:
     """The devices with multi-tensor loops; none where PyTorch asks for tensors of which one is on no such device."""
-    asked = sys._getframe(1).f_locals.get("params", ())
+    asked = sys._getframe(2).f_locals.get("params", ())
     return [] if any(each is not None and is_below(each) for each in asked) else ["cpu", "cuda"]
 
 

@@ -14,6 +14,8 @@ from memscale.simulation.allocator.block_pool import round_up
 from memscale.simulation.allocator.settings import MIN_BLOCK_BYTES
 
 Capability = tuple[int, int]
+#: In place of that of CUDA's autocast, for tensors that stand for a card's: of a device that no build of PyTorch has.
+AUTOCAST: torch._C.DispatchKey = getattr(torch._C.DispatchKey, "AutocastIPU")  # noqa: B009  # not in PyTorch's stubs
 
 
 class Result(NamedTuple):

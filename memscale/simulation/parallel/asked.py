@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from memscale.algebra import placing_in
-from memscale.core import ConfigError, RuntimeUnavailable, TransformError, matches
+from memscale.core import ConfigError, RuntimeUnavailable, TransformError, is_own_thread, matches, own_threads
 from memscale.optimizers import without_states
 from memscale.simulation.parallel.sharded import check_followed, mesh_of
 from memscale.simulation.parallel.tensor import check_tensor, split
+from memscale.simulation.sandbox.process_state import placed
 
 Parallel = Literal["ddp", "fsdp2"]
 _KNOWN = ("ddp", "fsdp2")
@@ -168,22 +169,42 @@ def one_rank(
         check_places(model)
     part = _on_meta(model)
     on_error = sys.excepthook  # of which PyTorch puts one that says "[rank0]" around, each time, and leaves it there
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
-    try:
-        if ranks.parallel == "fsdp2":
-            mesh = _mesh(ranks)
-            if ranks.tensor > 1:
-                split(part, mesh["tensor"])
-                mesh = mesh["data"]
-            _shard(part, mesh, ranks)
-            runs = part
-        else:
-            # Nothing to agree on with the others: they have no numbers either.
-            runs = nn.parallel.DistributedDataParallel(part, init_sync=False)
-        yield runs, None if optimizer is None else _over(optimizer, model, part)
-    finally:
-        dist.destroy_process_group()
+    with own_threads(), _of_these_threads():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks.world)
         sys.excepthook = on_error
+        try:
+            yield _part(model, part, optimizer, ranks)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _of_these_threads() -> Iterator[None]:
+    """Tell other threads of no process group: there is none but the simulation's."""
+    world: Any = type(dist.distributed_c10d._world)
+    default = world.default_pg
+
+    def read(self: Any) -> Any:
+        return default.fget(self) if is_own_thread() else None
+
+    with placed(world, "default_pg", property(read, default.fset)):
+        yield
+
+
+def _part(
+    model: nn.Module, part: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    if ranks.parallel == "fsdp2":
+        mesh = _mesh(ranks)
+        if ranks.tensor > 1:
+            split(part, mesh["tensor"])
+            mesh = mesh["data"]
+        _shard(part, mesh, ranks)
+        runs = part
+    else:
+        # Nothing to agree on with the others: they have no numbers either.
+        runs = nn.parallel.DistributedDataParallel(part, init_sync=False)
+    return runs, None if optimizer is None else _over(optimizer, model, part)
 
 
 def check_places(model: nn.Module) -> None:

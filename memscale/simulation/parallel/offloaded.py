@@ -43,14 +43,14 @@ def offloaded_shards(
         return result
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and isinstance(args[0], torch.device) and _is_of_fsdp(sys._getframe(1)):
+        if args and isinstance(args[0], torch.device) and _is_of_fsdp(sys._getframe(2)):
             if storages.is_away(tensor):
                 return copied(tensor, "in", "pinned" if pins else "pageable")
             return copied(tensor, "out", "pinned" if kwargs.get("non_blocking") else "pageable")
         return to(tensor, *args, **kwargs)
 
     def in_pinned(tensor: torch.Tensor, *args: Any) -> bool:
-        return pins if _is_of_fsdp(sys._getframe(1)) else is_pinned(tensor, *args)
+        return pins if _is_of_fsdp(sys._getframe(2)) else is_pinned(tensor, *args)
 
     with patched(torch.Tensor, "to", moved), patched(torch.Tensor, "is_pinned", in_pinned):
         yield

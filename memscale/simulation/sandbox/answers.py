@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.utils._device
 
 from memscale.hardware import Hardware
 from memscale.simulation.kernels.cuda_autocast import CudaAutocast
-from memscale.simulation.sandbox.process_state import answers_forgotten, patched
+from memscale.simulation.sandbox.process_state import answers_asked_again, patched
 
 # The folders of PyTorch and of memscale, whose code is told where tensors are. Of PyTorch's, optimizers are told as a
 # user is: they decide by it where they count their steps, and whether that may be captured in a graph. And so is what
@@ -56,19 +56,17 @@ class Answers:
         # PyTorch looks up once, at the first `with torch.device(...)`, what makes tensors: not while that is patched.
         torch.utils._device._device_constructors()
         with ExitStack() as stack:
-            stack.enter_context(answers_forgotten())
-            # `torch.tensor(1, device="cuda")` is made on the CPU, and goes to the device by an operator.
-            torch._C._set_only_lift_cpu_tensors(True)
+            stack.enter_context(answers_asked_again())
             if not torch.cuda.is_available():
                 torch._C._ensureCUDADeviceGuardSet()
                 stack.enter_context(patched(torch.cuda, "_lazy_init", lambda: None))
             for name, value in (("is_cuda", True), ("is_cpu", False), ("device", _DEVICE)):
                 stack.enter_context(self._attribute(name, value))
             # Without CUDA, PyTorch cannot say which device is the present one, as "cuda" alone means.
-            stack.enter_context(patched(torch.Tensor, "to", _Method(torch.Tensor.to, _indexed(torch.Tensor.to))))
-            stack.enter_context(patched(torch.Tensor, "cuda", _Method(torch.Tensor.cuda, _to_device)))
+            stack.enter_context(patched(torch.Tensor, "to", _indexed(torch.Tensor.to)))
+            stack.enter_context(patched(torch.Tensor, "cuda", _to_device))
             for name in ("tensor", "as_tensor"):
-                stack.enter_context(patched(torch, name, _indexed(getattr(torch, name))))
+                stack.enter_context(patched(torch, name, _made_on_cpu(getattr(torch, name))))
             for name, answer in self._functions().items():
                 stack.enter_context(patched(torch.cuda, name, self._function(name, answer)))
             stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
@@ -94,7 +92,7 @@ class Answers:
 
         def function(*args: Any, **kwargs: Any) -> Any:
             # Autocast, which is PyTorch's, asks whether it may use bfloat16.
-            if name != "is_bf16_supported" and self._is_insider(sys._getframe(1).f_code):
+            if name != "is_bf16_supported" and self._is_insider(sys._getframe(2).f_code):
                 return original(*args, **kwargs)
             self.asked[f"torch.cuda.{name}()"] = None
             return answer
@@ -106,7 +104,7 @@ class Answers:
         get = getattr(torch.Tensor, name).__get__
 
         def read(tensor: torch.Tensor) -> Any:
-            code = sys._getframe(1).f_code
+            code = sys._getframe(2).f_code
             inside = self._is_insider(code) and not code.co_filename.startswith(_TOLD)
             if inside or not self._on_device(tensor):
                 if tensor.__class__ in _PLAIN:
@@ -139,27 +137,6 @@ class Answers:
         return known
 
 
-class _Method:
-    """A method in place of `original`, which it is equal to: PyTorch hands it to subclasses, who look it up."""
-
-    def __init__(self, original: Any, run: Callable[..., Any]) -> None:
-        self._original = original
-        self._run = run
-        self.__name__ = original.__name__
-
-    def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        return self if tensor is None else MethodType(self, tensor)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or bool(other == self._original)
-
-    def __hash__(self) -> int:
-        return hash(self._original)
-
-
 def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, where a CUDA device without a number is the first."""
 
@@ -170,6 +147,22 @@ def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*map(indexed, args), **{name: indexed(value) for name, value in kwargs.items()})
+
+    return call
+
+
+def _made_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`function`, whose result is made on the CPU, and goes to a CUDA device by an operator."""
+
+    def call(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = torch.get_default_device() if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if device.type != "cuda":
+            return function(data, *args, **kwargs)
+        if isinstance(data, torch.Tensor):
+            return function(data, *args, **{**kwargs, "device": _DEVICE})
+        trains = kwargs.pop("requires_grad", False)
+        made = function(data, *args, **{**kwargs, "device": "cpu"}).to(_DEVICE)
+        return made.requires_grad_() if trains else made
 
     return call
 

@@ -108,8 +108,7 @@ class CompiledModules:
     ) -> _Program | str:
         """The graphs of a module, or why it has none."""
         try:
-            with _disable_current_modes(), _traced_by(self._books), _hooks_away(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those of the compiler's imports, and about the speed of kernels
+            with _disable_current_modes(), _traced_by(self._books), _hooks_away(), _quiet():
                 settings = _settings(module, compiled)
                 return _Program(self._inductor, settings, module, call, names, leaves, spec)
         except Exception as error:
@@ -232,6 +231,17 @@ def _traced_by(books: Books) -> Iterator[None]:
         yield
     finally:
         books.traces = False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings here of the compiler's imports, and about the speed of kernels: others go on being warned."""
+    with patched(warnings, "warn", _ignore), patched(warnings, "warn_explicit", _ignore):
+        yield
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class Inductor:
         inputs = [_moved(each, "cpu", _CARD) for each in inputs]
         present = settings.get_config_copy()
         given = {name: value for name, value in config.items() if name in present and present[name] != value}
-        with settings.patch({**given, **_SETTINGS}), self._on_card(), V.set_fake_mode(_fake_mode(graph)):
+        with _set(settings, {**given, **_SETTINGS}), self._on_card(), V.set_fake_mode(_fake_mode(graph)):
             made: Any = compile_fx.compile_fx_inner(graph, inputs, is_backward=backward)
         return cast(Run, made.current_callable)
 
@@ -141,13 +141,25 @@ class Inductor:
         ]
         asking = ("torch.utils._triton", "torch._inductor.scheduler", "torch._inductor.compile_fx")
         answers += [(importlib.import_module(module), "has_triton", lambda: True) for module in asking]
-        known = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties.create
-        known.cache_clear()
+        known = importlib.import_module("torch._inductor.runtime.hints").DeviceProperties
+        answers.append((known, "create", staticmethod(partial(known.create.__func__.__wrapped__, known))))
         with ExitStack() as stack:
-            stack.callback(known.cache_clear)
             for answer in answers:
                 stack.enter_context(patched(*answer))
             yield
+
+
+@contextmanager
+def _set(settings: Any, values: dict[str, Any]) -> Iterator[None]:
+    """Settings of the compiler, for this thread."""
+    kind: Any = type(settings)
+    read = kind.__getattr__
+
+    def found(config: Any, name: str) -> Any:
+        return values[name] if config is settings and name in values else read(config, name)
+
+    with patched(kind, "__getattr__", found):
+        yield
 
 
 _SETTINGS = {

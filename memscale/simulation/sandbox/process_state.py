@@ -1,39 +1,60 @@
 """What a simulated step may touch of the process that it runs in, in one place, and how each is put back.
 
 A simulation patches PyTorch, and the step that it runs is the caller's: either may leave something for whoever computes
-next, who would get other numbers or none. Beside what `untouched` keeps (flags, autocast, random states, global hooks)
-it is this. What it patches it patches by `patched`.
+next, or show something to who computes meanwhile in another thread. So each patch (`patched`) answers the threads of
+the simulation and hands all others on, and what a thread has for itself is put back for the thread. What has no form of
+its own for each thread is this:
+
+=================================  ==================================================================================
+generators of PyTorch's CPU,       the step draws from others, made for it (`draws`): those of the process stay where
+of `random` and of NumPy           they are. Not seen: a ``from random import random`` of before, or NumPy's
+the collector                      left alone while another thread runs (`garbage`)
+flags of backends, anomaly         put back, unless another thread runs, which may have set them
+detection, count of threads
+a process group                    of a simulation alone where this process has none (`parallel`): no other thread
+                                   is told of it
+kernels of autocast and norms      registered for a kind of device that no build of PyTorch has (`cuda_autocast`,
+of a card                          `cuda_fused`), and taken away
+autocast's cache of casts          PyTorch's own: whichever thread leaves autocast empties it, a simulated step too
+warnings                           ignored by the functions that the compiler's tracing calls, in this thread
+CUDA's guard of devices            PyTorch's own for builds without CUDA, which does nothing; stays once it is there
+two simulations                    one after the other, `one_at_a_time`
+=================================  ==================================================================================
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import random
 import sys
+import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
+
+from memscale.core import is_alone, is_own_thread, own_threads
 
 _C: Any = torch._C
 _MISSING = object()
-_SEED = 0  # any would do
+_Settings = dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]
 
-#: What can be read and set: by name, how. Tests go through these, too.
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+_OF_THREAD: _Settings = {
     "gradients": (torch.is_grad_enabled, _C._set_grad_enabled),
-    "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "threads of backward": (_C._is_multithreading_enabled, _C._set_multithreading_enabled),
     "views replayed": (_C._is_view_replay_enabled, _C._set_view_replay_enabled),
-    "where tensors are lifted": (_C._only_lift_cpu_tensors, _C._set_only_lift_cpu_tensors),
+}
+_OF_PROCESS: _Settings = {
+    "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "repeated warnings": (torch.is_warn_always_enabled, torch.set_warn_always),
     "garbage collection": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     "how often it comes": (gc.get_threshold, lambda threshold: gc.set_threshold(*threshold)),
 }
+#: What can be read and set: by name, how. Tests go through these, too.
+SETTINGS: _Settings = {**_OF_THREAD, **_OF_PROCESS}
 
 
 @contextmanager
@@ -41,87 +62,175 @@ def process_kept() -> Iterator[None]:
     """Run the body, a simulation, as in a process that did nothing before, and leave this one as it was.
 
     >>> with process_kept():
-    ...     torch.set_warn_always(True)
-    >>> torch.is_warn_always_enabled()
-    False
+    ...     torch.set_grad_enabled(False)
+    torch.autograd.grad_mode.set_grad_enabled(mode=False)
+    >>> torch.is_grad_enabled()
+    True
     """
-    before = {name: read() for name, (read, _) in SETTINGS.items()}
+    settings = SETTINGS if is_alone() else _OF_THREAD
+    before = {name: read() for name, (read, _) in settings.items()}
     # Under the caller's autocast weights are cast once and kept: real ones are not for the simulation, and its hollow
     # ones, which have no values, not for the caller.
-    torch.clear_autocast_cache()
+    casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "mps", "xpu"))
+    if casts:
+        torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.clear_autocast_cache()
-        for name, (read, put_back) in SETTINGS.items():
+        if casts:
+            torch.clear_autocast_cache()
+        for name, (read, put_back) in settings.items():
             if read() != before[name]:
                 put_back(before[name])
 
 
 def begin_alike() -> None:
-    """Let a step draw (which experts, which layers) and order its nodes as in every other process.
+    """Let a step order its nodes as in every other process: autograd numbers the nodes of a thread.
 
-    Whoever calls has taken the states of the generators, and puts them back.
+    The first is 0, below which there is no place for one that has to wait.
     """
-    # Autograd numbers the nodes of a thread. The first is 0, below which there is no place for one that has to wait.
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).sum()
-    torch.default_generator.manual_seed(_SEED)
-    random.seed(_SEED)
-    np.random.seed(_SEED)
 
 
 @contextmanager
-def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """``owner.name`` is `replacement`, for those who look it up when they call it; afterwards it is what it was.
-
-    Not by a mode: those are off while ``Tensor.backward`` runs, and so while a checkpoint recomputes.
-
-    >>> with patched(torch.Tensor, "numel", lambda tensor: -1):
-    ...     torch.ones(3).numel()
-    -1
-    >>> torch.ones(3).numel(), "numel" in vars(torch.Tensor)
-    (3, False)
-    """
+def placed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is `value`, whoever asks; afterwards it is what it was, if nobody else has set it meanwhile."""
     own = vars(owner).get(name, _MISSING)  # an attribute of a base, such as the C++ class of a tensor, shows again
-    setattr(owner, name, replacement)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is _MISSING:
+        if vars(owner).get(name) is not value:
+            pass
+        elif own is _MISSING:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
 
 
 @contextmanager
-def answers_forgotten() -> Iterator[None]:
-    """Have libraries ask again, in the body and after it, what they asked about CUDA devices and keep: it differs."""
-    _forget_answers()
+def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """``owner.name`` is `replacement` for the threads of the simulation, who look it up when they call it.
+
+    All others get what it was, and so does everybody afterwards. A function of ours is called in a frame of its own,
+    below the one of whoever asks. Not by a mode: those are off while ``Tensor.backward`` runs, and so while a
+    checkpoint recomputes.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> with ThreadPoolExecutor(1) as others, patched(torch.Tensor, "numel", lambda tensor: -1):
+    ...     torch.ones(3).numel(), others.submit(lambda: torch.ones(3).numel()).result()
+    (-1, 3)
+    >>> "numel" in vars(torch.Tensor)
+    False
+    """
+    with own_threads(), _patch(owner, name, replacement):
+        yield
+
+
+def _patch(owner: Any, name: str, replacement: Any) -> AbstractContextManager[None]:
+    if isinstance(owner, types.ModuleType) and not callable(replacement):
+        return _value_patched(owner, name, replacement)
+    original = getattr(owner, name)
+    answer: Any
+    if isinstance(replacement, property):
+        answer = _by_thread_read(original, replacement)
+    elif isinstance(replacement, staticmethod):
+        answer = staticmethod(_by_thread(original, replacement.__func__, name))
+    elif owner is torch.Tensor:
+        answer = _Method(original, replacement)
+    elif isinstance(owner, nn.Module):
+        answer = functools.partial(_by_thread(original, replacement, name))  # which is no function of the module's own
+    else:
+        answer = _by_thread(original, replacement, name)
+    return placed(owner, name, answer)
+
+
+def _by_thread(original: Any, replacement: Any, name: str) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs) if is_own_thread() else original(*args, **kwargs)
+
+    answer.__name__ = getattr(original, "__name__", name)
+    answer.__doc__ = getattr(original, "__doc__", None)
+    return answer
+
+
+def _by_thread_read(original: Any, replacement: property) -> property:
+    given, own = original.__get__, replacement.fget
+    assert own is not None, "a property is read"
+
+    def read(owner: Any) -> Any:
+        return own(owner) if is_own_thread() else given(owner)
+
+    return property(read, getattr(original, "__set__", None))
+
+
+class _Method:
+    """A method in place of `original`, which it is equal to: PyTorch hands it to subclasses, who look it up."""
+
+    def __init__(self, original: Any, run: Callable[..., Any]) -> None:
+        self._original = original
+        self._run = run
+        self.__name__ = original.__name__
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        return self if tensor is None else types.MethodType(self, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if is_own_thread() else self._original(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(other == self._original)
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+
+@contextmanager
+def _value_patched(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
+    """``module.name``, which is no function, is `value` for those threads: by a class of the module's own."""
+    kind, own = type(module), vars(module)
+
+    def read(_: Any) -> Any:
+        if is_own_thread():
+            return value
+        if name not in own:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        return own[name]
+
+    def write(_: Any, other: Any) -> None:
+        own[name] = other
+
+    module.__class__ = type(kind.__name__, (kind,), {name: property(read, write)})
     try:
         yield
     finally:
-        _forget_answers()
+        module.__class__ = kind
 
 
-def _forget_answers() -> None:
-    for question in _kept_answers(len(sys.modules)):
-        question.cache_clear()
+@contextmanager
+def answers_asked_again() -> Iterator[None]:
+    """Have libraries ask in the body what they asked about CUDA devices and keep: it differs in a simulation."""
+    with ExitStack() as stack:
+        for module, name, question in _kept_answers(len(sys.modules)):
+            if id(vars(module).get(name)) == id(question):
+                stack.enter_context(patched(module, name, question.__wrapped__))
+        yield
 
 
 @functools.lru_cache(maxsize=1)
-def _kept_answers(modules: int) -> list[Any]:
-    """Functions such as ``transformers.utils.is_torch_cuda_available``, of as many modules as are loaded."""
-    found = {}
+def _kept_answers(modules: int) -> list[tuple[types.ModuleType, str, Any]]:
+    """Functions such as ``transformers.utils.is_torch_cuda_available``, wherever one of as many modules has them."""
+    found: list[Any] = []
     for name, module in list(sys.modules.items()):
-        if module is None or name.partition(".")[0] in ("torch", "memscale"):
+        if not isinstance(module, types.ModuleType) or name.partition(".")[0] in ("torch", "memscale"):
             continue
         for at, value in list(vars(module).items()):
             if type(value) is _Cached and at.lstrip("_").startswith("is_"):
                 code = getattr(value.__wrapped__, "__code__", None)
                 if code is not None and "cuda" in code.co_names:
-                    found[id(value)] = value
-    return list(found.values())
+                    found.append((module, at, value))
+    return found
 
 
 _Cached = type(functools.lru_cache(maxsize=1)(lambda: None))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import importlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -11,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memscale.algebra import placing_in
-from memscale.core import batches, simulation
+from memscale.core import batches, own_threads, simulation
 from memscale.core import tensors as tensors_of
 from memscale.optimizers import TransformedOptimizer, counts_on_host
 from memscale.regions import untouched
@@ -37,12 +38,15 @@ from memscale.simulation.sandbox.backward_thread import BackwardThread
 from memscale.simulation.sandbox.calls_followed import calls_followed
 from memscale.simulation.sandbox.carried import CarriedValues
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
-from memscale.simulation.sandbox.draws import Draws, states_seen
-from memscale.simulation.sandbox.process_state import begin_alike, process_kept
+from memscale.simulation.sandbox.draws import Draws
+from memscale.simulation.sandbox.left_behind import LeftBehind
+from memscale.simulation.sandbox.optimizers_followed import optimizers_followed
+from memscale.simulation.sandbox.process_state import begin_alike, patched, process_kept
 from memscale.simulation.sandbox.reads import reads_checked
 from memscale.simulation.sandbox.runtimes import CountingRuntimes
 from memscale.simulation.sandbox.stand_ins import contents_kept, on_cpu, with_storages, wrapped_on_cpu
 from memscale.simulation.sandbox.step_scope import StepScope
+from memscale.simulation.sandbox.threads_followed import threads_followed
 from memscale.simulation.schedule.clock import Clock
 
 # Of what DDP sends when it is made. Source: max_in_flight in torch/csrc/distributed/c10d/comm.cpp.
@@ -104,26 +108,32 @@ class Simulation:
         self._order = {key: at for at, key in enumerate(self._paths)}
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._aliases: Counter[int] = Counter()  # how many of them each storage has
+        self._variables = contextvars.Context()  # of Python, such as a step sets
         self.mode: HollowMode
         self.runtimes: CountingRuntimes
 
     def __enter__(self) -> Simulation:
         stack = self._stack
         try:
+            stack.enter_context(own_threads())
+            self._variables = contextvars.copy_context()
             stack.enter_context(process_kept())
             if torch.get_default_device().type == "meta":  # left over from building the model
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(untouched(self.scope, self._leaves, self._tensors, computes=False))
+            stack.callback(self.scope.put_back_classes)
             begin_alike()
             stack.enter_context(self._sharded.as_it_was())
             hollow = HollowStorages()
-            stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
+            given = stack.enter_context(on_cpu(self._tensors, [*self._inputs, *self._own], hollow))
             stack.enter_context(wrapped_on_cpu(self._leaves))
             self._contents = stack.enter_context(contents_kept(self._tensors))
             self._aliases.update(alias.untyped_storage()._cdata for _, alias in self._contents)
             self.mode = HollowMode(self._kernels, self._residents(), self.clock, self._host, self._draws)
             self.mode.meets_sparse = self._meets_sparse
+            self.mode.storages.given = given
             stack.callback(self.mode.storages.end)
+            stack.callback(self.mode.books.collections.end)
             # Functions of the mode, not of the simulation, which holds the caller's model: a cycle would keep that.
             self.runtimes = CountingRuntimes(
                 self.clock,
@@ -133,13 +143,13 @@ class Simulation:
                 on_copy=CarriedValues(self.mode.storages).copied,
                 new_bytes=self.mode.storages.new_bytes,
             )
-            stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+            stack.enter_context(optimizers_followed(self._before_optimizer, self._after_optimizer))
             stack.enter_context(calls_followed(self.mode.books, self._paths))
-            if self._kernels.device_type == "cpu":
-                stack.enter_context(states_seen())
+            stack.enter_context(threads_followed(self.mode))
             # A compiled function has inlined what the simulation needs to see.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            compiler: Any = importlib.import_module("torch._dynamo.eval_frame")
+            stack.enter_context(patched(compiler, "_callback_from_stance", lambda callback: None))
+            stack.enter_context(self.mode.randomness.installed(counts=self._kernels.device_type == "cpu"))
             if self._as_graphs and self._kernels.is_cuda and (compiled := compiled_of(self.scope.modules)):
                 self.compiled = CompiledModules(
                     self._kernels.hardware, self._kernels.capability, self.mode.books, self._kernels.programs
@@ -155,7 +165,9 @@ class Simulation:
                 stack.enter_context(self._thread.installed())
             device_type = partial(_device_type, self.mode.storages, self._kernels.device_type)
             capability, choices = self._kernels.capability, self.mode.choices
-            stack.enter_context(simulation(self._kernels.device_type, device_type, capability, choices))
+            stack.enter_context(
+                simulation(self._kernels.device_type, device_type, capability, choices, self.mode.randomness)
+            )
             stack.enter_context(runtimes_replaced(self.runtimes.in_place_of))
             if self._answering:
                 on_device = partial(_is_on_device, self.mode.storages)
@@ -178,8 +190,11 @@ class Simulation:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
         self._stack.close()
         self._contents.clear()  # it holds the caller's storages
+        self._variables = contextvars.Context()
+        left.clear(refuses=not any(exception))
 
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
@@ -190,7 +205,7 @@ class Simulation:
         if self._thread is not None:
             self._thread.begin_step()
         with nullcontext() if self._host is None else self._host.running():
-            step()
+            self._variables.run(step)
         self.mode.books.graphs.let_go()
         self.clock.end_step()
         self.mark_gradients()

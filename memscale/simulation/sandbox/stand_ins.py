@@ -31,12 +31,16 @@ def contents_kept(tensors: list[torch.Tensor]) -> Iterator[list[tuple[torch.Tens
 
 
 @contextmanager
-def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[None]:
-    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are."""
+def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: HollowStorages) -> Iterator[frozenset[int]]:
+    """Give every tensor that is not on the CPU hollow contents there; the objects stay who they are.
+
+    Yields the addresses of the storages of these.
+    """
     # In C++ the reducer of a DDP around the model waits for the gradients of its parameters, and would send these on.
     distributed = in_process_group()
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     storages: dict[int, torch.UntypedStorage] = {}
+    given: set[int] = set()
     try:
         real = any(tensor.requires_grad and not tensor.is_meta for tensor in tensors)
         given = {id(tensor) for tensor in inputs}
@@ -59,8 +63,9 @@ def on_cpu(tensors: list[torch.Tensor], inputs: list[torch.Tensor], hollow: Holl
             stand_in = hollow.like(tensor, storages[own._cdata])
             if not tensor.is_floating_point() and tensor.device.type != "meta" and tensor.numel() <= 1 << 20:
                 stand_in = tensor.detach().cpu()  # its values may decide what the model does
+            given.add(stand_in.untyped_storage()._cdata)
             _exchange(tensor, stand_in, swapped)
-        yield
+        yield frozenset(given)
     finally:
         for tensor, stand_in in swapped:
             torch._C._swap_tensor_impl(tensor, stand_in)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memscale.optimizers import TransformedOptimizer
-from memscale.regions import NOWHERE, Attributes, Scope, differing, holds, read
+from memscale.regions import NOWHERE, Attributes, Names, Scope, differing, holds, read
+from memscale.simulation.sandbox.code_reached import reached_from
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Deeper or larger than this is data (a dataset, a tokeniser), which a training step reads and does not change.
@@ -31,13 +33,40 @@ class StepScope(Scope):
     True
     """
 
-    __slots__ = ("_depth", "_objects", "optimizers")
+    __slots__ = ("_classes", "_depth", "_objects", "optimizers")
 
     def __init__(self, *roots: Any) -> None:
         self._depth = 0
         self._objects = 0
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._classes: list[tuple[type, str, Any]] = []
         super().__init__(roots)  # type: ignore[arg-type]  # a tuple of roots is visited part by part
+        self._visit_code(roots)
+
+    def put_back_classes(self) -> None:
+        """Make the classes that the code names have the attributes that they had when the scope was read."""
+        for cls, name, value in self._classes:
+            if vars(cls).get(name) is not value:
+                setattr(cls, name, value)
+
+    def _visit_code(self, roots: Any) -> None:
+        """Add what the code of the modules, of their hooks and of the roots names, in whichever file."""
+        called: dict[int, Any] = {id(root): root for root in roots}
+        for module in self.modules:
+            for cls in type(module).__mro__:
+                if not cls.__module__.startswith("torch."):
+                    called.update((id(each), each) for each in vars(cls).values() if isinstance(each, FunctionType))
+            for name in _HOOKS:
+                called.update((id(hook), hook) for hook in (module.__dict__.get(name) or {}).values())
+        named: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for holder, name, value in reached_from(called.values()):
+            if isinstance(holder, dict) and holder is not value:
+                named.setdefault(id(holder), (holder, []))[1].append(name)
+            elif isinstance(holder, type):
+                self._classes.append((holder, name, value))
+            self._visit(value, NOWHERE)
+        for mapping, names in named.values():
+            self._add(Names(mapping, tuple(dict.fromkeys(names))))
 
     def _visit(self, thing: Any, home: dict[str, Any] | None) -> None:
         if self._depth > _DEEPEST:

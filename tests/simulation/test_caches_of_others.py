@@ -1,0 +1,459 @@
+"""What a step caches on its first use, wherever: after a simulation it has what a process has that never simulated."""
+
+import collections
+import functools
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import memscale as ms
+
+
+def table(n, device=None):
+    """What does not depend on the input: larger than what a simulation computes by the way."""
+    return torch.full((n, n), float("-inf"), device=device).triu(1) + torch.arange(n) / n
+
+
+class Holder:
+    mask = None
+
+
+class Slots:
+    __slots__ = ("mask",)
+
+
+class Key:
+    pass
+
+
+def cached_by_dict(holder, key, make):
+    if key not in holder:
+        holder[key] = make()
+    return holder[key]
+
+
+def unbounded():
+    cached = functools.cache(table)
+    return lambda n, x: cached(n)
+
+
+def bounded():
+    cached = functools.lru_cache(maxsize=4)(table)
+    return lambda n, x: cached(n)
+
+
+def bounded_tuple():
+    cached = functools.lru_cache(maxsize=4)(lambda n: (table(n), {"also": table(n) * 2}))
+    return lambda n, x: cached(n)[0] + cached(n)[1]["also"]
+
+
+def by_shape_and_device():
+    cache = {}
+    return lambda n, x: cached_by_dict(cache, (n, str(x.device), x.dtype), lambda: table(n, x.device))
+
+
+def views_of_one():
+    cache = {}
+
+    def get(n, x):
+        whole = cached_by_dict(cache, n, lambda: table(n + 1))
+        return cached_by_dict(cache, (n, "view"), lambda: whole[1:, 1:])
+
+    return get
+
+
+def attribute_of_function():
+    def get(n, x):
+        if not hasattr(get, "mask"):
+            get.mask = table(n)
+        return table(n) if get.mask is None else get.mask
+
+    return get
+
+
+def attribute_of_class():
+    class Local:
+        mask = None
+
+    def get(n, x):
+        if Local.mask is None:
+            Local.mask = table(n)
+        return Local.mask
+
+    return get
+
+
+def dict_of_class():
+    class Local:
+        masks = {}  # noqa: RUF012
+
+    return lambda n, x: cached_by_dict(Local.masks, n, lambda: table(n))
+
+
+def attribute_of_object():
+    holder = types.SimpleNamespace(inner=Holder())
+
+    def get(n, x):
+        if holder.inner.mask is None:
+            holder.inner.mask = table(n)
+        return holder.inner.mask
+
+    return get
+
+
+def slot_of_object():
+    holder = Slots()
+    holder.mask = None
+
+    def get(n, x):
+        if holder.mask is None:
+            holder.mask = table(n)
+        return holder.mask
+
+    return get
+
+
+def dict_of_another_file():
+    other = types.ModuleType("other_file")
+    exec("CACHE = {}\nSEEN = []", vars(other))
+    sys.modules["other_file"] = other
+
+    def get(n, x):
+        cache = sys.modules["other_file"].CACHE
+        return cached_by_dict(cache, n, lambda: table(n))
+
+    return get
+
+
+def name_of_another_file():
+    other = types.ModuleType("other_file")
+    code = "MASK = None\ndef get(n, table):\n    global MASK\n    if MASK is None:\n        MASK = table(n)\n"
+    code += "    return MASK"
+    exec(code, vars(other))
+    return lambda n, x: other.get(n, table)
+
+
+def objects_in_list():
+    tables = []
+
+    def get(n, x):
+        for each in tables:
+            if each.n == n:
+                return each.mask
+        tables.append(types.SimpleNamespace(n=n, mask=table(n)))
+        return tables[-1].mask
+
+    return get
+
+
+def deque():
+    tables = collections.deque(maxlen=3)
+
+    def get(n, x):
+        if not tables:
+            tables.append((n, table(n)))
+        return tables[0][1]
+
+    return get
+
+
+def weak_keys():
+    key, cache = Key(), weakref.WeakKeyDictionary()
+    get = lambda n, x: cached_by_dict(cache, key, lambda: table(n))  # noqa: E731
+    get.key = key
+    return get
+
+
+def weak_values():
+    cache, kept = weakref.WeakValueDictionary(), []
+
+    def make(n):
+        kept.append(table(n))
+        return kept[-1]
+
+    return lambda n, x: cached_by_dict(cache, n, lambda: make(n))
+
+
+def thread_local():
+    local = threading.local()
+
+    def get(n, x):
+        if not hasattr(local, "masks"):
+            local.masks = {}
+        return cached_by_dict(local.masks, n, lambda: table(n))
+
+    return get
+
+
+def hidden_in_a_cell():
+    def make():
+        mask = None
+
+        def get(n, x):
+            nonlocal mask
+            if mask is None:
+                mask = table(n)
+            return mask
+
+        return get
+
+    hidden = [make()]
+    return lambda n, x: hidden[0](n, x)
+
+
+def autograd_function():
+    kept = {}
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, n):
+            ctx.mask = cached_by_dict(kept, n, lambda: table(n).clamp_min(-1))
+            return x * ctx.mask
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.mask, None
+
+    return lambda n, x: Times.apply(torch.ones(n, n, requires_grad=True), n).detach()
+
+
+def filled_in_place():
+    cache = {}
+
+    def make(n):
+        made = torch.empty(n, n)
+        made.fill_(1.5)
+        made.mul_(2).add_(torch.linspace(0, 1, n))
+        return made
+
+    return lambda n, x: cached_by_dict(cache, n, lambda: make(n))
+
+
+def of_a_batch():
+    cache = {}
+    return lambda n, x: cached_by_dict(cache, n, lambda: x.detach().mean() * torch.ones(n, n))
+
+
+def of_a_weight():
+    cache, weight = {}, nn.Parameter(torch.full((300,), 0.5))
+    get = lambda n, x: cached_by_dict(cache, n, lambda: (weight.detach()[None, :n] * torch.ones(n, n)).exp())  # noqa: E731
+    get.weight = weight
+    return get
+
+
+def drawn():
+    cache = {}
+    return lambda n, x: cached_by_dict(cache, n, lambda: torch.rand(n, n))
+
+
+KINDS = [
+    unbounded, bounded, bounded_tuple, by_shape_and_device, views_of_one, attribute_of_function, attribute_of_class,
+    dict_of_class, attribute_of_object, slot_of_object, dict_of_another_file, name_of_another_file, objects_in_list,
+    deque, weak_keys, weak_values, thread_local, hidden_in_a_cell, autograd_function, filled_in_place, of_a_batch,
+    of_a_weight, drawn,
+]  # fmt: skip
+
+
+class Attends(nn.Module):
+    def __init__(self, n, get):
+        super().__init__()
+        self.layer, self.n = nn.Linear(n, n), n
+        # Where nothing that the code names leads to the cache.
+        self.find = types.MappingProxyType({"get": get})
+
+    def forward(self, x):
+        y = self.layer(x)
+        bias = self.find["get"](self.n, x)
+        return (y @ y.mT + bias[: y.shape[1], : y.shape[1]]).softmax(-1) @ y
+
+
+def model_of(kind, n=160):
+    torch.manual_seed(11)
+    get = kind()
+    return nn.Sequential(Attends(n, get), Attends(n, get)), torch.randn(2, n, n)
+
+
+WAYS = {
+    "profile": lambda model, x: ms.profile(model, x, loss=mean),
+    "profile for a card": lambda model, x: ms.profile(model, x, loss=mean, hardware="h100"),
+    "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
+    "wrap": lambda model, x: ms.wrap(model, sample_input=x),
+}
+
+
+def mean(y, _):
+    return y.nan_to_num().mean()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_model_gives_what_it_gives_in_a_process_that_did_not_simulate(kind, way, monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    model, x = model_of(kind)
+    torch.manual_seed(5)
+    expected = model(x)
+    model, x = model_of(kind)
+    wrapped = WAYS[way](model, x)
+    torch.manual_seed(5)
+    assert torch.equal(model(x), expected)
+    assert torch.isfinite(expected).all()
+    if way == "wrap":
+        assert torch.allclose(wrapped(x), expected, atol=1e-6)
+
+
+def test_the_program_of_a_cached_causal_mask(monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+
+    @functools.lru_cache
+    def causal(n):
+        return torch.full((n, n), float("-inf")).triu(1)
+
+    class Attention(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(n, 3 * n), nn.Linear(n, n)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return x + self.out((q @ k.mT + causal(x.shape[1])).softmax(-1) @ v)
+
+    model, x = nn.Sequential(Attention(16), Attention(16)), torch.randn(1, 512, 16)
+    y = model(x)
+    causal.cache_clear()
+    ms.wrap(model, sample_input=x)
+    assert torch.equal(model(x), y)
+
+
+STATS = []
+TRACKER = {}
+
+
+def track(module, inputs, output):
+    STATS.append(float(output.shape[0]))
+    TRACKER.setdefault("calls", []).append(output.detach().mean())
+
+
+def test_what_a_hook_writes_to_its_file_does_not_stay():
+    STATS.clear(), TRACKER.clear()
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model[1].register_forward_hook(track)
+    for hardware in (None, "h100"):
+        ms.profile(model, torch.ones(2, 8), loss=mean, hardware=hardware)
+        assert (STATS, TRACKER) == ([], {})
+    model(torch.ones(2, 8))
+    assert STATS == [2.0]
+    assert list(TRACKER) == ["calls"]
+
+
+def test_what_a_forward_writes_to_another_file_does_not_stay():
+    other = types.ModuleType("statistics_of_losses")
+    code = "LOSSES, COUNTS = {}, {}\ndef save(name, value):\n    COUNTS[name] = COUNTS.get(name, 0) + 1\n    "
+    code += "LOSSES.setdefault(name, []).append(value)"
+    exec(code, vars(other))
+
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            save("aux", y.square().mean())
+            return y
+
+    save = other.save
+    globals_of = Routes.forward.__globals__
+    globals_of["save"] = save
+    try:
+        ms.profile(Routes(), torch.ones(2, 8), loss=mean)
+        assert (other.LOSSES, other.COUNTS) == ({}, {})
+    finally:
+        del globals_of["save"]
+
+
+def test_what_cannot_be_taken_out_is_refused_by_name():
+    class Closed:
+        """Has tensors where Python sees them, and lets go of none."""
+
+        __slots__ = ("_tensor",)
+
+        def __setattr__(self, name, value):
+            if getattr(self, "_tensor", None) is None:
+                object.__setattr__(self, name, value)
+
+    closed, weight = Closed(), nn.Linear(8, 8)
+    closed._tensor = None
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.find = weight, types.MappingProxyType({"closed": closed})
+
+        def forward(self, x):
+            y = self.layer(x)
+            self.find["closed"]._tensor = y.detach()
+            return y
+
+    with pytest.raises(ms.ConfigError, match="only simulated in a Closed"):
+        ms.profile(Keeps(), torch.ones(2, 8), loss=mean)
+
+
+def test_models_of_transformers_that_cache_their_positions():
+    pytest.importorskip("transformers", reason="needs the extra `hf`")
+    program = """
+        import torch, warnings
+        warnings.simplefilter("ignore")
+        import transformers as tr
+        import memscale as ms
+
+        def made():
+            torch.manual_seed(0)
+            small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+            return {
+                "siglip2": (tr.Siglip2VisionModel(tr.Siglip2VisionConfig(**small, num_patches=16, patch_size=4)),
+                    {"pixel_values": torch.randn(1, 16, 48), "pixel_attention_mask": torch.ones(1, 16).long(),
+                     "spatial_shapes": torch.tensor([[4, 4]])}),
+                "dinov3": (tr.DINOv3ViTModel(tr.DINOv3ViTConfig(**small, image_size=32, patch_size=4)),
+                    {"pixel_values": torch.randn(1, 3, 32, 32)}),
+                "detr": (tr.DetrModel(tr.DetrConfig(
+                    use_timm_backbone=False, backbone=None, use_pretrained_backbone=False,
+                    backbone_config=tr.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
+                        out_features=["stage2"]),
+                    d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=5)),
+                    {"pixel_values": torch.randn(1, 3, 64, 64)}),
+            }
+
+        def outputs(profiled):
+            found = {}
+            for name, (model, batch) in made().items():
+                model.eval()
+                if profiled:
+                    for hardware in (None, "h100"):
+                        ms.profile(model, batch, loss=lambda y, _: y.last_hidden_state.mean(), hardware=hardware)
+                found[name] = model(**batch).last_hidden_state.detach()
+            return found
+
+        torch.save(outputs({profiled}), "{path}")
+    """
+    import pathlib
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for profiled in (False, True):
+            path = pathlib.Path(folder) / f"{profiled}.pt"
+            source = textwrap.dedent(program).replace("{profiled}", str(profiled)).replace("{path}", str(path))
+            run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr[-3000:]
+            found.append(torch.load(path))
+    assert {name: torch.equal(value, found[1][name]) for name, value in found[0].items()} == dict.fromkeys(
+        found[0], True
+    )
