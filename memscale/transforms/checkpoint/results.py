@@ -68,6 +68,15 @@ class Left(NamedTuple):
         return cls(statistics, [(each, each.get_state()) for each in generators])
 
 
+NOTHING_LEFT = Left([], [])
+
+
+def may_leave(op: internals.OpOverload) -> bool:
+    """Whether a call of `op` may leave something beside its result."""
+    names = [argument.name for argument in op._schema.arguments]
+    return "running_mean" in names or torch.Tag.nondeterministic_seeded in op.tags
+
+
 class Result:
     """What one call of an operator gave.
 
@@ -144,6 +153,11 @@ class Result:
     def is_changed(self) -> bool:
         """Whether somebody changed an output in place since the run, to whom it was returned."""
         return any(version(alias) != then for alias, then in self._aliases)
+
+    @property
+    def moves_statistics(self) -> bool:
+        """Whether the operator moved running statistics."""
+        return bool(self._left.statistics)
 
     def again(self, outputs: list[torch.Tensor], statistics: list[torch.Tensor]) -> Any:
         """The result once more, with these outputs; running statistics and random generators are as they were then."""

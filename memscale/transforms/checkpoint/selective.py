@@ -29,7 +29,16 @@ from memscale.regions import (
     unrecorded_depth,
 )
 from memscale.runtime import Runtime
-from memscale.transforms.checkpoint.results import CallSpec, Left, Result, Results, call_spec, seal_all
+from memscale.transforms.checkpoint.results import (
+    NOTHING_LEFT,
+    CallSpec,
+    Left,
+    Result,
+    Results,
+    call_spec,
+    may_leave,
+    seal_all,
+)
 from memscale.transforms.labels import listeners
 
 # They are given memory without its version, so that what is changed in them is not seen in what they are views of.
@@ -74,11 +83,15 @@ def _kind(op: Any) -> _Kind:
 
 
 class _Asked(NamedTuple):
-    """What is known of an operator: its kind, and what a policy says of it that does not see labels."""
+    """What is known of an operator: its kind, and what a policy says of it that does not see labels.
+
+    `leaves` says whether it may draw random numbers or move running statistics.
+    """
 
     op: Any  # held, so that no other one gets its id
     kind: _Kind
     verdict: Verdict | None
+    leaves: bool
 
 
 @cache
@@ -94,7 +107,7 @@ def _ask(policy: Policy, op: Any) -> _Asked:
         verdict = policy.verdict(Site(op, None, batch_dims(op)))
         if isinstance(verdict, Recompute):
             kind = _Kind.PASSES
-    found = _asked(policy)[id(op)] = _Asked(op, kind, verdict)
+    found = _asked(policy)[id(op)] = _Asked(op, kind, verdict, kind is _Kind.MAKES and may_leave(op))
     return found
 
 
@@ -163,7 +176,7 @@ class Recorder(_Watch):
         listeners.stack.remove(self._on_label)
 
     def on_call(self, op: Any, args: Any, kwargs: Any) -> Any:
-        _, kind, verdict = self._asked.get(id(op)) or _ask(self._policy, op)
+        _, kind, verdict, leaves = self._asked.get(id(op)) or _ask(self._policy, op)
         if kind is _Kind.PASSES or is_unrecorded(self._depth):
             return op(*args, **kwargs)
         if kind is _Kind.SHARES:
@@ -178,7 +191,7 @@ class Recorder(_Watch):
         call = len(self._calls)
         self._calls.append(spec)
         result = op(*args, **kwargs)
-        left = Left.by(op, args, kwargs, result)
+        left = Left.by(op, args, kwargs, result) if leaves else NOTHING_LEFT
         if verdict is None:
             self._note(call, op, result, left)
             verdict = self._policy.verdict(Site(op, None, batch_dims(op)))
@@ -196,7 +209,8 @@ class Recorder(_Watch):
         saved = Result(op, call, tier, result, left, self._alias)
         if saved.outputs:  # and not a number of Python
             self._results[call] = saved
-            self._states += counted_states([state for _, state in left.random])
+            if left.random:
+                self._states += counted_states([state for _, state in left.random])
             for output in saved.outputs:
                 self._lying.setdefault(memory_of(output), []).append(saved)
 
@@ -309,7 +323,8 @@ class Replayer(_Watch):
         result = saved.get(number)
         if result is None or result.is_changed:
             return op(*args, **kwargs)
-        return result.again(self._brought.get(result) or result.tensors(), running_statistics(op, args, kwargs))
+        statistics = running_statistics(op, args, kwargs) if result.moves_statistics else []
+        return result.again(self._brought.get(result) or result.tensors(), statistics)
 
     def check(self, index: int) -> None:
         """Called when autograd saves its tensor `index` in the recompute.
