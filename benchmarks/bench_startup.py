@@ -34,13 +34,13 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-# `import memscale` begins with `import torch`; timed apart in one process, both meet the same moment of the machine.
+# memscale's first name begins with `import torch`; timed apart in one process, both meet the same moment of the machine.
 IMPORTS = """
 import time
 start = time.perf_counter()
 import torch
 between = time.perf_counter()
-import memscale
+from memscale import checkpoint, transform
 print(between - start, time.perf_counter() - start)
 """
 
