@@ -34,7 +34,7 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-# memscale's first name begins with `import torch`; timed apart in one process, both meet the same moment of the machine.
+# The first name begins with `import torch`; timed apart in one process, both meet the same moment of the machine.
 IMPORTS = """
 import time
 start = time.perf_counter()
