@@ -194,8 +194,8 @@ class Snapshot:
     def _is_to_be_taken(self, index: int, changed: Collection[LastingName | int]) -> bool:
         """Whether a watched run changed it; or a later one may, with no version counter to tell, as statistics."""
         tensor = self.tensors[index]
-        is_statistic = tensor.dim() == 1 and not self.trained[index] and tensor.numel() <= _LARGEST_STATISTIC
-        if is_statistic or (tensor.dim() == 0 and not self.trained[index]):
+        is_statistic = tensor.dim() == 1 and tensor.is_floating_point() and tensor.numel() <= _LARGEST_STATISTIC
+        if not self.trained[index] and (is_statistic or tensor.dim() == 0):
             return tensor.layout is torch.strided and not self._is_in_tuple(self.scope.tensors[index][:2])
         return bool(changed) and self.scope.lasting_name(*self.scope.tensors[index][:2]) in changed
 
