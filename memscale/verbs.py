@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import PlanLike, Transform, as_plan
+from memscale.algebra import Plan, PlanLike, Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
 from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan
-from memscale.simulation import MemoryProfiler, Parallel, Profile
+from memscale.simulation import (
+    ParallelKind,
+    Profile,
+    Target,
+    TrainingStep,
+    check_plan,
+    hardware_for,
+    profile_of,
+)
 from memscale.telemetry import counted
 
 
@@ -28,7 +36,7 @@ def profile(
     accumulate: int = 1,
     keeps_output: bool = True,
     probe: bool = False,
-    parallel: Parallel | None = None,
+    parallel: ParallelKind | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
     tensor: int | None = None,
@@ -85,24 +93,22 @@ def profile(
         RuntimeUnavailable: the step can be neither simulated nor run here.
     """
     path = history_path(record)
-    profiler = MemoryProfiler(
+    step = TrainingStep.of(
         model,
         optimizer,
         loss=loss,
-        plan=plan,
-        hardware=hardware,
+        accumulate=accumulate,
         keeps_output=keeps_output,
-        probe=probe,
         parallel=parallel,
         world=world,
         shard=shard,
         tensor=tensor,
-    )
-    found = profiler.profile(batch, accumulate=accumulate)
+    ).on(batch)
+    applied = check_plan(step, plan)
+    target = Target.of(hardware_for(model, hardware), probe=probe)
+    found = profile_of(step, applied, target, Config())
     if path is not None:
-        applied = None if plan is None else as_plan(plan)
-        options: dict[str, Any] = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        _keep(found, path, model, batch, plan=applied, optimizer=optimizer, loop=_loop(model, keeps_output), **options)
+        _keep(found, path, step, None if plan is None else applied)
     return found
 
 
@@ -120,7 +126,7 @@ def plan(
     keeps_output: bool = True,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
-    parallel: Parallel | None = None,
+    parallel: ParallelKind | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
     tensor: int | None = None,
@@ -165,37 +171,22 @@ def plan(
         ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
     """
     path = history_path(record)
-    engine = DecisionEngine(
+    step = TrainingStep.of(
         model,
-        batch,
-        optimizer=optimizer,
+        optimizer,
         loss=loss,
-        config=config,
-        hardware=hardware,
         accumulate=accumulate,
         keeps_output=keeps_output,
-        stepping=stepping,
-        progress=progress,
         parallel=parallel,
         world=world,
         shard=shard,
         tensor=tensor,
-    )
+        caller="plan",
+    ).on(batch)
+    engine = DecisionEngine.of_step(step, config=config, hardware=hardware, stepping=stepping, progress=progress)
     found = engine.plan(budget)
     if path is not None:
-        with_it = engine.steps.profile(found)
-        options = {"accumulate": accumulate, "parallel": parallel, "world": world}
-        _keep(
-            with_it,
-            path,
-            model,
-            batch,
-            plan=found,
-            optimizer=optimizer,
-            config=config,
-            loop=_loop(model, keeps_output),
-            **options,
-        )
+        _keep(engine.steps.profile(found), path, step, found, config)
     return found
 
 
@@ -212,7 +203,7 @@ def frontier(
     points: int = POINTS,
     stepping: Collection[str | Transform] = (),
     progress: Progress | None = None,
-    parallel: Parallel | None = None,
+    parallel: ParallelKind | None = None,
     world: int | None = None,
     shard: Iterable[str] | str | None = None,
     tensor: int | None = None,
@@ -236,31 +227,37 @@ def frontier(
     Raises:
         ConfigError: as in `plan`.
     """
-    engine = DecisionEngine(
+    step = TrainingStep.of(
         model,
-        batch,
-        optimizer=optimizer,
+        optimizer,
         loss=loss,
-        config=config,
-        hardware=hardware,
         accumulate=accumulate,
         keeps_output=keeps_output,
-        stepping=stepping,
-        progress=progress,
         parallel=parallel,
         world=world,
         shard=shard,
         tensor=tensor,
-    )
+        caller="frontier",
+    ).on(batch)
+    engine = DecisionEngine.of_step(step, config=config, hardware=hardware, stepping=stepping, progress=progress)
     return engine.frontier(points)
 
 
-def _loop(model: Any, keeps_output: bool) -> str | None:
-    """The loop as runs of the history are told apart by it: runs of before the default are of the other loop."""
-    return "keeps_output" if keeps_output and isinstance(model, nn.Module) else None
-
-
-def _keep(profile: Profile, *subject: Any, **options: Any) -> None:
+def _keep(profile: Profile, path: str, step: TrainingStep, plan: Plan | None, config: Config | None = None) -> None:
     from memscale import history  # a database, and what draws its runs: loaded when something is recorded
 
-    history.keep(profile, *subject, **options)
+    spec = step.parallel
+    history.keep(
+        profile,
+        path,
+        step.model,
+        step.batch,
+        plan=plan,
+        optimizer=step.optimizer,
+        config=config,
+        # As runs are told apart by it: those of before the default are of the other loop.
+        loop="keeps_output" if step.loop.keeps_output and step.module is not None else None,
+        accumulate=step.loop.accumulate,
+        parallel=None if spec is None else spec.kind,
+        world=None if spec is None else spec.world,
+    )

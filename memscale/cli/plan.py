@@ -133,26 +133,11 @@ def plan(options: PlanOptions) -> int:
             return nothing_fits(error, steps=True)
         as_it_is = engine.plan(2 * engine.plain.taken_bytes)  # more than enough, with the margin that a plan keeps
 
-        def plot(path: Path) -> None:
-            step = ms.profile(
-                engine.model,
-                engine.batch,
-                optimizer=engine.optimizer,
-                loss=engine.loss,
-                plan=found,
-                hardware=engine.hardware,
-                accumulate=engine.accumulate,
-                keeps_output=engine.keeps_output,
-                record=False,
-                **options.step.ranks,
-            )
-            step.plot(path)
-
         contents: dict[str, Content] = {
             "json": found.to_json(),
-            "plot": plot,
+            "plot": lambda path: engine.steps.profile(found).plot(path),
             "html": ms.Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": as_script(subject, found, engine.optimizer),
+            "python": as_script(subject, found, engine.step.optimizer),
         }
         write(options.files, contents)
     show(f"{found.explain()}\n\n{found}")
@@ -183,7 +168,7 @@ def frontier(options: FrontierOptions) -> int:
                 curve = ms.Frontier.of([*curve, Point.of(found)])
         contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
-            contents["python"] = as_script(subject, found, engine.optimizer)
+            contents["python"] = as_script(subject, found, engine.step.optimizer)
         write({name: path for name, path in options.files.items() if name in contents}, contents)
     show(str(curve))
     if fault is not None:
@@ -212,11 +197,9 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
                 loss=step.subject.loss,
                 config=config,
                 hardware=step.hardware,
-                accumulate=options.step.accumulate,
-                keeps_output=options.step.keeps_output,
                 stepping=options.stepping or (),
                 progress=progress,
-                **options.step.ranks,
+                **options.step.arguments,
             )
         except MemscaleError:
             raise

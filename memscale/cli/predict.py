@@ -76,10 +76,8 @@ def predict(options: Options) -> int:
             hardware=step.hardware,
             loss=subject.loss,
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
-            accumulate=options.step.accumulate,
-            keeps_output=options.step.keeps_output,
             progress=progress,
-            **options.step.ranks,
+            **options.step.arguments,
         )
         batch = batch_of(subject, options.step.batch, seq)
         prediction = predictor.predict(batch, budget=budget, recommend=options.recommend)

@@ -57,6 +57,11 @@ class StepOptions(TrainingOptions):
         ),
     ] = True
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the options say of the loop, as keyword arguments of the library."""
+        return {"accumulate": self.accumulate, "keeps_output": self.keeps_output}
+
     def check(self) -> None:
         """Raise ConfigError for what is wrong whatever the model is."""
         for name, value in (("batch", self.batch), ("seq", self.seq), ("accumulate", self.accumulate)):
@@ -92,10 +97,11 @@ class RankOptions(StepOptions):
             raise ConfigError(f"--parallel {self.parallel} needs --world N, how many processes there are")
 
     @property
-    def ranks(self) -> dict[str, Any]:
-        """What says that the step is one process's of several, as the library takes it."""
+    def arguments(self) -> dict[str, Any]:
+        """What the options say of the loop and of the processes, as keyword arguments of the library."""
         shard = tuple(self.shard) if self.shard else None
-        return {"parallel": self.parallel, "world": self.world, "shard": shard, "tensor": self.tensor}
+        processes = {"parallel": self.parallel, "world": self.world, "shard": shard, "tensor": self.tensor}
+        return {**super().arguments, **processes}
 
 
 @dataclass(frozen=True)

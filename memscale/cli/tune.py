@@ -86,10 +86,8 @@ def tune(options: TuneOptions) -> int:
             loss=subject.loss,
             config=config,
             hardware=step.hardware,
-            accumulate=options.step.accumulate,
-            keeps_output=options.step.keeps_output,
             progress=progress,
-            **options.step.ranks,
+            **options.step.arguments,
         )
         try:
             found = tuner.tune(

@@ -13,7 +13,7 @@ from memscale.core import Argument, MemscaleError, format_bytes, matches
 from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.remedies import optimizer_options, other_loops
 from memscale.planning.stepping import held_by_phase, hows
-from memscale.simulation import Profile, Ranks
+from memscale.simulation import Parallel, Profile, TrainingStep
 
 # What lowers a peak by less than this share is not told.
 _LEAST_GAIN = 1e-3
@@ -23,7 +23,7 @@ _UPDATES = 0.8
 _SHARE = 1 / 100
 
 #: Simulates the step under a plan, as one process's of these.
-Simulate = Callable[[Plan, Ranks | None], Profile]
+Simulate = Callable[[Plan, Parallel | None], Profile]
 
 
 @dataclass(frozen=True)
@@ -32,55 +32,50 @@ class Setting:
 
     Attributes:
         plan: of it.
-        ranks: whose it is.
+        parallel: whose it is.
         options: of the optimizer's groups.
         said: what of this the caller would have to write.
     """
 
     plan: Plan
-    ranks: Ranks | None
+    parallel: Parallel | None
     options: dict[str, bool] = field(default_factory=dict)
     said: tuple[Argument, ...] = ()
 
 
 def beside(
-    step: Setting,
-    profile: Profile,
-    limit: int,
-    simulate: Simulate,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    setting: Setting, profile: Profile, limit: int, simulate: Simulate, *, step: TrainingStep
 ) -> tuple[tuple[Argument, ...], int]:
-    """What lowers the peak of `step` to `limit` or towards it, in words, and what the step takes then.
+    """What lowers the peak of `setting` to `limit` or towards it, in words, and what the step takes then.
 
     Each is tried on top of those before it that helped: what the peak is made of decides which comes next.
 
     Args:
-        step: under the smallest plan.
+        setting: the step under the smallest plan.
         profile: of it.
         limit: what it may take.
         simulate: another one.
-        model, optimizer: of it.
+        step: whose model and optimizer these are.
     """
-    least, tried = profile.taken_bytes, set[Argument]()
+    assert step.module is not None, "a function is not planned"
+    optimizer, least, tried = step.optimizer, profile.taken_bytes, set[Argument]()
     while least > limit:
         held = held_by_phase(profile)
-        others = [*_shards(step, model), *_in_backward(step, optimizer)]
+        others = [*_shards(setting, step.module), *_in_backward(setting, optimizer)]
         if held.get("optimizer", 0) >= _UPDATES * max(held.values()):
-            others = [*_loops(step, optimizer), *others]
+            others = [*_loops(setting, optimizer), *others]
         other = next((each for each in others if each.said[-1] not in tried), None)
         if other is None:
             break
         tried.add(other.said[-1])
         try:
             with optimizer_options(optimizer, other.options):
-                found = simulate(other.plan, other.ranks)
+                found = simulate(other.plan, other.parallel)
         except MemscaleError:  # the optimizer or the processes do not go with it
             continue
         if found.taken_bytes < (1 - _LEAST_GAIN) * least:
-            step, profile, least = other, found, found.taken_bytes
-    return step.said, least
+            setting, profile, least = other, found, found.taken_bytes
+    return setting.said, least
 
 
 def lighter_update(profile: Profile, limit: int, optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -114,8 +109,8 @@ def _loops(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[S
 
 def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
     """Of what FSDP2's root keeps gathered from forward to the end of backward, such as embedding and head."""
-    ranks = step.ranks
-    if ranks is None or ranks.parallel != "fsdp2" or ranks.shard is not None:
+    spec = step.parallel
+    if spec is None or spec.kind != "fsdp2" or spec.shard is not None:
         return
     blocks = repeated_blocks(model)
     outside = {
@@ -135,7 +130,7 @@ def _shards(step: Setting, model: nn.Module) -> Iterator[Setting]:
     ]
     if paths:
         shard = (*blocks, *paths)
-        yield replace(step, ranks=replace(ranks, shard=shard), said=(*step.said, Argument("", "shard", shard)))
+        yield replace(step, parallel=replace(spec, shard=shard), said=(*step.said, Argument("", "shard", shard)))
 
 
 def _in_backward(step: Setting, optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:

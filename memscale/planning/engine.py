@@ -31,7 +31,7 @@ from memscale.planning.step_simulator import Progress, StepSimulator
 from memscale.planning.stepping import Way, checked, held_by_phase, hows, least_held, loop_share, ways
 from memscale.planning.trials.trials import Trials
 from memscale.policy import StrategyContext, StrategyDecision, everything, select, widenings
-from memscale.simulation import Loop, MemoryProfiler, Parallel, Profile, Ranks, SimulatedStep
+from memscale.simulation import Parallel, ParallelKind, Profile, SimulatedStep, Target, TrainingStep, hardware_for
 from memscale.transforms import cast
 
 Budget = int | float | str
@@ -70,22 +70,58 @@ class DecisionEngine:
         stepping: Collection[str | Transform] = (),
         progress: Progress | None = None,
         streams: bool = True,
-        parallel: Parallel | None = None,
+        parallel: ParallelKind | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
         tensor: int | None = None,
     ) -> None:
         check_model(model, "plan")
+        step = TrainingStep.of(
+            model,
+            optimizer,
+            loss=loss,
+            accumulate=accumulate,
+            keeps_output=keeps_output,
+            parallel=parallel,
+            world=world,
+            shard=shard,
+            tensor=tensor,
+            caller="plan",
+        )
+        self._begin(step.on(batch), config, hardware, stepping, progress, streams)
+
+    @classmethod
+    def of_step(
+        cls,
+        step: TrainingStep,
+        *,
+        config: Config | None = None,
+        hardware: Hardware | str | None = None,
+        stepping: Collection[str | Transform] = (),
+        progress: Progress | None = None,
+        streams: bool = True,
+    ) -> DecisionEngine:
+        """The engine of a step, which has its batch."""
+        check_model(step.model, "plan")
+        engine = cls.__new__(cls)
+        engine._begin(step, config, hardware, stepping, progress, streams)
+        return engine
+
+    def _begin(
+        self,
+        step: TrainingStep,
+        config: Config | None,
+        hardware: Hardware | str | None,
+        stepping: Collection[str | Transform],
+        progress: Progress | None,
+        streams: bool,
+    ) -> None:
         check_config(config)
-        self.ranks = Ranks.of(model, parallel, world, shard, tensor, caller="plan")
-        self.model = model
-        self.batch = batch
-        self.optimizer = optimizer
-        self.loss = loss
+        assert step.module is not None, "a function is not planned"
+        self.step = step
+        self.model = step.module
         self.config = config if config is not None else Config(mode="aggressive")
-        self.accumulate = accumulate
-        self.keeps_output = keeps_output
-        self.made_for = self.ranks if self.ranks is not None else Ranks.of_distributed(model)
+        self.made_for = step.parallel or Parallel.of_distributed(step.model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None
         self._searches: list[Search] | None = None
@@ -93,16 +129,12 @@ class DecisionEngine:
         self._ways: list[Way] | None = None
         self._stepping: dict[Way, list[Search]] = {}
         self.stepping = dict.fromkeys(self.config.eligible() & {"quantize_states"}) | checked(stepping)
-        asked = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        distributed = self.ranks is None and self.made_for is not None
-        speeds = timed(asked, dtypes_of(model))
-        self.steps = StepSimulator(
-            model, batch, optimizer, loss, accumulate, keeps_output, speeds, self.ranks, distributed, progress
-        )
+        asked = hardware_for(step.model, hardware)
+        self.steps = StepSimulator(step, Target.of(timed(asked, dtypes_of(self.model))), progress)
         self.plain_step = self.steps.as_it_is()
         self.hardware = self.steps.hardware
         self._link = link_rates(self.hardware, self.config)
-        self._loop_share = loop_share(optimizer, self.hardware)
+        self._loop_share = loop_share(step.optimizer, self.hardware)
         self._nominal = self.hardware != asked
         self.plain = self.plain_step.profile()
         self._known: KnownPlans[DecisionEngine] = KnownPlans()
@@ -180,10 +212,10 @@ class DecisionEngine:
         """All that its answers depend on."""
         stepping = sorted(self.stepping.items(), key=repr)
         return {
-            **fingerprint(self.model, self.batch, self.optimizer, self.loss, self.config, self.hardware),
+            **fingerprint(self.step, self.config, self.hardware),
             # Whatever else there is, edited code, hooks, flags: what it does to the step shows here.
             "step": f"{self.plain_step.digest()} {Figures.of(self.plain)}",
-            "asked": f"{self.accumulate} {self.keeps_output} {self.streams} {self._nominal} {stepping} {self.made_for}",
+            "asked": f"{self.step.loop!r} {self.streams} {self._nominal} {stepping} {self.made_for}",
         }
 
     @property
@@ -216,7 +248,7 @@ class DecisionEngine:
             moves = set() if link is None else {"offload", "stream"} if self.streams else {"offload"}
             exact = frozenset({"checkpoint", "tile"} | moves)
             tried = exact if self._tries is None else exact & self._tries
-            menu = Menu.of(tried, narrow_dtype(self.hardware), self.batch)
+            menu = Menu.of(tried, narrow_dtype(self.hardware), self.step.batch)
             self._searches = [self._search_among(menu, plain=self.plain_step)]
             if "cast" in self.config.eligible():
                 casting = dataclasses.replace(menu, casts=True)
@@ -242,7 +274,7 @@ class DecisionEngine:
     def ways(self) -> list[Way]:
         """The ways to step that help and are allowed, the fastest first."""
         if self._ways is None:
-            found = hows(self.optimizer, self.stepping, moves=self._link is not None)
+            found = hows(self.step.optimizer, self.stepping, moves=self._link is not None)
             self._ways = ways(found, self.plain_step, self.steps.simulate)
         return self._ways
 
@@ -387,13 +419,13 @@ class DecisionEngine:
         room = self._room(found.plan, found.taken_bytes) if tells_room else ""
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
-            lighter = lighter_update(self.plain, limit, self.optimizer)
+            lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
 
     def _room(self, plan: Plan, taken_bytes: int) -> str:
         """What the step under `plan`, which takes `taken_bytes` here, takes in a loop that lets go of the output."""
-        if not self.keeps_output:
+        if not self.step.loop.keeps_output:
             return ""
         inline_bytes = self.steps.inline(plan).taken_bytes
         room_bytes = taken_bytes - inline_bytes
@@ -428,7 +460,7 @@ class DecisionEngine:
             plain=Figures.of(self.plain),
             bound_seconds=bound_seconds,
             by_tier=profile.by_tier,
-            trace=(*trace, f"loop: {Loop(self.accumulate, self.keeps_output)}{room}"),
+            trace=(*trace, f"loop: {self.step.loop}{room}"),
             decisions=decisions,
             rejected=rejected,
             notes=(*profile.notes, *nominal, *tight, *sought),

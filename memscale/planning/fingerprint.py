@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from memscale.config import Config
-from memscale.core import Loss, batches
+from memscale.core import batches
 from memscale.hardware import Hardware
+from memscale.simulation import TrainingStep
 
 # Where a config only says whom to tell.
 _SAYS_WHERE = ("enable_logging", "log_file", "observability_port")
@@ -28,28 +29,23 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE
 _BY_PATH = ("_parameters", "_buffers", "_modules")
 
 
-def fingerprint(
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    loss: Loss | None,
-    config: Config,
-    hardware: Hardware,
-) -> dict[str, str]:
+def fingerprint(step: TrainingStep, config: Config, hardware: Hardware) -> dict[str, str]:
     """What the choice of a plan depends on, as far as it can be seen without running anything, hashed by name.
 
     Code counts as it is compiled, with what it closes over, so that another comment is the same step and another line
     is not. Values of tensors do not count, nor do numbers that decide no size, such as a learning rate: whether those
     change what the step holds only shows in its simulation.
     """
-    leaves, spec = batches.flatten(batch)
+    model, optimizer = step.module, step.optimizer
+    assert model is not None, "a function is not planned"
+    leaves, spec = batches.flatten(step.batch)
     parts = {
         "versions": simulator(),
         "settings": _settings(),
         "model": list(_modules(model, _Seen())),
         "batch": (str(spec), _Seen().text(leaves)),
         "optimizer": None if optimizer is None else list(_optimizer(optimizer, model, _Seen())),
-        "loss": _Seen().text(loss),
+        "loss": _Seen().text(step.loss),
         "config": [
             (name, repr(value), name in config.given)
             for name, value in sorted(vars(config).items())

@@ -42,9 +42,11 @@ class Refusal:
             f"no plan fits {asked} ({limit} bytes) on {self.steps.hardware.name}: the smallest peak within reach is "
             f"{reached} ({least} bytes)"
         )
+        model = self.steps.step.module
+        assert model is not None, "a function is not planned"
         lines, arguments = self._what_helps(smallest, limit) if tells else ([], [])
         error = BudgetError("; ".join([said, *lines])).naming(*arguments)
-        error.peak_bytes, error.plan = least, with_globs(smallest.plan, self.steps.model)
+        error.peak_bytes, error.plan = least, with_globs(smallest.plan, model)
         return error
 
     def _what_helps(self, smallest: Proven, limit: int) -> tuple[list[str], list[Argument]]:
@@ -55,8 +57,8 @@ class Refusal:
             f"{argument} would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
             for argument, nbytes in lower
         ]
-        step, own = self.steps, Setting(smallest.plan, self.steps.ranks)
-        said, nbytes = beside(own, smallest.profile, limit, step.other, model=step.model, optimizer=step.optimizer)
+        own = Setting(smallest.plan, self.steps.step.parallel)
+        said, nbytes = beside(own, smallest.profile, limit, self.steps.other, step=self.steps.step)
         if said:
             fits = ", which fits" if nbytes <= limit else ""
             told, *_ = format_unlike(nbytes, smallest.taken_bytes, limit)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, Loss, MemscaleError, TransformError, matches
+from memscale.core import ConfigError, MemscaleError, TransformError
 from memscale.hardware import Hardware
 from memscale.planning.parts.candidates import Rules
 from memscale.planning.parts.short_stack import shortened
 from memscale.planning.speeds import timed
-from memscale.simulation import MemoryProfiler, NeedsValues, Profile, Ranks, SimulatedStep, arguments_of
+from memscale.simulation import NeedsValues, Parallel, Profile, SimulatedStep, Target, TrainingStep, record
 
 #: Called before each simulation with what it is about, how many are done, and how many there will be if that is known.
 Progress = Callable[[str, int, int | None], None]
@@ -27,38 +23,36 @@ class StepSimulator:
     """Simulates steps.
 
     Attributes:
-        model, batch, optimizer, loss, accumulate, keeps_output, hardware: of the step.
-        ranks: whose it is, if it is asked about as one process's of several.
-        is_distributed: whether the model is distributed already, so that there is no copy of it.
+        step: the step that plans are made for.
+        target: the device.
         progress: as `Progress`.
         count: how many were simulated.
     """
 
-    model: nn.Module
-    batch: Any
-    optimizer: torch.optim.Optimizer | None
-    loss: Loss | None
-    accumulate: int
-    keeps_output: bool
-    hardware: Hardware
-    ranks: Ranks | None
-    is_distributed: bool
+    step: TrainingStep
+    target: Target
     progress: Progress | None
     count: int = 0
-    _kernels: Any = None
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device as steps are simulated for it."""
+        return self.target.hardware
 
     def simulate(self, rules: Rules, updates: bool, left_out: frozenset[str] = frozenset()) -> SimulatedStep:
         """The step with these rules, with its update or without; of the model without the parts at these paths."""
         self.say("the step as it is" if not rules else "candidates" if not updates else "a plan")
         self.count += 1
-        model, optimizer = self.model, self.optimizer
+        step = self.step
         if left_out:
             assert not updates, "the optimizer has the parameters of the whole model"
-            if self.is_distributed:
+            assert step.module is not None, "a function is not planned"
+            if step.is_distributed:
                 raise TransformError("a model that is distributed already is tried as a whole: no copy of it would be")
-            model, optimizer = shortened(self.model, left_out), None
-        profiler = self._profiler(Plan(rules), model, optimizer, self.ranks)
-        return profiler.simulated(self.batch, accumulate=self.accumulate, updates=updates)
+            model = shortened(step.module, left_out)
+            spec = None if step.parallel is None else step.parallel.among(model)
+            step = dataclasses.replace(step, model=model, optimizer=None, parallel=spec)
+        return self._recorded(step, Plan(rules), updates)
 
     def as_it_is(self) -> SimulatedStep:
         """The step without any rule, on hardware that has a speed for whatever it computes in, from then on.
@@ -70,7 +64,7 @@ class StepSimulator:
             step = self.simulate((), True)
             # What autocast and the model's own casts compute in shows in a step only.
             if (speeds := timed(self.hardware, step.ledger.computes_in())) != self.hardware:
-                self.hardware, self._kernels = speeds, None
+                self.target = Target.of(speeds)
                 step = self.simulate((), True)
             return step
         except NeedsValues as error:
@@ -92,44 +86,29 @@ class StepSimulator:
                 "with, and that the loss takes the output and this batch"
             ) from error
 
-    def profile(self, plan: Plan, ranks: Ranks | None = None) -> Profile:
-        """The profile of the step under a plan, as one process's of `ranks` if these are given."""
-        profiler = self._profiler(plan, self.model, self.optimizer, self.ranks if ranks is None else ranks)
-        return profiler.simulated(self.batch, accumulate=self.accumulate).profile()
+    def profile(self, plan: Plan, parallel: Parallel | None = None) -> Profile:
+        """The profile of the step under a plan, as one process's of `parallel` if that is given."""
+        step = self.step if parallel is None else dataclasses.replace(self.step, parallel=parallel)
+        return self._recorded(step, plan).profile()
 
     def inline(self, plan: Plan) -> Profile:
         """The profile of the step under a plan, in a loop that lets go of the model's output before backward."""
         self.say("the plan in a loop that keeps no output")
         self.count += 1
-        return dataclasses.replace(self, keeps_output=False, progress=None).profile(plan)
+        loop = dataclasses.replace(self.step.loop, keeps_output=False)
+        return self._recorded(dataclasses.replace(self.step, loop=loop), plan).profile()
 
-    def other(self, plan: Plan, ranks: Ranks | None) -> Profile:
+    def other(self, plan: Plan, parallel: Parallel | None) -> Profile:
         """The same of what is no plan of the engine's, which counts."""
         self.say("another step")
         self.count += 1
-        return self.profile(plan, ranks)
+        return self.profile(plan, parallel)
 
     def say(self, what: str) -> None:
         """Tell that a simulation begins."""
         if self.progress is not None:
             self.progress(what, self.count, None)
 
-    def _profiler(
-        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks | None
-    ) -> MemoryProfiler:
-        if ranks is not None and ranks.shard is not None and model is not self.model:
-            there = [path for path, _ in model.named_modules()]
-            kept = tuple(each for each in ranks.shard if any(matches(each, path) for path in there))
-            ranks = dataclasses.replace(ranks, shard=kept)
-        profiler = MemoryProfiler(
-            model,
-            optimizer,
-            loss=self.loss,
-            plan=plan if plan else None,
-            hardware=self.hardware,
-            keeps_output=self.keeps_output,
-            **arguments_of(ranks),
-        )
-        # What steps have found of operators the next ones know.
-        profiler.kernels = self._kernels = self._kernels or profiler.kernels
-        return profiler
+    def _recorded(self, step: TrainingStep, plan: Plan, updates: bool = True) -> SimulatedStep:
+        # Without an optimizer there is no update, either: a step that drops its gradients would hide what they are.
+        return record(step, plan, self.target, holds_gradients=not updates or step.optimizer is None)

@@ -2,8 +2,9 @@
 
 The journey of `profile(model, batch)`, in the order in which to read:
 
-1. `profiler`: `checks` what it is given, makes the training step a function, and has it simulated twice (the first step
-   makes the optimizer's states); a step that cannot be is run for real (`measured/`).
+1. `step`: the training step as a value, whose making `checks` what it is made of; `target`: the device. `record`
+   simulates the step under a plan, twice (the first step makes the optimizer's states). `profiler` asks for that, and
+   for real steps where a step cannot be simulated (`measured/`).
 2. `sandbox/`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there, and puts
    everything back afterwards (`process_state`).
 3. `dispatch/`: `hollow_mode` answers each operator with `hollow` tensors. `operators` and `call_effects` know what it
@@ -24,15 +25,17 @@ from memscale.simulation.analysis import reserved_bytes
 from memscale.simulation.attribution import OUTSIDE, Attribution, Station
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
-from memscale.simulation.parallel.asked import Parallel, Ranks, arguments_of
-from memscale.simulation.profiler import MemoryProfiler
-from memscale.simulation.results import Holding, Profile, ProfileDiff, as_hardware, differences
+from memscale.simulation.parallel.spec import Parallel, ParallelKind
+from memscale.simulation.profiler import MemoryProfiler, profile_of
+from memscale.simulation.record import check_plan, record, record_in_a_row
+from memscale.simulation.results import Holding, Profile, ProfileDiff, differences
 from memscale.simulation.sandbox.garbage import few_collections
 from memscale.simulation.schedule.schedule import Schedule, queues_of
 from memscale.simulation.simulated_step import SimulatedStep
 from memscale.simulation.splicing import Given, spliced
-from memscale.simulation.step import Loop
+from memscale.simulation.step import Loop, TrainingStep
 from memscale.simulation.strands import Strand
+from memscale.simulation.target import Target, as_hardware, hardware_for
 
 __all__ = [
     "OUTSIDE",
@@ -44,19 +47,25 @@ __all__ = [
     "MemoryProfiler",
     "NeedsValues",
     "Parallel",
+    "ParallelKind",
     "Phase",
     "Profile",
     "ProfileDiff",
-    "Ranks",
     "Schedule",
     "SimulatedStep",
     "Station",
     "Strand",
-    "arguments_of",
+    "Target",
+    "TrainingStep",
     "as_hardware",
+    "check_plan",
     "differences",
     "few_collections",
+    "hardware_for",
+    "profile_of",
     "queues_of",
+    "record",
+    "record_in_a_row",
     "reserved_bytes",
     "spliced",
 ]

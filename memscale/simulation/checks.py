@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memscale.core import ConfigError, batches, check_count, shown
+from memscale.core import ConfigError, batches, shown
 from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.sandbox.compiled_modules import CompiledModules, compiled_of
 
@@ -52,9 +52,8 @@ def about_compiled(modules: Iterable[nn.Module], graphs: CompiledModules | None)
     return tuple(found)
 
 
-def check_call(model: Any, batch: Any, accumulate: int) -> None:
+def check_call(model: Any, batch: Any) -> None:
     """Raise ConfigError for a step that is none, or whose memory its values decide."""
-    check_count(f"profile(accumulate={accumulate!r})", accumulate)
     if not isinstance(model, nn.Module):
         if batch is not None:
             raise ConfigError("profile(step, batch) takes a batch for a module only; a function holds its own")

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -346,21 +345,3 @@ def _reports() -> ModuleType:
     from memscale import reports
 
     return reports
-
-
-def as_hardware(hardware: Any, device_type: str) -> Hardware:
-    """The hardware that a caller means: a `Hardware`, the name of a card, or None for what is here.
-
-    Raises:
-        ConfigError: it is none of these, or no card is called that.
-    """
-    if hardware is None:
-        return Hardware.detect(None if device_type == "meta" else device_type)
-    if isinstance(hardware, str):
-        return Hardware.detect("cpu") if hardware == "cpu" else Hardware.named(hardware)
-    if isinstance(hardware, Hardware):
-        return hardware
-    raise ConfigError(
-        f"hardware={hardware!r} must be a memscale.Hardware, the name of a card such as 'h100', 'cpu', or None for "
-        "the device at hand"
-    )

@@ -1,16 +1,19 @@
-"""A usual training step as a function: forward, loss, backward, optimizer, gradients dropped."""
+"""A training step as a value: the model, its batch, its optimizer, its loss, the loop around it, whose part it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memscale.core import Loss, call, scalar_loss
+from memscale.core import ConfigError, Loss, call, check_count, check_loss, scalar_loss
 from memscale.optimizers import TransformedOptimizer
+from memscale.simulation.checks import check_call, check_followed, check_optimizer
+from memscale.simulation.parallel.spec import Parallel, ParallelKind
 
 
 @dataclass(frozen=True)
@@ -35,38 +38,114 @@ class Loop:
         )
 
 
-def training_step(
-    model: nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None,
-    loss: Loss | None,
-    accumulate: int,
-    *,
-    kept: list[Any] | None = None,
-    drops: bool = True,
-) -> Callable[[], None]:
-    """The step: `accumulate` times forward and backward, then the optimizer, then the gradients are dropped.
+@dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """One training step: forward, loss, backward, optimizer, gradients dropped.
 
-    The output is let go before backward begins, as in a trainer that asks the model for its loss, or stays in `kept`
-    until the next one takes its place, as in a loop that gives it a name. Without `drops` the gradients stay.
+    `of` makes one from the keywords that users write and checks them; `on` gives it its batch.
+
+    >>> step = TrainingStep.of(nn.Linear(8, 8), loss=lambda y, _: y.sum()).on(torch.ones(2, 8))
+    >>> step.loop, step.parallel
+    (Loop(accumulate=1, keeps_output=True), None)
+
+    Attributes:
+        model: a module, or a function without arguments that is a step of its own.
+        batch: what the module is called with; None for a function, and until `on`.
+        optimizer: the one that trains the model; None leaves the step at backward.
+        loss: ``loss(output, batch)``; None takes the output's own loss.
+        loop: what the caller's loop does around the model.
+        parallel: how the step is one process's of several; None for a model that is trained as it is.
     """
 
-    passes = optimizer.backward_passes if isinstance(optimizer, TransformedOptimizer) else 1
+    model: nn.Module | Callable[[], object]
+    batch: Any = None
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Loss | None = None
+    loop: Loop = Loop()
+    parallel: Parallel | None = None
 
-    def step() -> None:
-        for _ in range(accumulate):
-            output = call(model, batch)
-            if kept is not None:
-                kept[:] = [output]
-            found = scalar_loss(output, batch, loss)
-            del output
-            for left in reversed(range(passes)):
-                found.backward(retain_graph=left > 0)
-            del found
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if drops:
-            model.zero_grad(set_to_none=True)
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module | Callable[[], object],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loss: Loss | None = None,
+        accumulate: int = 1,
+        keeps_output: bool = True,
+        parallel: ParallelKind | None = None,
+        world: int | None = None,
+        shard: Iterable[str] | str | None = None,
+        tensor: int | None = None,
+        caller: str = "profile",
+    ) -> TrainingStep:
+        """The step that the arguments of `caller` describe, without its batch; they mean what they do in `profile`.
 
-    return step
+        Raises:
+            ConfigError: an argument is wrong, or does not fit the others.
+        """
+        spec = Parallel.of(model, parallel, world, shard, tensor, caller=caller)
+        if not isinstance(model, nn.Module):
+            if not callable(model):
+                raise ConfigError(
+                    f"profile(model=...) takes a torch.nn.Module or a function that runs one step, got "
+                    f"{type(model).__name__}; pass the model itself"
+                )
+            if not keeps_output:
+                raise ConfigError(
+                    "profile(keeps_output=False) is about the loop around a module; a function is its own loop"
+                )
+        check_count(f"{caller}(accumulate={accumulate!r})", accumulate)
+        check_followed(model)
+        check_optimizer(model, optimizer)
+        check_loss(loss)
+        return cls(model, None, optimizer, loss, Loop(accumulate, keeps_output), spec)
+
+    def on(self, batch: Any) -> TrainingStep:
+        """The step with this batch.
+
+        Raises:
+            ConfigError: the model cannot be called with it, or trains nothing.
+        """
+        check_call(self.model, batch)
+        return dataclasses.replace(self, batch=batch)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model; None for a function, which finds its own."""
+        return self.model if isinstance(self.model, nn.Module) else None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether its owner has sharded or replicated the model over processes already."""
+        return self.parallel is None and Parallel.of_distributed(self.model) is not None
+
+    def function(self, kept: list[Any], *, drops: bool = True) -> Callable[[], object]:
+        """The step as a function without arguments.
+
+        Args:
+            kept: where the loop keeps the output until the next one takes its place, if it does.
+            drops: whether the gradients are dropped at the end.
+        """
+        if not isinstance(self.model, nn.Module):
+            return self.model
+        model, batch, optimizer, loss, loop = self.model, self.batch, self.optimizer, self.loss, self.loop
+        passes = optimizer.backward_passes if isinstance(optimizer, TransformedOptimizer) else 1
+
+        def step() -> None:
+            for _ in range(loop.accumulate):
+                output = call(model, batch)
+                if loop.keeps_output:
+                    kept[:] = [output]
+                found = scalar_loss(output, batch, loss)
+                del output
+                for left in reversed(range(passes)):
+                    found.backward(retain_graph=left > 0)
+                del found
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            if drops:
+                model.zero_grad(set_to_none=True)
+
+        return step

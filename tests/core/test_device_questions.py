@@ -48,7 +48,7 @@ MAY_ASK = {
     "simulation/sandbox/sandbox.py": "the simulated device, by its kernels",
     "simulation/sandbox/stand_ins.py": "takes the caller's tensors off their devices",
     "simulation/dispatch/hollow_mode.py": "meta, which computes nothing, is left alone",
-    "simulation/profiler.py": "where the caller's model is, before the step",
+    "simulation/target.py": "where the caller's model is, before the step",
     "transforms/checkpoint/results.py": "the generators that there are",
     "transforms/offload/streamed.py": "where the runtime that it is given has the parameters",
     "transforms/tile/head/deferred.py": "attributes that deferred logits pass on, whoever asks",

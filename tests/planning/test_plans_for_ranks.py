@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import Ranks
+from memscale.simulation import Parallel
 from tests.support.hosts import QUICK_HOST
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_a_plan_for_ranks_is_proved_by_their_step():
     budget = plain.reserved_peak_bytes * 6 // 10
     plan = ms.plan(model, batch(), budget=budget, **step, **ranks)
     assert plan
-    assert plan.parallel == Ranks("fsdp2", 8)
+    assert plan.parallel == Parallel("fsdp2", 8)
     again = ms.profile(model, batch(), plan=plan, **step, **ranks)
     assert again.reserved_peak_bytes == plan.evidence.planned.taken_bytes <= budget
     assert again.step_seconds == plan.evidence.planned.step_seconds
@@ -66,7 +66,7 @@ def test_a_step_that_fits_as_it_is_says_for_whom():
     model, step = made()
     plan = ms.plan(model, batch(), budget=1.0, **step, parallel="fsdp2", world=64, shard="blocks.*")
     assert not plan
-    assert plan.parallel == Ranks("fsdp2", 64, ("blocks.*",))
+    assert plan.parallel == Parallel("fsdp2", 64, ("blocks.*",))
     assert ms.plan(model, batch(), budget=1.0, **step).parallel is None
 
 
@@ -93,7 +93,7 @@ def test_recommendations_are_for_the_same_ranks():
     peak = predictor.predict(batch(), recommend=False).peak_bytes
     prediction = predictor.predict(batch(), budget=peak * 6 // 10)
     plan = next(each.plan for each in prediction.recommendations if each.plan)
-    assert plan.parallel == Ranks("fsdp2", 8)
+    assert plan.parallel == Parallel("fsdp2", 8)
 
 
 class WithHead(nn.Module):
@@ -168,7 +168,7 @@ def test_a_tuned_size_is_one_processs():
     ranks = {"parallel": "fsdp2", "world": 64}
     peak = ms.OOMPredictor(model, **step, **ranks).predict(batch(64), recommend=False).peak_bytes
     tuned = ms.AutoTuner(model, **step, **ranks).tune(batch, budget=peak + 2**22, **asked)
-    assert tuned.plan.parallel == Ranks("fsdp2", 64)
+    assert tuned.plan.parallel == Parallel("fsdp2", 64)
     assert any("one process's of several (fsdp2 over 64 processes)" in note for note in tuned.notes)
     with pytest.raises(ms.BudgetError):
         ms.AutoTuner(model, **step).tune(batch, budget=peak + 2**22, **asked)

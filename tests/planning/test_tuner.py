@@ -295,7 +295,7 @@ def test_a_size_that_fits_under_the_plan_of_another_fits(monkeypatch):
     find = ms.DecisionEngine.plan
 
     def blind(engine, budget, **given):
-        if len(engine.batch) == 6 * ROWS:
+        if len(engine.step.batch) == 6 * ROWS:
             raise ms.BudgetError("nothing")
         return find(engine, budget, **given)
 

@@ -38,7 +38,7 @@ def test_what_one_simulation_found_of_operators_the_next_with_its_kernels_knows(
     )
     step = {"loss": lambda y, _: y.sum(), "hardware": "h100"}
     first, second = (ms.MemoryProfiler(nn.Linear(8, 8), **step) for _ in range(2))
-    second.kernels = first.kernels
+    second.target = first.target
 
     def profiled(profiler):
         del found[:]

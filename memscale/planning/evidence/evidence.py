@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memscale.hardware import Hardware
-from memscale.simulation import Profile, Ranks
+from memscale.simulation import Parallel, Profile
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Evidence:
     rejected: Mapping[str, str]
     notes: tuple[str, ...]
     simulations: int
-    parallel: Ranks | None = None
+    parallel: Parallel | None = None
 
     @property
     def gap(self) -> float:
@@ -108,17 +108,13 @@ class Evidence:
             "decisions": [vars(each) for each in self.decisions],
             "by_tier": dict(self.by_tier),
             "rejected": dict(self.rejected),
-            "parallel": None if self.parallel is None else self.parallel.arguments(),
+            "parallel": None if self.parallel is None else self.parallel.to_data(),
         }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Evidence:
         """The evidence that `to_data` made."""
-        ranks = data.get("parallel")
-        if ranks is not None:
-            shard = ranks["shard"]
-            shard = None if shard is None else tuple(shard)
-            ranks = Ranks(ranks["parallel"], ranks["world"], shard, ranks.get("tensor") or 1)
+        parallel = data.get("parallel")
         return cls(
             **{
                 **data,
@@ -128,6 +124,6 @@ class Evidence:
                 "trace": tuple(data["trace"]),
                 "decisions": tuple(Decision(**each) for each in data["decisions"]),
                 "notes": tuple(data["notes"]),
-                "parallel": ranks,
+                "parallel": None if parallel is None else Parallel.from_data(parallel),
             }
         )

@@ -12,7 +12,7 @@ from memscale.core import Document, PlanError, format_bytes, format_seconds, mat
 from memscale.planning.evidence.evidence import Decision, Evidence
 from memscale.planning.evidence.explanation import about_parts, explanation, in_rows, label
 from memscale.policy import StrategyDecision, select
-from memscale.simulation import Ranks
+from memscale.simulation import Parallel
 
 _DOCUMENT = Document("plan", version=1, writer="Plan.to_json()", error=PlanError)
 
@@ -39,7 +39,7 @@ class ProvenPlan(Plan):
     __hash__ = Plan.__hash__
 
     @property
-    def parallel(self) -> Ranks | None:
+    def parallel(self) -> Parallel | None:
         """How the step that it was made for is one process's of several."""
         return self.evidence.parallel
 

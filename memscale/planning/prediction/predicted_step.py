@@ -2,59 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import Any
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import Loss
 from memscale.hardware import Hardware
 from memscale.planning.step_simulator import Progress
-from memscale.simulation import MemoryProfiler, Ranks, arguments_of
+from memscale.simulation import Profile, Target, TrainingStep, profile_of, record_in_a_row
 
 
 @dataclass
 class PredictedStep:
-    """A training step, without its batch.
+    """A training step under a plan.
 
     Attributes:
-        model, optimizer, loss, plan, accumulate, keeps_output, config, probe, progress: as in `memscale.OOMPredictor`.
+        step: without its batch.
+        plan: the transforms that it has already.
+        config: see `memscale.OOMPredictor`.
         allowed: what a recommended plan may use; None for every exact transform.
-        hardware: what it is predicted for.
-        ranks: whose it is, if it is asked about as one process's of several.
+        target: what it is predicted for.
+        progress: as `Progress`.
         told: how many simulations of this prediction were told of.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    loss: Loss | None
+    step: TrainingStep
     plan: Plan
-    accumulate: int
-    keeps_output: bool
     config: Config
     allowed: Config | None
-    hardware: Hardware
-    probe: bool
-    ranks: Ranks | None
+    target: Target
     progress: Progress | None
     told: int = 0
 
-    def profiler(self, plan: Plan | None = None, config: Config | None = None) -> MemoryProfiler:
-        """Of the step with this plan in the place of its own."""
-        plan = self.plan if plan is None else plan
-        return MemoryProfiler(
-            self.model,
-            self.optimizer,
-            loss=self.loss,
-            plan=plan if plan else None,
-            hardware=self.hardware,
-            config=self.config if config is None else config,
-            keeps_output=self.keeps_output,
-            probe=self.probe,
-            **arguments_of(self.ranks),
-        )
+    @property
+    def hardware(self) -> Hardware:
+        """What it is predicted for."""
+        return self.target.hardware
+
+    def profile(self, batch: Any, capacity_bytes: int | None = None) -> Profile:
+        """The profile of the step with this batch; arguments and errors as in `memscale.MemoryProfiler.profile`."""
+        return profile_of(self.step.on(batch), self.plan, self.target, self.config, capacity_bytes)
+
+    def reserved_over(self, batches: Sequence[Any], capacity_bytes: int | None = None) -> int | None:
+        """What the allocator reserves at its most over steps with these batches, as `MemoryProfiler.reserved_over`."""
+        steps = [self.step.on(batch) for batch in batches]
+        return record_in_a_row(steps, self.plan, self.target).profile(capacity_bytes).reserved_peak_bytes
+
+    def accumulating(self, passes: int) -> PredictedStep:
+        """The same with so many passes for each step of the optimizer."""
+        loop = dataclasses.replace(self.step.loop, accumulate=passes)
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, loop=loop))
 
     def next(self, what: str, total: int | None = None) -> None:
         """Tell that the next simulation begins."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.algebra import Plan, PlanLike, as_plan
-from memscale.config import Config
+from memscale.algebra import PlanLike
+from memscale.config import Config, check_config
 from memscale.core import BudgetError, ConfigError, Loss, MemscaleError, budget_bytes, format_unlike, tensors
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget
@@ -22,7 +22,7 @@ from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
 from memscale.planning.prediction.recommending import recommending
 from memscale.planning.prediction.sizes import Sizes, check_range
 from memscale.planning.step_simulator import Progress
-from memscale.simulation import MemoryProfiler, Parallel, Ranks
+from memscale.simulation import ParallelKind, Target, TrainingStep, check_plan, hardware_for
 from memscale.telemetry import counted
 
 
@@ -73,7 +73,7 @@ class OOMPredictor:
         config: Config | None = None,
         probe: bool = False,
         progress: Progress | None = None,
-        parallel: Parallel | None = None,
+        parallel: ParallelKind | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
         tensor: int | None = None,
@@ -83,23 +83,23 @@ class OOMPredictor:
                 f"OOMPredictor(model=...) takes a torch.nn.Module, got {type(model).__name__}; for a function that "
                 "runs one step, compare memscale.profile(function).peak_bytes with the device's memory"
             )
-        ranks = Ranks.of(model, parallel, world, shard, tensor, caller="OOMPredictor")
-        self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self._step = PredictedStep(
+        step = TrainingStep.of(
             model,
             optimizer,
-            loss,
-            Plan() if plan is None else as_plan(plan),
-            accumulate,
-            keeps_output,
-            config if config is not None else Config(),
-            config,
-            self.hardware,
-            probe,
-            ranks,
-            progress,
+            loss=loss,
+            accumulate=accumulate,
+            keeps_output=keeps_output,
+            parallel=parallel,
+            world=world,
+            shard=shard,
+            tensor=tensor,
+            caller="OOMPredictor",
         )
-        self._profiler = self._step.profiler()
+        check_config(config)
+        applied = check_plan(step, plan)
+        self.hardware = hardware_for(model, hardware)
+        target = Target.of(self.hardware, probe=probe)
+        self._step = PredictedStep(step, applied, config or Config(), config, target, progress)
 
     @counted("predict")
     def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
@@ -125,7 +125,7 @@ class OOMPredictor:
         capacity_bytes = self._capacity_bytes(budget)
         self._step.told = 0
         self._step.next("the step as it is", None if recommend is not False else 1)
-        profile = self._profiler.profile(batch, accumulate=self._step.accumulate, capacity_bytes=capacity_bytes)
+        profile = self._step.profile(batch, capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
         return recommending(self._step, prediction, batch) if wanted else prediction
@@ -165,9 +165,7 @@ class OOMPredictor:
         if alone.profile.reserved_peak_bytes is None:
             return alone
         self._step.next(f"{len(batches)} steps", None)
-        reserved = self._profiler.reserved_over(
-            batches, accumulate=self._step.accumulate, capacity_bytes=alone.capacity_bytes
-        )
+        reserved = self._step.reserved_over(batches, alone.capacity_bytes)
         assert reserved is not None, "the device has an allocator"
         over_all, over_one = format_unlike(reserved, alone.profile.reserved_peak_bytes)
         note = (
@@ -267,10 +265,7 @@ class OOMPredictor:
 
         def peak_bytes(batch: int, length: int) -> int:
             self._step.say(f"{batch} x {length}", next(done), most)
-            profile = self._profiler.profile(
-                batch_fn(batch, length), accumulate=self._step.accumulate, capacity_bytes=capacity_bytes
-            )
-            return profile.taken_bytes
+            return self._step.profile(batch_fn(batch, length), capacity_bytes).taken_bytes
 
         return fitting_grid(peak_bytes, capacity_bytes, batches=batches, lengths=lengths)
 
@@ -299,9 +294,7 @@ class _Peaks:
         self.predictor._step.say(f"size {n}", len(self.sizes.parts), None)
         batch = self.sizes.batch(n)
         try:
-            profile = self.predictor._profiler.profile(
-                batch, accumulate=self.predictor._step.accumulate, capacity_bytes=self.capacity_bytes
-            )
+            profile = self.predictor._step.profile(batch, self.capacity_bytes)
         except MemscaleError as error:
             if n == self.sizes.at_least:
                 raise

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from memscale.algebra import Plan
 from memscale.core import MemscaleError
@@ -15,7 +16,6 @@ from memscale.planning.engine import DecisionEngine
 from memscale.planning.prediction.predicted_step import PredictedStep
 from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
-from memscale.simulation import MemoryProfiler, arguments_of
 
 
 def recommending(step: PredictedStep, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
@@ -39,10 +39,10 @@ class _Remedies:
 
     def found(self) -> OOMPrediction:
         """The prediction with those that free something."""
-        step = self._step
+        step, model = self._step, self._model
         planned = self._try("a plan", self._planned)
         plan = None if planned is None else planned.plan
-        if casting := shorthands(step.model, step.hardware).get("cast", {}):
+        if casting := shorthands(model, step.hardware).get("cast", {}):
             own = [(rule.pattern, rule.transform) for rule in step.plan]
             if not any("cast" in repr(how) for _, how in own):
                 whole = Plan([*own, *casting.items()])
@@ -50,7 +50,7 @@ class _Remedies:
                 told = f"{summary(Plan(casting))}{', and scale the loss (LossScale)' if scaled else ''}"
                 self._try("cast()", lambda: self._simulated(told, whole))
         short = planned is None or planned.peak_bytes > self._prediction.capacity_bytes
-        loops = other_loops(step.optimizer)
+        loops = other_loops(step.step.optimizer)
         # No loop of the optimizer lowers a peak that is in forward or backward.
         for options in loops if self._prediction.profile.moment.phase == "optimizer" else []:
             self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
@@ -80,21 +80,15 @@ class _Remedies:
 
         A step that has to be measured cannot be planned: its repeated blocks are checkpointed.
         """
-        step, prediction = self._step, self._prediction
+        step, model, prediction = self._step, self._model, self._prediction
         if self._is_measured:
-            rule = Plan(shorthands(step.model, step.hardware).get("checkpoint", {}))
+            rule = Plan(shorthands(model, step.hardware).get("checkpoint", {}))
             return self._simulated(summary(rule), rule) if rule and not step.plan else None
-        engine = DecisionEngine(
-            step.model,
-            self._batch,
-            optimizer=step.optimizer,
-            loss=step.loss,
+        engine = DecisionEngine.of_step(
+            step.step.on(self._batch),
             config=step.allowed,
             hardware=step.hardware,
-            accumulate=step.accumulate,
-            keeps_output=step.keeps_output,
             progress=lambda what, *_: step.next(what),
-            **arguments_of(step.ranks),
         )
         capacity_bytes = prediction.capacity_bytes
         limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
@@ -111,11 +105,9 @@ class _Remedies:
 
     def _simulated(self, action: str, plan: Plan | None, options: Mapping[str, bool] | None = None) -> Recommendation:
         self._step.next(action)
-        prediction, profiler = self._prediction, self._like(plan)
-        with optimizer_options(self._step.optimizer, options or {}):
-            profile = profiler.profile(
-                self._batch, accumulate=self._step.accumulate, capacity_bytes=prediction.capacity_bytes
-            )
+        prediction = self._prediction
+        with optimizer_options(self._step.step.optimizer, options or {}):
+            profile = self._like(plan).profile(self._batch, prediction.capacity_bytes)
         peak_bytes = profile.taken_bytes
         return Recommendation(
             action,
@@ -128,7 +120,9 @@ class _Remedies:
 
     def _in_parts(self, plan: Plan | None) -> Recommendation | None:
         """The step with the batch in 2, 4, 8, ... parts, until it fits or smaller ones free no more."""
-        prediction, profiler = self._prediction, self._like(plan)
+        prediction = self._prediction
+        # From the second pass on all are alike: two show the peak of any number, though not the time.
+        like = self._like(plan).accumulating(2)
         best: Recommendation | None = None
         parts = 2
         while (part := split(self._batch, parts)) is not None:
@@ -136,9 +130,7 @@ class _Remedies:
             action += "" if plan is None else f", and apply the plan: {summary(plan)}"
             self._step.next(action)
             try:
-                # From the second pass on all are alike: two show the peak of any number, though not the time.
-                profile = profiler.profile(part, accumulate=2, capacity_bytes=prediction.capacity_bytes)
-                peak_bytes = profile.taken_bytes
+                peak_bytes = like.profile(part, prediction.capacity_bytes).taken_bytes
             except MemscaleError:
                 if best is None:
                     raise
@@ -152,13 +144,18 @@ class _Remedies:
         return best
 
     @property
+    def _model(self) -> nn.Module:
+        assert self._step.step.module is not None, "only modules are predicted"
+        return self._step.step.module
+
+    @property
     def _is_measured(self) -> bool:
         return self._prediction.profile.method == "empirical"
 
-    def _like(self, plan: Plan | None) -> MemoryProfiler:
-        """A profiler of another step that goes the same way: a simulation is not compared with real steps."""
+    def _like(self, plan: Plan | None) -> PredictedStep:
+        """The step under another plan that goes the same way: a simulation is not compared with real steps."""
         config = dataclasses.replace(self._step.config, use_empirical_fallback=self._is_measured)
-        return self._step.profiler(plan, config)
+        return dataclasses.replace(self._step, plan=self._step.plan if plan is None else plan, config=config)
 
 
 def _loop(options: Mapping[str, bool]) -> str:

@@ -5,35 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from memscale.config import Config
-from memscale.core import Loss, MemscaleError, available_host_bytes, batches, format_unlike, pytrees
+from memscale.core import MemscaleError, available_host_bytes, batches, format_unlike, pytrees
 from memscale.hardware import Hardware
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.tuning.tuning import Confirmation
-from memscale.simulation import MemoryProfiler
+from memscale.simulation import Target, TrainingStep, profile_of
 
 # Of what is free, for what the simulation does not count: a process's own memory, the copies that are put back.
 _SHARE = 0.8
 
 
-def confirmed(
-    model: nn.Module,
-    batch: Any,
-    plan: ProvenPlan,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    loss: Loss | None,
-    hardware: Hardware,
-    accumulate: int,
-    keeps_output: bool,
-) -> tuple[Confirmation | None, str]:
+def confirmed(step: TrainingStep, batch: Any, plan: ProvenPlan, hardware: Hardware) -> tuple[Confirmation | None, str]:
     """Two real steps, of which the first makes the optimizer's states; or None, and why there were none.
 
     No step is begun that what is free has no room for.
     """
-    parameter = next(model.parameters())
+    assert step.module is not None, "a function is not tuned"
+    parameter = next(step.module.parameters())
     if parameter.is_meta:
         return None, "not confirmed by a real step: the model is on meta"
     if parameter.device.type != hardware.device_type:
@@ -43,17 +33,9 @@ def confirmed(
     if free_bytes is not None and needed > _SHARE * free_bytes:
         takes, free = format_unlike(needed, free_bytes)
         return None, f"not confirmed by a real step: it takes {takes}, and {free} are free"
-    profiler = MemoryProfiler(
-        model,
-        optimizer,
-        loss=loss,
-        plan=plan if plan else None,
-        hardware=hardware,
-        keeps_output=keeps_output,
-        config=Config(use_static_profiling=False, warmup_steps=0, enable_logging=False),
-    )
+    config = Config(use_static_profiling=False, warmup_steps=0, enable_logging=False)
     try:
-        real = profiler.profile(_real(batch, parameter.device), accumulate=accumulate)
+        real = profile_of(step.on(_real(batch, parameter.device)), plan, Target.of(hardware), config)
     except (MemscaleError, RuntimeError) as error:  # PyTorch's error for too little memory is a RuntimeError
         return None, f"not confirmed by a real step, which failed: {str(error).splitlines()[0]}"
     # What other parts of the program hold is no part of the step.

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from memscale.algebra import Plan
 from memscale.config import Config
-from memscale.core import BudgetError, ConfigError, Loss, PlanError, TransformError, batches
+from memscale.core import BudgetError, ConfigError, PlanError, TransformError, batches
 from memscale.hardware import Hardware
 from memscale.planning.engine import DecisionEngine
 from memscale.planning.evidence.curve import Point
@@ -24,7 +23,7 @@ from memscale.planning.prediction.largest import MOST_SIMULATIONS, largest_fitti
 from memscale.planning.prediction.sizes import BatchFn, Sizes
 from memscale.planning.tuning.rates import Pace, fastest_size
 from memscale.planning.tuning.tuning import SizeTrial, Tuning
-from memscale.simulation import MemoryProfiler, Profile, Ranks, arguments_of
+from memscale.simulation import Profile, Target, TrainingStep, record
 
 # Plans for different sizes, beside those at the ends.
 _MOST_PLANS = 12
@@ -40,21 +39,16 @@ Count = Callable[[Any], int]
 class ModelStep:
     """The step that is tuned, less its batch; see `AutoTuner`."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    loss: Loss | None
+    step: TrainingStep
     config: Config | None
     hardware: Hardware
-    accumulate: int
-    keeps_output: bool = True
-    ranks: Ranks | None = None
 
 
 class SizeSearch:
     """One search: what steps of each size take as they are, under a plan of another size, and planned.
 
     Args:
-        step: the step.
+        own: the step.
         say: called before each simulation with what it is about, and how many are done.
         batch_fn, objective, at_least, at_most, count: as in `AutoTuner.tune`.
         limit: what a step may take.
@@ -62,7 +56,7 @@ class SizeSearch:
 
     def __init__(
         self,
-        step: ModelStep,
+        own: ModelStep,
         say: Callable[[str, int], None],
         batch_fn: BatchFn,
         objective: str,
@@ -71,7 +65,7 @@ class SizeSearch:
         at_most: int,
         count: Count | None,
     ) -> None:
-        self.step = step
+        self.own = own
         self._tell = say
         self.objective, self.limit, self.count = objective, limit, count
         self.unit = "counted" if count is not None else "tokens" if objective == "sequence" else "samples"
@@ -87,13 +81,13 @@ class SizeSearch:
         self._fastest_known: set[int] = set()
         self._under: dict[tuple[Plan, int], int] = {}
         self._others: dict[int, tuple[ProvenPlan, Profile]] = {}  # by size, another one's plan under which it fits
-        self._hardware = step.hardware
+        self._hardware = own.hardware
         self._batch: tuple[int, Any] | None = None
 
     def within(self, limit: int) -> SizeSearch:
         """The same search for another budget."""
         sizes = (self.at_least, self.at_most)
-        return SizeSearch(self.step, self._tell, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
+        return SizeSearch(self.own, self._tell, self.sizes.batch_fn, self.objective, limit, *sizes, self.count)
 
     def best(self) -> Tuning:
         """The result.
@@ -179,7 +173,7 @@ class SizeSearch:
         seconds = (self.plain[other].step_seconds - self.plain[last].step_seconds) / (other - last)
         most = self.at_most - last
         beyond = self.plain[last].step_seconds + most * seconds
-        return (self.counts[last] + most * counted) * self.step.accumulate / beyond if beyond > 0 else math.inf
+        return (self.counts[last] + most * counted) * self.own.step.loop.accumulate / beyond if beyond > 0 else math.inf
 
     def _pace(self, size: int) -> Pace:
         try:
@@ -188,11 +182,11 @@ class SizeSearch:
             if size == self.at_least:
                 raise
             seconds = math.inf
-        return Pace(self.counts[size] * self.step.accumulate, self.plain[size].step_seconds, seconds)
+        return Pace(self.counts[size] * self.own.step.loop.accumulate, self.plain[size].step_seconds, seconds)
 
     def _rate(self, size: int) -> float:
         seconds = self.plans[size].evidence.planned.step_seconds
-        return self.counts[size] * self.step.accumulate / seconds if seconds else 0.0
+        return self.counts[size] * self.own.step.loop.accumulate / seconds if seconds else 0.0
 
     # -- the largest that fits -----------------------------------------------------------------------------------------
 
@@ -326,18 +320,9 @@ class SizeSearch:
             return nbytes
         if (plan, size) not in self._under:
             self._say(size, "the plan of another size")
-            own, rules = self.step, plan if plan else None
-            profiler = MemoryProfiler(
-                own.model,
-                own.optimizer,
-                loss=own.loss,
-                plan=rules,
-                hardware=self._hardware,
-                keeps_output=own.keeps_output,
-                **arguments_of(own.ranks),
-            )
             try:
-                profile = profiler.simulated(self._made(size), accumulate=own.accumulate).profile()
+                step = self.own.step.on(self._made(size))
+                profile = record(step, plan, Target.of(self._hardware)).profile()
                 nbytes = profile.taken_bytes
                 if nbytes <= self.limit:
                     self._others[size] = (plan, profile)
@@ -351,20 +336,14 @@ class SizeSearch:
 
     def _engine(self, size: int, *, quiet: bool = False) -> DecisionEngine:
         """A new engine for a size, which has simulated its step as it is."""
-        own = self.step
+        own = self.own
         batch = self._made(size)
         try:
-            engine = DecisionEngine(
-                own.model,
-                batch,
-                optimizer=own.optimizer,
-                loss=own.loss,
+            engine = DecisionEngine.of_step(
+                own.step.on(batch),
                 config=own.config,
                 hardware=own.hardware,
-                accumulate=own.accumulate,
-                keeps_output=own.keeps_output,
                 progress=None if quiet else lambda what, *_: self._say(size, what),
-                **arguments_of(own.ranks),
             )
         except ConfigError as error:
             if size == self.at_least:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memscale.config import Config, check_config
-from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, check_count, check_loss, format_unlike
+from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, format_unlike
 from memscale.hardware import Hardware
 from memscale.planning.engine import Budget, check_model
 from memscale.planning.prediction.sizes import BatchFn, Sizes, check_range
@@ -17,7 +17,7 @@ from memscale.planning.step_simulator import Progress
 from memscale.planning.tuning.confirmation import confirmed
 from memscale.planning.tuning.size_search import Count, ModelStep, SizeSearch
 from memscale.planning.tuning.tuning import Confirmation, Tuning
-from memscale.simulation import MemoryProfiler, Parallel, Ranks
+from memscale.simulation import Parallel, ParallelKind, TrainingStep, hardware_for
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
 _MOST = 2**20
@@ -63,18 +63,27 @@ class AutoTuner:
         accumulate: int = 1,
         keeps_output: bool = True,
         progress: Progress | None = None,
-        parallel: Parallel | None = None,
+        parallel: ParallelKind | None = None,
         world: int | None = None,
         shard: Iterable[str] | str | None = None,
         tensor: int | None = None,
     ) -> None:
         check_model(model, "AutoTuner")
-        ranks = Ranks.of(model, parallel, world, shard, tensor, caller="AutoTuner")
-        check_loss(loss)
+        step = TrainingStep.of(
+            model,
+            optimizer,
+            loss=loss,
+            accumulate=accumulate,
+            keeps_output=keeps_output,
+            parallel=parallel,
+            world=world,
+            shard=shard,
+            tensor=tensor,
+            caller="AutoTuner",
+        )
         check_config(config)
-        check_count(f"AutoTuner(accumulate={accumulate!r})", accumulate)
-        self.hardware = MemoryProfiler(model, optimizer, loss=loss, hardware=hardware).hardware
-        self._step = ModelStep(model, optimizer, loss, config, self.hardware, accumulate, keeps_output, ranks)
+        self.hardware = hardware_for(model, hardware)
+        self._step = ModelStep(step, config, self.hardware)
         self._progress = progress
 
     def tune(
@@ -145,21 +154,12 @@ class AutoTuner:
         return dataclasses.replace(found, budget_bytes=limit)
 
     def _confirmed(self, sizes: Sizes, found: Tuning) -> tuple[Confirmation | None, str]:
-        step = self._step
+        step = self._step.step
         # One process alone would wait for the others, which are not asked to step.
-        if (ranks := step.ranks or Ranks.of_distributed(step.model)) is not None:
-            return None, f"not confirmed by a real step: it is one process's of several ({ranks})"
+        if (spec := step.parallel or Parallel.of_distributed(step.model)) is not None:
+            return None, f"not confirmed by a real step: it is one process's of several ({spec})"
         self._say(f"size {found.size}: a real step", found.simulations)
-        return confirmed(
-            step.model,
-            sizes.batch(found.size),
-            found.plan,
-            optimizer=step.optimizer,
-            loss=step.loss,
-            hardware=step.hardware,
-            accumulate=step.accumulate,
-            keeps_output=step.keeps_output,
-        )
+        return confirmed(step, sizes.batch(found.size), found.plan, self.hardware)
 
     def _say(self, what: str, done: int) -> None:
         if self._progress is not None:

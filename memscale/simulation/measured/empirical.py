@@ -18,27 +18,21 @@ from memscale.optimizers import TransformedOptimizer
 from memscale.regions import untouched
 from memscale.simulation.ledger import CATEGORIES
 from memscale.simulation.measured.allocator_trace import AllocatorTrace, measure, training_roles
-from memscale.simulation.parallel.asked import Ranks, is_distributed
+from memscale.simulation.parallel.spec import Parallel, is_distributed
 from memscale.simulation.results import Moment, Profile
 from memscale.simulation.sandbox.step_scope import StepScope
+from memscale.simulation.step import TrainingStep
 
 
-def measured_profile(
-    model: Any,
-    step: Callable[[], object],
-    optimizer: torch.optim.Optimizer | None,
-    batch: Any,
-    config: Config,
-    hardware: Hardware,
-    reason: str,
-) -> Profile:
+def measured_profile(training_step: TrainingStep, config: Config, hardware: Hardware, reason: str) -> Profile:
     """The profile of real steps: ``config.warmup_steps`` of them, and one that is measured.
 
     Raises:
         ConfigError: the step itself fails, or is one process's of several.
         RuntimeUnavailable: it cannot run here (tensors on ``meta``), or not on the device that was asked for.
     """
-    scope = StepScope(model if isinstance(model, nn.Module) else None, optimizer, step, batch)
+    step, optimizer, batch = training_step.function([]), training_step.optimizer, training_step.batch
+    scope = StepScope(training_step.module, optimizer, step, batch)
     tensors = list({id(tensor): tensor for _, _, tensor in scope.tensors}.values())
     _check_alone(scope, reason)
     device = _device(tensors, hardware, reason)
@@ -71,8 +65,8 @@ def measured_profile(
 def _check_alone(scope: StepScope, reason: str) -> None:
     """Raise ConfigError for a step whose collectives would wait for other processes, which are not asked to run it."""
     modules = nn.ModuleList(scope.modules)
-    ranks = Ranks.of_distributed(modules)
-    if is_distributed(modules) and not (ranks is not None and ranks.parallel == "ddp" and ranks.world == 1):
+    ranks = Parallel.of_distributed(modules)
+    if is_distributed(modules) and not (ranks is not None and ranks.kind == "ddp" and ranks.world == 1):
         raise ConfigError(
             f"the step cannot be simulated ({reason}), and is one process's of several "
             f"({ranks or 'its parameters are DTensors'}), which is not run here to measure it. Where the model itself "

@@ -371,7 +371,7 @@ def test_a_distributed_model_is_planned_as_it_is(group, parallel):
     plain = ms.profile(model, TOKENS, **step)
     plan = ms.plan(model, TOKENS, budget=int(0.8 * plain.peak_bytes), **step)
     assert {rule.pattern.rpartition(".")[0] for rule in plan} == {f"{prefix}blocks"}
-    assert (plan.parallel.parallel, plan.parallel.world) == (parallel, 8)
+    assert (plan.parallel.kind, plan.parallel.world) == (parallel, 8)
     under = ms.profile(model, TOKENS, plan=plan, **step)
     assert under.peak_bytes == plan.evidence.planned.taken_bytes <= 0.8 * plain.peak_bytes
     assert not any("made for" in note for note in under.notes)

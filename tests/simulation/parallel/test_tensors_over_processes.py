@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memscale as ms
-from memscale.simulation import Ranks
+from memscale.simulation import Parallel
 from tests.support.models import Block
 from tests.support.whole_run import true_peaks
 
@@ -114,7 +114,7 @@ def test_a_plan_for_a_mesh():
         ms.profile(model, TOKENS, plan={"head": ms.tile(chunks=2)}, **step)
     plan = ms.DecisionEngine(model, TOKENS, **step | {"hardware": "cpu"}).smallest()
     assert plan
-    assert plan.parallel == Ranks("fsdp2", 8, None, 2)
+    assert plan.parallel == Parallel("fsdp2", 8, None, 2)
     assert "tensors over 2 of them" in plan.to_python()
     assert type(plan).from_json(plan.to_json()).parallel == plan.parallel
 
@@ -129,7 +129,7 @@ def test_a_split_model_is_planned_as_it_is(group):
     model = split()
     plan = ms.DecisionEngine(model, TOKENS, loss=loss, hardware="cpu").smallest()
     assert plan
-    assert (plan.parallel.parallel, plan.parallel.world) == ("fsdp2", 8)
+    assert (plan.parallel.kind, plan.parallel.world) == ("fsdp2", 8)
 
 
 def unsplittable(style="colwise"):

@@ -1,0 +1,282 @@
+"""`record`: a training step, simulated under a plan for a device. Nothing is left of it in the process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from memscale.algebra import Plan, PlanLike, as_plan, find_regions, install, transform, uninstall
+from memscale.core import ConfigError, one_at_a_time
+from memscale.optimizers import TransformedOptimizer, without_states
+from memscale.simulation.checks import about_compiled
+from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.parallel.one_rank import check_places, one_rank
+from memscale.simulation.parallel.spec import Parallel
+from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
+from memscale.simulation.sandbox.garbage import few_collections
+from memscale.simulation.sandbox.sandbox import Simulation
+from memscale.simulation.simulated_step import SimulatedStep
+from memscale.simulation.simulation_cost import own_cost
+from memscale.simulation.step import TrainingStep
+from memscale.simulation.target import Target
+from memscale.telemetry import uncounted
+
+_STEPS = 2  # the first makes the optimizer's states, the second has them
+# Of a probe, so that the step's own Python is timed more than once.
+_TIMED_STEPS, _TIMING_SECONDS = 4, 0.5
+
+
+class _Steps(NamedTuple):
+    """Steps of one loop as functions, and where the loop keeps its output."""
+
+    functions: Sequence[Callable[[], object]]
+    kept: list[Any]
+
+
+def record(step: TrainingStep, plan: Plan, target: Target, *, holds_gradients: bool = False) -> SimulatedStep:
+    """The step under a plan, simulated on the target.
+
+    Args:
+        step: with its batch.
+        plan: the transforms of the model and of the optimizer.
+        target: the device.
+        holds_gradients: forward and backward alone are simulated, and the gradients are there at the end.
+
+    Raises:
+        ConfigError, NeedsValues, or what the model raises: the step cannot be simulated.
+    """
+    with under(step, plan) as one:
+        kept: list[Any] = []
+        steps = _forward_and_backward(one) if holds_gradients else _Steps([one.function(kept)] * _STEPS, kept)
+        return _with_the_draws_that_take_most(steps, one, target, about(step, plan))
+
+
+def record_in_a_row(steps: Sequence[TrainingStep], plan: Plan, target: Target) -> SimulatedStep:
+    """Steps with several batches in their order, in one loop: what the allocator keeps of one need not suit the next.
+
+    Args:
+        steps: at least one; they differ in their batches alone.
+        plan, target: as in `record`.
+
+    Raises:
+        ConfigError, NeedsValues, or what the model raises: a step cannot be simulated.
+    """
+    with under(steps[0], plan) as one:
+        kept: list[Any] = []
+        functions = [dataclasses.replace(one, batch=each.batch).function(kept) for each in steps]
+        batches = dataclasses.replace(one, batch=[each.batch for each in steps])
+        # The first step makes the optimizer's states.
+        loop = _Steps([functions[0], *functions], kept)
+        return _with_the_draws_that_take_most(loop, batches, target, about(steps[0], plan))
+
+
+@contextmanager
+def under(step: TrainingStep, plan: Plan) -> Iterator[TrainingStep]:
+    """The step as it runs under `plan`: its model transformed, one process's part of it, its optimizer transformed.
+
+    Only in the body, for some transforms of optimizers act on parameters as long as they are there.
+
+    Raises:
+        PlanError, TransformError: the plan does not suit the model.
+    """
+    with one_at_a_time(), ExitStack() as stack:
+        model = step.module
+        if model is None:
+            yield step
+            return
+        functions, rules = plan.of_functions(), plan.of_optimizers()
+        if functions and step.is_distributed:
+            # FSDP2 gathers parameters in the very modules that it sharded, as wrap() finds them.
+            stack.callback(uninstall, install(model, functions))
+            check_places(model)
+        elif functions:
+            model = uncounted(transform)(model, functions)
+        optimizer = step.optimizer
+        if step.parallel is not None:
+            model, optimizer = stack.enter_context(one_rank(model, optimizer, step.parallel))
+        if rules:
+            # States that the caller has would be moved, or copied for there are two optimizers: a step makes them anew.
+            given = None if optimizer is None else without_states(optimizer)
+            transformed: Any = uncounted(transform)(model, rules, optimizer=given)
+            optimizer = transformed[1]
+            assert isinstance(optimizer, TransformedOptimizer), "each rule is for one of its parameters"
+            stack.callback(optimizer.let_go)
+        yield dataclasses.replace(step, model=model, optimizer=optimizer, parallel=None)
+
+
+def check_plan(step: TrainingStep, plan: PlanLike | None) -> Plan:
+    """The plan for the step's model; None is one without rules.
+
+    Raises:
+        ConfigError: the step is a function.
+        PlanError: it is no plan, or names what the model has not.
+    """
+    if plan is None:
+        return Plan()
+    if step.module is None:
+        raise ConfigError("profile(plan=...) needs a module; apply transform(model, plan) inside the function")
+    checked = as_plan(plan)
+    find_regions(step.module, checked.of_functions())
+    return checked
+
+
+def about(step: TrainingStep, plan: Plan) -> tuple[str, ...]:
+    """A note where the plan was made for other processes than those of the step."""
+    if plan.parallel in (None, step.parallel):
+        return ()
+    already = None if step.parallel is not None else Parallel.of_distributed(step.model)
+    if plan.parallel.is_like(already):
+        return ()
+    here = step.parallel or already or "one process's alone"
+    return (f"the plan was made for {plan.parallel}, and this step is {here}",)
+
+
+def _forward_and_backward(step: TrainingStep) -> _Steps:
+    """The step without its update, twice.
+
+    The first step is no step like others: regions copy their inputs until they know what they write to. Gradients that
+    are still there after the last are known for what they are.
+    """
+    assert isinstance(step.model, nn.Module), "a function's own step updates what it updates"
+    # What steps in backward counts on the step that ends it.
+    ends = isinstance(step.optimizer, TransformedOptimizer) and step.optimizer.steps_in_backward
+    one = step if ends else dataclasses.replace(step, optimizer=None)
+    kept: list[Any] = []
+    return _Steps([one.function(kept, drops=drops) for drops in (True, False)], kept)
+
+
+def _with_the_draws_that_take_most(
+    steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...]
+) -> SimulatedStep:
+    """The last of `steps`, simulated once for each way to draw random numbers that decides what it does."""
+    found: list[SimulatedStep] = []
+    for draws in Draws:
+        try:
+            found.append(_followed(steps, step, target, notes, draws))
+        except Exception as error:
+            if not found:
+                raise
+            # A step may wait for a number that is never drawn this way.
+            told = f"with the {draws.name.lower()} of random numbers the step fails ({_told(error)}) and does not count"
+            found = [dataclasses.replace(each, notes=(*each.notes, told)) for each in found]
+        if not found[0].goes_by_draws:
+            break
+    return found[0] if len(found) == 1 else max(found, key=lambda each: each.profile().taken_bytes)
+
+
+@dataclass
+class _Attempt:
+    """A way to follow the code of a step, and what the code did on that way.
+
+    Attributes:
+        as_graphs: whether compiled modules run as their graphs, or as they are written.
+        answers: whether the code is told that its tensors are on the device, or where they are: on a CPU.
+        followed: the compiled modules that ran as graphs.
+        asked: what the code asked about its device.
+    """
+
+    as_graphs: bool
+    answers: bool
+    followed: set[int] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
+
+
+def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[str, ...], draws: Draws) -> SimulatedStep:
+    """The step as its device and its compiler have it; where that cannot be followed, as a CPU has it, or as written.
+
+    The notes say which way it is.
+    """
+    said: tuple[str, ...] = ()
+    fault: Exception
+    for as_graphs in (True, False):
+        faults: list[Exception] = []
+        followed: set[int] = set()
+        for answers in (True, False):
+            attempt = _Attempt(as_graphs, answers)
+            try:
+                with few_collections():
+                    return _simulated(steps, step, target, (*notes, *said), draws, attempt)
+            except ConfigError:
+                raise
+            except Exception as error:
+                followed |= attempt.followed
+                faults.append(error)
+                if not attempt.asked:
+                    break
+                said += (
+                    f"the step asks for {', '.join(attempt.asked)} and goes where it cannot be simulated on a CUDA "
+                    f"device ({_told(error)}); simulated is the way that it goes on a CPU",
+                )
+        fault = faults[0]  # on the way of the device: the other one is not the step's own
+        if not followed:
+            break
+        said = (f"what the compiler makes of this step fails in the simulation ({_told(fault)})",)
+    raise fault
+
+
+def _simulated(
+    steps: _Steps,
+    step: TrainingStep,
+    target: Target,
+    notes: tuple[str, ...],
+    draws: Draws,
+    attempt: _Attempt,
+) -> SimulatedStep:
+    """The last of `steps`, on one way to follow their code."""
+    functions, kernels = steps.functions, target.kernels
+    host = HostTime(own_cost()) if kernels.is_timed else None
+    simulation = Simulation(
+        functions[-1],
+        step.module,
+        step.optimizer,
+        step.batch,
+        kernels=kernels,
+        host=host,
+        answering=attempt.answers,
+        as_graphs=attempt.as_graphs,
+        draws=draws,
+    )
+    try:
+        with simulation, drawing(draws) as is_drawn:
+            for function in functions:
+                simulation.step(function)
+            # A policy whose results are changed in place goes another way, and DDP has other buckets after a step.
+            is_one = all(each is functions[-1] for each in functions)
+            if not simulation.mode.books.settled or (is_one and not simulation.mode.ledger.repeats()):
+                simulation.step(functions[-1])
+            began, more = time.perf_counter(), 0
+            while host is not None and more < _TIMED_STEPS and time.perf_counter() - began < _TIMING_SECONDS:
+                simulation.step(functions[-1])
+                more += 1
+            drawn = is_drawn()
+            simulation.let_go(steps.kept)
+    finally:
+        steps.kept.clear()
+        kernels.save()
+        if simulation.answers is not None:
+            attempt.asked += simulation.answers.asked
+        if simulation.compiled is not None:
+            attempt.followed |= simulation.compiled.followed
+    ledger, values = simulation.mode.ledger, simulation.mode.values
+    ledger.add_in_place()
+    found = (
+        *(() if simulation.answers is None else simulation.answers.notes),
+        *simulation.mode.works.notes(),
+        *values.assumptions,
+        *([PYTHON_DRAWN] if drawn else []),
+        *kernels.notes(simulation.scope.modules),
+        *about_compiled(simulation.scope.modules, simulation.compiled),
+        *simulation.runtimes.notes(),
+    )
+    return SimulatedStep(ledger, simulation.clock, (*notes, *found), simulation.below(), drawn or values.goes_by_draws)
+
+
+def _told(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"
