@@ -13,6 +13,7 @@ from memscale.core import DiskCache
 from memscale.planning import engine as engines
 from memscale.planning import fingerprint as fingerprints
 from memscale.planning.fingerprint import fingerprint
+from memscale.simulation import TrainingStep
 
 MIB = 2**20
 BOX = ms.Hardware(name="box", device_type="cpu", memory_bytes=2**36)
@@ -199,14 +200,8 @@ def test_a_model_that_cannot_be_described_is_planned_every_time(monkeypatch):
 
 def key(**fields):
     given = step(**fields)
-    return fingerprint(
-        given["model"],
-        given["batch"],
-        given["optimizer"],
-        given["loss"],
-        given.get("config", ms.Config()),
-        given["hardware"],
-    )
+    asked = TrainingStep(given["model"], given["batch"], given["optimizer"], given["loss"])
+    return fingerprint(asked, given.get("config", ms.Config()), given["hardware"])
 
 
 def _changed(change):
