@@ -77,7 +77,7 @@ class Agreement:
 
     def _say_for_whom(self, parallel: str, count: int) -> None:
         asked = self._made_for
-        if asked is None or (asked.parallel, asked.world) == (parallel, count):
+        if asked is None or (asked.kind, asked.world) == (parallel, count):
             return
         here = f"{parallel} over {count} process{'es' * (count > 1)}" if parallel else "one process"
         warnings.warn(
