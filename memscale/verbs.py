@@ -12,7 +12,7 @@ from memscale.algebra import Plan, PlanLike, Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
-from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan
+from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan, check_model
 from memscale.simulation import (
     ParallelKind,
     Profile,
@@ -171,6 +171,7 @@ def plan(
         ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
     """
     path = history_path(record)
+    check_model(model, "plan")
     step = TrainingStep.of(
         model,
         optimizer,
@@ -227,6 +228,7 @@ def frontier(
     Raises:
         ConfigError: as in `plan`.
     """
+    check_model(model, "frontier")
     step = TrainingStep.of(
         model,
         optimizer,
