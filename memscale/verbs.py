@@ -12,7 +12,7 @@ from memscale.algebra import Plan, PlanLike, Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
-from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan, check_model
+from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan, allowed
 from memscale.simulation import (
     ParallelKind,
     Profile,
@@ -121,6 +121,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
     config: Config | None = None,
+    exact: bool = True,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
     keeps_output: bool = True,
@@ -153,8 +154,9 @@ def plan(
         batch, optimizer, loss, accumulate, keeps_output: as in `memscale.profile`.
         budget: what the step may take of the device, everything that it holds counted: bytes as an int, ``"6GiB"`` or
             ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
-        config: which transforms may be used; None is ``Config(mode="aggressive")``: all but `cast`, so the numbers are
-            the model's own, bit for bit except that `tile` adds gradients in another order.
+        config: which transforms may be used; None is all that change no bit: the numbers are the model's own.
+        exact: False lets the plan use `tile` too, whose sums are in another order: less memory, and numbers that differ
+            by roundings. A `config` that sets ``enable_tiling``, or its mode, decides by itself.
         hardware: the device to plan for: a `Hardware`, a card's name, ``"cpu"``, or None for the model's device. One
             that does not say how fast it is gets nominal speeds; ``Hardware.measure()`` finds the real ones.
         stepping: what the plan may do with the optimizer: any of ``"step_in_groups"``, ``"offload_states"``,
@@ -171,7 +173,6 @@ def plan(
         ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
     """
     path = history_path(record)
-    check_model(model, "plan")
     step = TrainingStep.of(
         model,
         optimizer,
@@ -184,7 +185,9 @@ def plan(
         tensor=tensor,
         caller="plan",
     ).on(batch)
-    engine = DecisionEngine.of_step(step, config=config, hardware=hardware, stepping=stepping, progress=progress)
+    engine = DecisionEngine.of_step(
+        step, config=allowed(config, exact=exact), hardware=hardware, stepping=stepping, progress=progress
+    )
     found = engine.plan(budget)
     if path is not None:
         _keep(engine.steps.profile(found), path, step, found, config)
@@ -198,6 +201,7 @@ def frontier(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Loss | None = None,
     config: Config | None = None,
+    exact: bool = True,
     hardware: Hardware | str | None = None,
     accumulate: int = 1,
     keeps_output: bool = True,
@@ -221,14 +225,14 @@ def frontier(
     Plan()
 
     Args:
-        model, batch, optimizer, loss, config, hardware, accumulate, keeps_output, stepping, progress: as in `plan`.
+        model, batch, optimizer, loss, config, exact, hardware, accumulate, keeps_output, stepping: as in `plan`.
+        progress: as in `plan`.
         parallel, world, shard, tensor: as in `plan`.
         points: how many budgets to plan for, evenly spaced; fewer points come back where several have the same plan.
 
     Raises:
         ConfigError: as in `plan`.
     """
-    check_model(model, "frontier")
     step = TrainingStep.of(
         model,
         optimizer,
@@ -241,7 +245,9 @@ def frontier(
         tensor=tensor,
         caller="frontier",
     ).on(batch)
-    engine = DecisionEngine.of_step(step, config=config, hardware=hardware, stepping=stepping, progress=progress)
+    engine = DecisionEngine.of_step(
+        step, config=allowed(config, exact=exact), hardware=hardware, stepping=stepping, progress=progress
+    )
     return engine.frontier(points)
 
 

@@ -37,19 +37,22 @@ class AllowOptions:
 
     mode: Annotated[
         str | None,
-        Option(metavar="MODE", help="conservative, balanced or aggressive; by default every exact technique."),
+        Option(metavar="MODE", help="conservative, balanced or aggressive; by default all that change no bit."),
     ] = None
     allow: Annotated[
         list[str] | None,
         Option(metavar="NAME", help="Allow checkpoint, offload, tile or cast too; cast changes numbers. Repeatable."),
     ] = None
+    allow_rounding: Annotated[
+        bool, Option("--allow-rounding", help="Allow tile, whose sums are in another order: less memory.")
+    ] = False
     forbid: Annotated[
         list[str] | None, Option(metavar="NAME", help="Do without checkpoint, offload, tile or cast. Repeatable.")
     ] = None
     host: Annotated[str | None, Option(metavar="SIZE", help="What may lie in the host's memory at most.")] = None
 
     def config(self, *, auto: bool = False) -> ms.Config:
-        """The config that these mean: every exact transform without a mode.
+        """The config that these mean: without a mode every transform that changes no bit.
 
         Raises:
             ConfigError: an unknown mode or technique, or one that is both allowed and forbidden.
@@ -65,6 +68,8 @@ class AllowOptions:
         if both := set(allow) & set(forbid):
             raise ConfigError(f"--allow {min(both)} and --forbid {min(both)} contradict each other")
         switches: dict[str, Any] = {_SWITCHES[name]: name in allow for name in (*allow, *forbid)}
+        if self.allow_rounding or self.mode is None:  # a mode has asked for what it allows
+            switches.setdefault("enable_tiling", self.allow_rounding)
         if self.host is not None:
             host_bytes = budget_bytes(self.host, 0, argument="--host")
             switches["max_cpu_offload_gb"] = host_bytes / 1e9

@@ -18,7 +18,7 @@ Two more use the engine: `prediction/` answers whether a step fits as it is, `tu
 batch.
 """
 
-from memscale.planning.engine import POINTS, Budget, DecisionEngine, check_model
+from memscale.planning.engine import POINTS, Budget, DecisionEngine, allowed
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -54,7 +54,7 @@ __all__ = [
     "SizeGrid",
     "SizeTrial",
     "Tuning",
-    "check_model",
+    "allowed",
     "parts_of",
     "planned",
     "repeated_blocks",

@@ -41,6 +41,23 @@ POINTS = 12  # of a frontier
 _NEAR = 1.02
 
 
+def allowed(config: Config | None, *, exact: bool = True) -> Config:
+    """What a plan may use: as `config` says, without one every transform that changes no bit.
+
+    Args:
+        config: one that allows `tile`, by name or by ``mode="aggressive"``, has asked for it.
+        exact: False allows `tile`, whose sums are in another order, unless `config` sets ``enable_tiling`` itself.
+
+    >>> sorted(allowed(None).eligible()), sorted(allowed(None, exact=False).eligible())
+    (['checkpoint', 'offload'], ['checkpoint', 'offload', 'tile'])
+    """
+    if config is None:
+        return Config(mode="aggressive", enable_tiling=not exact)
+    if exact or "enable_tiling" in config.given:
+        return config
+    return dataclasses.replace(config, enable_tiling=True)
+
+
 class DecisionEngine:
     """Plans steps of one model with one batch, for any budget; arguments and errors as in `memscale.plan`.
 
@@ -120,7 +137,7 @@ class DecisionEngine:
         assert step.module is not None, "a function is not planned"
         self.step = step
         self.model = step.module
-        self.config = config if config is not None else Config(mode="aggressive")
+        self.config = allowed(config)
         self.made_for = step.parallel or Parallel.of_distributed(step.model)
         # FSDP2 and DDP have the parameters themselves.
         self.streams = streams and self.made_for is None

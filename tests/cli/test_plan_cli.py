@@ -47,7 +47,7 @@ def engine(**config):
         torch.ones(8, 64, 32),
         optimizer=torch.optim.AdamW(model.parameters()),
         loss=lambda y, _: y.square().mean(),
-        config=ms.Config(mode="aggressive", **config),
+        config=ms.Config(mode="aggressive", **{"enable_tiling": False, **config}),
         hardware="cpu",
     )
 

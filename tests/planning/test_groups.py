@@ -55,7 +55,8 @@ class Stages(nn.Module):
 
 
 def _engine(model, batch, optimizer=torch.optim.SGD):
-    return DecisionEngine(model, batch, optimizer=optimizer(model.parameters()), loss=_loss, hardware=KERNELS)
+    step = {"optimizer": optimizer(model.parameters()), "loss": _loss, "hardware": KERNELS}
+    return DecisionEngine(model, batch, config=ms.Config(mode="aggressive"), **step)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,8 @@ class _Speaker(nn.Module):
 def test_the_gradient_of_a_tied_head_is_made_last_where_the_step_is_largest_in_between():
     model, words = _Speaker(tied=True), torch.zeros(2, 128, dtype=torch.long)
     step = {"optimizer": torch.optim.SGD(model.parameters()), "loss": _loss, "hardware": "cpu"}
-    plan = ms.DecisionEngine(model, words, stepping=["step_in_backward"], **step).smallest()
+    rounds = ms.Config(mode="aggressive")
+    plan = ms.DecisionEngine(model, words, config=rounds, stepping=["step_in_backward"], **step).smallest()
     assert next(rule.transform for rule in plan if rule.pattern == "head").late_gradient
     menu = Menu.of(["tile"], torch.float32, words)
     untied = [how for each in menu.for_outside(_Speaker(tied=False), ()) for _, how in each.rules]

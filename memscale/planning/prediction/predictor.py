@@ -52,7 +52,7 @@ class OOMPredictor:
         plan: transforms that the step has already; the plan that is recommended takes its place.
         accumulate: forward and backward passes for each optimizer step.
         config: ``use_empirical_fallback`` and ``warmup_steps`` as in `MemoryProfiler`; what a recommended plan may use,
-            None for every exact transform.
+            None for all that change no bit.
         progress: called before each simulation with what it is about, how many are done, and how many there will be
             (None if that is not known).
 
