@@ -15,8 +15,8 @@ import itertools
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
-from concurrent.futures.thread import _worker
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,15 +55,54 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether no other thread of this process runs code of Python's.
+    """Whether no other thread of this process runs code that has PyTorch at hand.
 
-    Those that wait to simulate do not, nor do those of pools that wait for work, which none but others could give them.
+    Those that wait to simulate do not, nor do those of pools without work, of progress bars and of test runners, nor
+    PyTorch's own that wait for what processes beside this one hand back.
+
+    >>> from threading import Event, Thread
+    >>> done = Event()
+    >>> threads = [Thread(target=done.wait), Thread(target=lambda: torch.ones(1) if done.wait() else None)]
+    >>> before = is_alone()
+    >>> threads[0].start()
+    >>> is_alone() == before
+    True
+    >>> threads[1].start()
+    >>> is_alone()
+    False
+    >>> done.set()
+    >>> for thread in threads:
+    ...     thread.join()
     """
     ours = {threading.get_ident(), *_waiting}
-    return all(each in ours or frame.f_code is _IDLE for each, frame in sys._current_frames().items())
+    return not any(map(_computes, (frame for each, frame in sys._current_frames().items() if each not in ours)))
 
 
-_IDLE = _worker.__code__
+def _computes(frame: types.FrameType | None) -> bool:
+    """Whether this frame or one that called it has PyTorch in its file, or imports it."""
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith(_HANDED_BACK) and (
+            "torch" in frame.f_code.co_names or any(map(_is_of_torch, list(frame.f_globals.values())))
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_torch(value: object) -> bool:
+    if isinstance(value, types.BuiltinFunctionType):
+        value = value.__self__
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in _WITH_TENSORS
+    named = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    return str(named.__module__).partition(".")[0] in _WITH_TENSORS
+
+
+_WITH_TENSORS = frozenset({"torch", "memscale"})
+
+
+# The compiler's processes, and the loader's: what a thread of these does is to wait for them.
+_HANDED_BACK = ("torch._inductor.compile_worker", "torch.utils.data._utils.pin_memory")
 
 
 @contextmanager

@@ -31,6 +31,7 @@ def reached_from(functions: Iterable[Any]) -> Iterator[tuple[dict[str, Any] | ty
     >>> table = {}
     >>> def forward(x):
     ...     return table.setdefault(x, x)
+    >>> forward.__module__ = "trainer"  # memscale's own code is not followed
     >>> forward.__globals__["table"] = table
     >>> [name for _, name, _ in reached_from([forward]) if name]
     ['table']

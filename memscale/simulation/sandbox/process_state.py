@@ -79,6 +79,7 @@ def process_kept() -> Iterator[None]:
     finally:
         if casts:
             torch.clear_autocast_cache()
+        settings = settings if is_alone() else _OF_THREAD
         for name, (read, put_back) in settings.items():
             if read() != before[name]:
                 put_back(before[name])

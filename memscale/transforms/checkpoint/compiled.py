@@ -12,7 +12,8 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -52,12 +53,25 @@ def _in_containers(module: nn.Module) -> Iterator[nn.Module]:
 _REGISTERED = frozenset(nn.Module().__dict__)
 
 
-@functools.cache
+def _of_class(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """`look` at each class once, for as long as the class is there: some are made for one module."""
+    found: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(look)
+    def looked(kind: Any) -> bool:
+        if kind not in found:
+            found[kind] = look(kind)
+        return found[kind]
+
+    return looked
+
+
+@_of_class
 def _class_writes(kind: Any) -> bool:
     return not issubclass(kind, internals.NormBase) and any(_writes(each.__code__) for each in _functions(kind))
 
 
-@functools.cache
+@_of_class
 def _names_one_that_writes(kind: Any) -> bool:
     if kind.__module__.startswith("torch."):
         return False
