@@ -4,7 +4,11 @@ Steps of the zoo's small models, as they are and transformed: medians of the sec
 optimizer keep the host, beside how many calls of each kind (`memscale.hardware.HostSeconds`) the simulation counts in
 them. The clock's defaults were fitted to such rows; `results/host-calls-h100.json` has those of an H100.
 
-    python benchmarks/bench_host.py [--only REGEX] [--seconds 90] [--json FILE]
+    python benchmarks/bench_host.py [--only REGEX] [--variants REGEX] [--seconds 90] [--processor] [--json FILE]
+
+On the fake CUDA libraries of `tests/ghost`, where a step takes its host's time and no more, `--processor` counts the
+process's time on the processor; `results/host-calls-fake-cuda.json` has what a policy takes there, and what
+`checkpoint()` does.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import re
 import statistics
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +40,7 @@ from memscale.planning import repeated_blocks
 from memscale.simulation.sandbox import sandbox
 from memscale.simulation.schedule import clock
 
-WARM_STEPS, STEPS = 3, 7
+WARM_STEPS, STEPS = 4, 15
 VARIANTS = ("plain", "checkpoint", "tile", "cast", "rows", "offload", "checkpoint+offload")
 
 
@@ -51,29 +57,41 @@ def variants(case: Case, model: torch.nn.Module) -> dict[str, ms.Plan | None]:
     return found
 
 
-def taken(case: Case, plan: ms.Plan | None) -> dict[str, float]:
-    """Median seconds of the host, on the card at hand, by part of the step."""
-    torch.manual_seed(0)
-    own, batch = case.make("fp32", "cuda")
-    runs = own if plan is None else ms.transform(own, plan)
-    optimizer = case.optimizer(own)
-    turns = []
+def taken(case: Case, plans: dict[str, ms.Plan | None], clock: Callable[[], float]) -> dict[str, dict[str, float]]:
+    """Median seconds of the host under each plan, on the card at hand, by part of the step; in turns."""
+    contenders = {}
+    for name, plan in plans.items():
+        torch.manual_seed(0)
+        own, batch = case.make("fp32", "cuda")
+        contenders[name] = (own if plan is None else ms.transform(own, plan), batch, case.optimizer(own))
+    turns: dict[str, list[Counter[str]]] = {name: [] for name in plans}
     for _ in range(WARM_STEPS + STEPS):
-        torch.cuda.synchronize()
-        parts = Counter[str]()
-        for _ in range(case.accumulate):
-            began = time.perf_counter()
-            output = call(runs, batch)
-            loss = output.loss if case.loss is None else case.loss(output, batch)
-            through = time.perf_counter()
-            loss.backward()
-            parts.update(forward=through - began, backward=time.perf_counter() - through)
-        began = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        parts["optimizer"] = time.perf_counter() - began
-        turns.append(parts)
-    return {part: statistics.median(turn[part] for turn in turns[WARM_STEPS:]) for part in turns[0]}
+        for name in random.sample(list(contenders), len(contenders)):
+            turns[name].append(turn(case, *contenders[name], clock))
+    return {
+        name: {part: statistics.median(each[part] for each in of[WARM_STEPS:]) for part in of[0]}
+        for name, of in turns.items()
+    }
+
+
+def turn(
+    case: Case, runs: torch.nn.Module, batch: Any, optimizer: torch.optim.Optimizer, clock: Callable[[], float]
+) -> Counter[str]:
+    """Seconds of the host for one step, by part."""
+    torch.cuda.synchronize()
+    parts = Counter[str]()
+    for _ in range(case.accumulate):
+        began = clock()
+        output = call(runs, batch)
+        loss = output.loss if case.loss is None else case.loss(output, batch)
+        through = clock()
+        loss.backward()
+        parts.update(forward=through - began, backward=clock() - through)
+    began = clock()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    parts["optimizer"] = clock() - began
+    return parts
 
 
 def counted(case: Case, plan: ms.Plan | None) -> dict[str, int]:
@@ -108,20 +126,27 @@ def counted(case: Case, plan: ms.Plan | None) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="regex: the models whose name it finds")
+    parser.add_argument("--variants", default="", help="regex: the variants whose name it finds")
+    parser.add_argument("--processor", action="store_true", help="time on the processor, for the fake CUDA libraries")
     parser.add_argument("--seconds", type=float, default=90.0, help="no model is begun after so many")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    clock = time.process_time if options.processor else time.perf_counter
     hardware, until = Hardware.detect("cuda"), time.perf_counter() + options.seconds
     costs = host_calls(hardware)._asdict()
     about = environment("cuda", "transformers")
+    if options.processor:
+        about["device"] = "the fake CUDA libraries of tests/ghost"
     rows: list[dict[str, Any]] = []
     for name, case in ZOO.items():
         if not re.search(options.only, name) or time.perf_counter() > until:
             continue
-        for variant, plan in variants(case, case.make("fp32", "cpu")[0]).items():
-            row = {"model": name, "variant": variant, **taken(case, plan), "calls": counted(case, plan)}
+        every = variants(case, case.make("fp32", "cpu")[0])
+        under = {variant: plan for variant, plan in every.items() if re.search(options.variants, variant)}
+        for variant, parts in taken(case, under, clock).items():
+            row = {"model": name, "variant": variant, **parts, "calls": counted(case, under[variant])}
             said = sum(count * costs[kind] for kind, count in row["calls"].items())
             ratio = said / (row["forward"] + row["backward"])
             print(
@@ -129,8 +154,8 @@ def main() -> None:
                 flush=True,
             )
             rows.append(row)
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
     if options.json:
         options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
