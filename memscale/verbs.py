@@ -12,7 +12,7 @@ from memscale.algebra import Plan, PlanLike, Transform
 from memscale.config import Config
 from memscale.core import Loss, Record, history_path
 from memscale.hardware import Hardware
-from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan, allowed
+from memscale.planning import POINTS, Budget, DecisionEngine, Frontier, Progress, ProvenPlan, allowed, check_model
 from memscale.simulation import (
     ParallelKind,
     Profile,
@@ -173,6 +173,7 @@ def plan(
         ConfigError: an argument is wrong, or the step cannot be simulated; the message says what to do.
     """
     path = history_path(record)
+    check_model(model, "plan")
     step = TrainingStep.of(
         model,
         optimizer,
@@ -233,6 +234,7 @@ def frontier(
     Raises:
         ConfigError: as in `plan`.
     """
+    check_model(model, "frontier")
     step = TrainingStep.of(
         model,
         optimizer,

@@ -18,7 +18,7 @@ Two more use the engine: `prediction/` answers whether a step fits as it is, `tu
 batch.
 """
 
-from memscale.planning.engine import POINTS, Budget, DecisionEngine, allowed
+from memscale.planning.engine import POINTS, Budget, DecisionEngine, allowed, check_model
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -55,6 +55,7 @@ __all__ = [
     "SizeTrial",
     "Tuning",
     "allowed",
+    "check_model",
     "parts_of",
     "planned",
     "repeated_blocks",

@@ -13,6 +13,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.cli import main
+from memscale.planning.prediction import predicted_step
 from memscale.planning.prediction.prediction import OOMPrediction
 
 transformers = pytest.importorskip("transformers")
@@ -476,15 +477,15 @@ def test_no_size_beyond_at_most_is_looked_at(folder, capsys):
 
 def test_a_search_that_is_stopped_tells_what_it_has(folder, capsys, monkeypatch):
     peaks = []
-    before = ms.MemoryProfiler.profile
+    before = predicted_step.profile_of
 
-    def profile(self, batch, **options):
+    def profile(step, *options):
         if len(peaks) == 4:
             raise KeyboardInterrupt
-        peaks.append(len(batch["input_ids"]))
-        return before(self, batch, **options)
+        peaks.append(len(step.batch["input_ids"]))
+        return before(step, *options)
 
-    monkeypatch.setattr(ms.MemoryProfiler, "profile", profile)
+    monkeypatch.setattr(predicted_step, "profile_of", profile)
     assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "batch", "--no-recommend") == 130
     assert f"largest batch: {max(peaks)} fits" in capsys.readouterr().out
 

@@ -133,8 +133,13 @@ def test_a_smaller_step_is_told_and_becomes_the_baseline(checked):
     status, told = checked(smaller, "--update")
     assert (status, told["verdict"]) == (0, "smaller")
     assert checked(smaller)[1]["verdict"] == "same"
-    assert checked(MODEL)[0] == 3
-    assert checked(MODEL, "--tolerance", "10MiB")[1]["verdict"] == "within tolerance"
+    status, told = checked(MODEL)
+    assert status == 3
+    more = told["changed_bytes"]
+    assert more == 20 * 2**20, "one more segment of the allocator"
+    for tolerance, expected in ((more, (0, "within tolerance")), (more - 1, (3, "regression"))):
+        status, told = checked(MODEL, "--tolerance", str(tolerance))
+        assert (status, told["verdict"]) == expected
 
 
 def test_a_baseline_that_is_not_there(tmp_path, monkeypatch, capsys):

@@ -260,8 +260,10 @@ def test_a_transformed_model_is_refused():
     model = _mlps()
     with pytest.raises(ms.ConfigError, match="transformed already"):
         ms.plan(ms.transform(model, {"0": ms.checkpoint()}), torch.ones(2, 64), budget="1GiB")
-    with pytest.raises(ms.ConfigError, match=r"torch\.nn\.Module"):
+    with pytest.raises(ms.ConfigError, match=r"^plan\(model=\.\.\.\) takes a torch\.nn\.Module, got builtin_function"):
         ms.plan(torch.sin, torch.ones(2), budget="1GiB")
+    with pytest.raises(ms.ConfigError, match=r"^frontier\(model=\.\.\.\) takes a torch\.nn\.Module, got str"):
+        ms.frontier("model", torch.ones(2))
 
 
 def test_a_step_that_reads_values_is_refused_with_the_remedy():

@@ -61,8 +61,8 @@ def test_a_plan_with_a_rule_for_the_optimizer_trains_to_the_same_numbers(alone):
     assert plan.of_optimizers()
     assert "the optimizer: step_in_" in plan.explain()
     assert ms.Plan.from_json(plan.to_json()) == plan
-    model, optimizer = copy.deepcopy((made.model, made.optimizer))
-    fit, stepping = ms.transform(made.model, plan, optimizer=made.optimizer)
+    model, optimizer = copy.deepcopy((made.model, made.step.optimizer))
+    fit, stepping = ms.transform(made.model, plan, optimizer=made.step.optimizer)
     for module, its in ((model, optimizer), (fit, stepping)):
         for _ in range(2):
             loss(module(torch.ones(64, 256)), None).backward()
@@ -88,8 +88,8 @@ def test_two_passes_that_clip_are_for_those_who_write_such_a_loop():
     assert plan == ms.Plan({"": ms.step_in_backward(max_norm=0.01)})
     # The second backward is in its time.
     assert 1.3 * made.plain.step_seconds < way.plain.profile().step_seconds
-    model, optimizer = copy.deepcopy((made.model, made.optimizer))
-    fit, stepping = ms.transform(made.model, plan, optimizer=made.optimizer)
+    model, optimizer = copy.deepcopy((made.model, made.step.optimizer))
+    fit, stepping = ms.transform(made.model, plan, optimizer=made.step.optimizer)
     for _ in range(2):
         loss(model(torch.ones(64, 256)), None).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
