@@ -168,23 +168,29 @@ def _keeper(thing: Any, ours: Sequence[Any], depth: int = 0) -> Any:
     return None
 
 
-def _taken_out(thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int = 0) -> bool:
+def _taken_out(
+    thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int = 0, visited: set[int] | None = None
+) -> bool:
     """Whether nobody has `thing` any more: of `attributes` that have it only if they may be None."""
+    visited = set() if visited is None else visited
+    if id(thing) in visited:  # a cycle, or a second way up to it
+        return True
+    visited.add(id(thing))
     done = True
     holders = _holders(thing, ours)
     for holder in holders:
-        done &= _let_go(holder, thing, [*ours, holders], attributes=attributes, depth=depth)
+        done &= _let_go(holder, thing, [*ours, holders], attributes=attributes, depth=depth, visited=visited)
     return done
 
 
-def _let_go(holder: Any, thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int) -> bool:
+def _let_go(holder: Any, thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int, visited: set[int]) -> bool:
     if depth > _DEEPEST or isinstance(holder, torch.Tensor):  # a view's base goes with the view
         return True
     if isinstance(holder, _Cached):
         holder.cache_clear()
         return True
     if isinstance(holder, dict):
-        return _out_of_dict(holder, thing, ours, attributes=attributes, depth=depth)
+        return _out_of_dict(holder, thing, ours, attributes=attributes, depth=depth, visited=visited)
     if isinstance(holder, (list, deque, set)) and is_from_before(holder):
         kept = [each for each in holder if each is not thing]
         holder.clear()
@@ -200,10 +206,18 @@ def _let_go(holder: Any, thing: Any, ours: Sequence[Any], *, attributes: bool, d
                 setattr(holder, name, None)
         return attributes
     # What the step has made goes as a whole: a tuple, an object, a function with what it closes over.
-    return _taken_out(holder, ours, attributes=attributes, depth=depth + 1)
+    return _taken_out(holder, ours, attributes=attributes, depth=depth + 1, visited=visited)
 
 
-def _out_of_dict(table: dict[Any, Any], thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int) -> bool:
+def _out_of_dict(
+    table: dict[Any, Any],
+    thing: Any,
+    ours: Sequence[Any],
+    *,
+    attributes: bool,
+    depth: int,
+    visited: set[int],
+) -> bool:
     owners = [each for each in _holders(table, ours) if _has_as_attributes(each, table, thing)]
     if not owners:
         # One from before that held no objects until now looks as new as one that the step has made.
@@ -212,7 +226,7 @@ def _out_of_dict(table: dict[Any, Any], thing: Any, ours: Sequence[Any], *, attr
         return True
     owner = owners[0]
     if not isinstance(owner, (types.ModuleType, type)) and not is_from_before(owner):
-        return _taken_out(owner, [*ours, owners], attributes=attributes, depth=depth + 1)
+        return _taken_out(owner, [*ours, owners], attributes=attributes, depth=depth + 1, visited=visited)
     if attributes:
         for name in _names_of(owner, thing):
             setattr(owner, name, None)
