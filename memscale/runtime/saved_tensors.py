@@ -66,8 +66,6 @@ class Hooks(PacksSeveral):
 
     def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """What `pack` returns for each of them, cut from its graph; in less time for what was packed so before."""
-        if type(self).pack is not Hooks.pack:
-            return [self.pack(tensor.detach()) for tensor in tensors]
         packed: list[Any] = [None] * len(tensors)
         moving: dict[Any, list[int]] = {}  # by what decides about the engine
         least = max(self._min_bytes, 1)
@@ -146,6 +144,14 @@ class HooksAmongHomes(Hooks):
             with unrecorded():
                 return home.mover.save(home, tensor)
         return super().pack(tensor)
+
+    def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The same: what lives nowhere else goes together, as if no region, perhaps of another thread, had any."""
+        homes = [is_plain(tensor) and home_on_device(tensor) is not None for tensor in tensors]
+        others = iter(super().pack_all([each for each, is_home in zip(tensors, homes, strict=True) if not is_home]))
+        return [
+            self.pack(each.detach()) if is_home else next(others) for each, is_home in zip(tensors, homes, strict=True)
+        ]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 
 from memscale.core import is_alone, one_at_a_time
 
@@ -65,11 +66,19 @@ def _objects_known() -> Iterator[None]:
     if _Known.before is not None:
         yield
         return
-    _Known.before = frozenset() if _freezes() else frozenset(map(id, gc.get_objects()))
+    _Known.before = frozenset() if _freezes() else _all_ids()
     try:
         yield
     finally:
         _Known.before = None
+
+
+def _all_ids() -> frozenset[int]:
+    """The objects that Python follows, by id.
+
+    One call of C's, in which no other thread runs: Python can't finish a tuple of a generator's that someone else has.
+    """
+    return frozenset(map(id, chain.from_iterable(islice(iter(gc.get_objects, None), 1))))
 
 
 def _freezes() -> bool:
@@ -80,7 +89,7 @@ def _freezes() -> bool:
 def all_objects_seen() -> Iterator[None]:
     """Have Python tell in the body who refers to an object, whoever froze that, and `is_from_before` who was there."""
     before = _Known.before
-    _Known.new = frozenset() if before is None else frozenset(map(id, gc.get_objects())) - before
+    _Known.new = frozenset() if before is None else _all_ids() - before
     frozen = gc.get_freeze_count() > 0 and is_alone()
     if frozen:
         gc.unfreeze()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,10 @@ class StreamedHooks(Hooks):
             if (home := _cast_of(tensor)) is not None:
                 return _Cast(home.mover.save(home), tensor)
         return self.keep(tensor)
+
+    def pack_all(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The same for each, for none of them moves by itself."""
+        return [self.pack(tensor.detach()) for tensor in tensors]
 
 
 def _cast_of(tensor: torch.Tensor) -> Home | None:
