@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -57,7 +58,7 @@ class LiveStorages:
         self.live: dict[int, int] = {}  # storage -> its record
         self._sizes: dict[int, int] = {}  # of those that were resized
         self._deaths: dict[int, _Death] = {}
-        self._waits = False
+        self._waits = 0  # the thread that collects, in which deaths wait
         self._waiting: list[int] = []  # the records of storages that are gone, and do not count as that yet
         self._untouched: list[tuple[torch.Tensor, torch.Tensor]] = []  # real tensors of the caller's, with copies
 
@@ -167,14 +168,14 @@ class LiveStorages:
         number = self.live.pop(key, None)
         if number is None:
             return
-        if self._waits:
+        if self._waits and self._waits == threading.get_ident():
             self._waiting.append(number)
         else:
             self._count_out(number)
 
     def wait(self, waits: bool) -> None:
-        """Let what dies from now on count as dead when it is settled, or at once again."""
-        self._waits = waits
+        """Let what dies in this thread from now on count as dead when it is settled, or at once again."""
+        self._waits = threading.get_ident() if waits else 0
 
     def settle(self) -> None:
         """Count what died meanwhile as dead."""
