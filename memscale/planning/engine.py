@@ -342,7 +342,7 @@ class DecisionEngine:
                 ]
         if not found:
             return None
-        best = min(found, key=lambda each: each.proven.seconds)
+        best = min(found, key=lambda each: each.proven.preference)
         return dataclasses.replace(best, bound_seconds=min(each.bound_seconds for each in found))
 
     # -- with a policy in front ----------------------------------------------------------------------------------------

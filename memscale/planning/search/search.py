@@ -199,7 +199,7 @@ class Search:
             found += filter(None, [self.uncut.fastest(budget_bytes, among - {"tile"}, below)])
         if not found:
             return None
-        best = min(found, key=lambda each: each.proven.seconds).proven
+        best = min((each.proven for each in found), key=lambda each: each.preference)
         return Found(best, min(each.bound_seconds for each in found), among)
 
     @functools.cached_property
@@ -271,7 +271,7 @@ class Search:
 
     def _best(self, tried: Mapping[Assignment, Proven], most_bytes: int) -> Proven | None:
         fitting = [each for each in tried.values() if each.taken_bytes <= most_bytes]
-        return min(fitting, key=lambda each: (each.seconds, each.taken_bytes, len(each.plan)), default=None)
+        return min(fitting, key=lambda each: each.preference, default=None)
 
     def _descend(
         self,

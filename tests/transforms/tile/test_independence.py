@@ -231,7 +231,10 @@ class _Block(nn.Module):
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
     model = nn.Sequential(*[_Block(coupled) for _ in range(4)])
-    engine = ms.DecisionEngine(model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu")
+    rounds = ms.Config(mode="aggressive")
+    engine = ms.DecisionEngine(
+        model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu", config=rounds
+    )
     candidates = {str(each) for each in engine.searches[0].costs.candidates[0]}
     assert ("tile(chunks=4)" in candidates) is not coupled
     assert (
