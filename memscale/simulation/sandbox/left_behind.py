@@ -13,8 +13,9 @@ import gc
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import compress, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -68,17 +69,16 @@ class LeftBehind:
                 self._clear(refuses=refuses)
 
     def _clear(self, *, refuses: bool) -> None:
+        alive: dict[int, StorageRecord] = {}
         for turn in range(_PASSES):
-            alive = self._alive()
-            found = _tensors_over(alive)
+            before, alive = alive, self._alive()
+            found = _tensors_over(alive) if alive.keys() != before.keys() else None  # else a turn changes nothing
             if not found:
-                return  # in C++ alone, as a graph that nobody can ask for
-            for key, tensors in found.items():
-                self._settle(tensors, alive[key], takes=turn == 0)
-            del found, tensors
-        for tensors in _tensors_over(self._alive()).values() if refuses else ():
-            for tensor in tensors:
-                _refuse(tensor, [tensors])
+                break  # in C++ alone, as a graph that nobody can ask for
+            self._settle(found, alive, takes=turn == 0 and self._on_card)
+            del found
+        if refuses:
+            _refuse(_Own(each for tensors in _tensors_over(self._alive()).values() for each in tensors))
 
     def _alive(self) -> dict[int, StorageRecord]:
         self._made = [each for each in self._made if each.storage() is not None]
@@ -88,15 +88,18 @@ class LeftBehind:
             if (storage := each.storage()) is not None and storage.nbytes() and not _is_right(each.record)
         }
 
-    def _settle(self, tensors: list[torch.Tensor], record: StorageRecord, *, takes: bool) -> None:
-        made = [tensor for tensor in tensors if not is_from_before(tensor)]
-        if takes and self._on_card and not record.away and len(made) == len(tensors):
-            taken = [_taken_out(tensor, [made, tensors], attributes=False) for tensor in made]
-            if all(taken):
-                return
-        if not _computed(tensors, record):
-            for tensor in made:
-                _taken_out(tensor, [made, tensors], attributes=True)
+    def _settle(self, found: dict[int, _Own], alive: dict[int, StorageRecord], *, takes: bool) -> None:
+        made = {key: _Own(each for each in tensors if not is_from_before(each)) for key, tensors in found.items()}
+        if takes:
+            whole = _Own(key for key in found if not alive[key].away and len(made[key]) == len(found[key]))
+            stuck = _taken_out(_Own(each for key in whole for each in made[key]), attributes=False)
+            found = {
+                key: tensors
+                for key, tensors in found.items()
+                if key not in whole or not stuck.isdisjoint(map(id, made[key]))
+            }
+        rest = _Own(each for key, tensors in found.items() if not _computed(tensors, alive[key]) for each in made[key])
+        _taken_out(rest, attributes=True)
 
 
 def _is_right(record: StorageRecord) -> bool:
@@ -104,11 +107,11 @@ def _is_right(record: StorageRecord) -> bool:
     return record.known and record.later is None and not record.guess
 
 
-def _tensors_over(alive: dict[int, Any]) -> dict[int, list[torch.Tensor]]:
+def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
     """All tensors of Python over these storages, by these."""
-    found: dict[int, list[torch.Tensor]] = {}
+    found: dict[int, _Own] = {}
     seen: set[int] = set()
-    rest = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]  # asks no object anything
+    rest = _all_tensors()
     while rest:
         tensor = rest.pop()
         if id(tensor) in seen or tensor.layout is not torch.strided:
@@ -117,13 +120,19 @@ def _tensors_over(alive: dict[int, Any]) -> dict[int, list[torch.Tensor]]:
         with suppress(Exception):  # a wrapper has no storage
             key = tensor.untyped_storage()._cdata
             if key in alive:
-                found.setdefault(key, []).append(tensor)
+                found.setdefault(key, _Own()).append(tensor)
                 if tensor._base is not None:
                     rest.append(tensor._base)
     return found
 
 
-def _computed(tensors: list[torch.Tensor], record: StorageRecord) -> bool:
+def _all_tensors() -> _Own:
+    """Those that Python follows; C goes through all objects, and none is asked anything."""
+    everything = gc.get_objects()
+    return _Own(compress(everything, map(issubclass, map(type, everything), repeat(torch.Tensor))))
+
+
+def _computed(tensors: _Own, record: StorageRecord) -> bool:
     """Whether these, all over one storage, have the values now that they stand for."""
     later, nbytes = record.later, tensors[0].untyped_storage().nbytes()
     if later is None or record.guess:
@@ -141,15 +150,41 @@ def _computed(tensors: list[torch.Tensor], record: StorageRecord) -> bool:
     return True
 
 
-def _holders(thing: Any, ours: Sequence[Any]) -> list[Any]:
-    """What refers to `thing`, but for frames that run and lists of this file's own."""
-    found = gc.get_referrers(thing)
-    return [each for each in found if not isinstance(each, types.FrameType) and not any(each is own for own in ours)]
+class _Own(list[Any]):
+    """A list of this file's own, which is nobody who has something."""
 
 
-def _refuse(tensor: torch.Tensor, ours: Sequence[Any]) -> None:
-    keeper = tensor if is_from_before(tensor) else _keeper(tensor, ours)
-    if keeper is not None:
+class _Wanted(NamedTuple):
+    """Something that nobody may have any more.
+
+    Attributes:
+        root: which tensor it comes from, by id.
+        thing: the tensor, or what was made in the step and has it.
+        entry: what a dict of that has; None where `thing` is no dict.
+    """
+
+    root: int
+    thing: Any
+    entry: Any = None
+
+
+def _holders_of(things: _Own) -> dict[int, _Own]:
+    """What refers to each of these, by id, but for frames that run and what is this file's own.
+
+    One pass over all objects that Python follows: it takes as long for one thing as for all.
+    """
+    found = {id(each): _Own() for each in things}
+    for holder in _Own(gc.get_referrers(*things)):
+        if not isinstance(holder, (types.FrameType, _Own, _Wanted)):
+            for key in {id(each) for each in _Own(gc.get_referents(holder))} & found.keys():
+                found[key].append(holder)
+    return found
+
+
+def _refuse(tensors: _Own) -> None:
+    kept = next(((each, each) for each in tensors if is_from_before(each)), None) or _keeper(tensors)
+    if kept is not None:
+        tensor, keeper = kept
         raise ConfigError(
             f"the step keeps a tensor of {tuple(tensor.shape)} that was only simulated in a {type(keeper).__name__}, "
             "from which it cannot be taken out again: the next real step would compute with it. Keep it in an "
@@ -157,42 +192,70 @@ def _refuse(tensor: torch.Tensor, ours: Sequence[Any]) -> None:
         )
 
 
-def _keeper(thing: Any, ours: Sequence[Any], depth: int = 0) -> Any:
-    """What was there before the simulation and has `thing` now; None if only what is running has it."""
-    holders = _holders(thing, ours) if depth < _DEEPEST else []
-    for holder in holders:
-        if not isinstance(holder, torch.Tensor):
-            found = holder if is_from_before(holder) else _keeper(holder, [*ours, holders], depth + 1)
-            if found is not None:
-                return found
+def _keeper(tensors: _Own) -> tuple[torch.Tensor, Any] | None:
+    """One of these, with what was there before the simulation and has it now; None if only what is running has them."""
+    frontier, visited = _Own(_Wanted(id(each), each) for each in tensors), {id(each) for each in tensors}
+    for _ in range(_DEEPEST):
+        holders, above = _holders_of(_Own(each.thing for each in frontier)), _Own()
+        for wanted in frontier:
+            for holder in holders[id(wanted.thing)]:
+                if isinstance(holder, torch.Tensor) or id(holder) in visited:
+                    continue
+                if is_from_before(holder):
+                    return next(each for each in tensors if id(each) == wanted.root), _owner(holder, wanted.thing)
+                visited.add(id(holder))
+                above.append(_Wanted(wanted.root, holder))
+        if not above:
+            break
+        frontier = above
     return None
 
 
-def _taken_out(
-    thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int = 0, visited: set[int] | None = None
-) -> bool:
-    """Whether nobody has `thing` any more: of `attributes` that have it only if they may be None."""
-    visited = set() if visited is None else visited
-    if id(thing) in visited:  # a cycle, or a second way up to it
-        return True
-    visited.add(id(thing))
-    done = True
-    holders = _holders(thing, ours)
-    for holder in holders:
-        done &= _let_go(holder, thing, [*ours, holders], attributes=attributes, depth=depth, visited=visited)
-    return done
+def _owner(holder: Any, thing: Any) -> Any:
+    """Whose attributes a dict has; anything else, and a dict of nobody's, is its own."""
+    owners = _holders_of(_Own([holder]))[id(holder)] if isinstance(holder, dict) else _Own()
+    return next((each for each in owners if _has_as_attributes(each, holder, thing)), holder)
 
 
-def _let_go(holder: Any, thing: Any, ours: Sequence[Any], *, attributes: bool, depth: int, visited: set[int]) -> bool:
-    if depth > _DEEPEST or isinstance(holder, torch.Tensor):  # a view's base goes with the view
+def _taken_out(tensors: _Own, *, attributes: bool) -> frozenset[int]:
+    """Take these out of all that has them: of `attributes` only if they may be None.
+
+    Returns:
+        The ids of those that somebody has still.
+    """
+    frontier, stuck = _Own(_Wanted(id(each), each) for each in tensors), set()
+    visited = {(each.root, id(each.thing), id(None)) for each in frontier}
+    for _ in range(_DEEPEST + 2):
+        holders, above = _holders_of(_Own(each.thing for each in frontier)), _Own()
+        for wanted in frontier:
+            has = holders[id(wanted.thing)]
+            if wanted.entry is not None:
+                following = _out_of_dict(wanted, has, attributes)
+            else:
+                following = _Own(_let_go(each, wanted, attributes) for each in has)
+            for each in following:
+                if each is False:
+                    stuck.add(wanted.root)
+                elif each is not True and (key := (each.root, id(each.thing), id(each.entry))) not in visited:
+                    visited.add(key)  # once: there are cycles, and second ways up
+                    above.append(each)
+        if not above:
+            break
+        frontier = above
+    return frozenset(stuck)
+
+
+def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
+    """Whether `holder` has it no more; or what nobody may have, either, for that."""
+    if isinstance(holder, torch.Tensor):  # a view's base goes with the view
         return True
     if isinstance(holder, _Cached):
         holder.cache_clear()
         return True
     if isinstance(holder, dict):
-        return _out_of_dict(holder, thing, ours, attributes=attributes, depth=depth, visited=visited)
+        return _Wanted(wanted.root, holder, wanted.thing)
     if isinstance(holder, (list, deque, set)) and is_from_before(holder):
-        kept = [each for each in holder if each is not thing]
+        kept = _Own(each for each in holder if each is not wanted.thing)
         holder.clear()
         (holder.update if isinstance(holder, set) else holder.extend)(kept)
         return True
@@ -200,37 +263,31 @@ def _let_go(holder: Any, thing: Any, ours: Sequence[Any], *, attributes: bool, d
         if attributes:
             holder.cell_contents = None
         return attributes
-    if is_from_before(holder) and (names := [*_names_of(holder, thing)]):
+    if is_from_before(holder) and (names := [*_names_of(holder, wanted.thing)]):
         for name in names if attributes else ():
             with suppress(Exception):
                 setattr(holder, name, None)
         return attributes
     # What the step has made goes as a whole: a tuple, an object, a function with what it closes over.
-    return _taken_out(holder, ours, attributes=attributes, depth=depth + 1, visited=visited)
+    return _Wanted(wanted.root, holder)
 
 
-def _out_of_dict(
-    table: dict[Any, Any],
-    thing: Any,
-    ours: Sequence[Any],
-    *,
-    attributes: bool,
-    depth: int,
-    visited: set[int],
-) -> bool:
-    owners = [each for each in _holders(table, ours) if _has_as_attributes(each, table, thing)]
+def _out_of_dict(wanted: _Wanted, holders: _Own, attributes: bool) -> _Own:
+    """As `_let_go`, of the entries of a dict."""
+    root, table, entry = wanted
+    owners = _Own(each for each in holders if _has_as_attributes(each, table, entry))
     if not owners:
         # One from before that held no objects until now looks as new as one that the step has made.
-        for key in [key for key, value in table.items() if value is thing or key is thing]:
+        for key in [key for key, value in table.items() if value is entry or key is entry]:
             del table[key]
-        return True
+        return _Own([True])
     owner = owners[0]
     if not isinstance(owner, (types.ModuleType, type)) and not is_from_before(owner):
-        return _taken_out(owner, [*ours, owners], attributes=attributes, depth=depth + 1, visited=visited)
+        return _Own([_Wanted(root, owner)])
     if attributes:
-        for name in _names_of(owner, thing):
+        for name in _names_of(owner, entry):
             setattr(owner, name, None)
-    return attributes
+    return _Own([attributes])
 
 
 def _has_as_attributes(owner: Any, table: dict[Any, Any], thing: Any) -> bool:
