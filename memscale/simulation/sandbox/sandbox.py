@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -189,12 +190,13 @@ class Simulation:
             raise
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
         self._stack.close()
         self._contents.clear()  # it holds the caller's storages
         self._variables = contextvars.Context()
-        left.clear(refuses=not any(exception))
+        _let_go_of_frames(error)
+        left.clear(refuses=error is None)
 
     def step(self, step: Callable[[], object]) -> None:
         """Run `step` and record it as one step."""
@@ -393,6 +395,18 @@ def _device_type(storages: LiveStorages, simulated: str, tensor: torch.Tensor) -
 
 def _is_on_device(storages: LiveStorages, tensor: torch.Tensor) -> bool:
     return _device_type(storages, "cuda", tensor) == "cuda"
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Empty the frames that an error went through: they hold tensors of the step, and guards.
+
+    A tensor that fails to be printed leaves one in a frame of PyTorch that turns `torch.func` off for the thread.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _away(mode: HollowMode, nbytes: int) -> torch.Tensor:

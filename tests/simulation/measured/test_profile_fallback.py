@@ -109,12 +109,18 @@ def real_step(model, batch, optimizer):
 def test_a_model_that_reads_activations_is_measured(between):
     model, batch, optimizer = setting(between)
     before = world(model, optimizers=[optimizer], tensors=[batch])
+    keys = _keys_of_the_thread()
     profile = ms.profile(model, batch, optimizer=optimizer, loss=mean)
     assert profile.method == "empirical"
     assert_same(before, world(model, optimizers=[optimizer], tensors=[batch]))
+    assert _keys_of_the_thread() == keys, "PyTorch turns torch.func off while it prints a tensor"
     first, steady = real_peaks(real_step(model, batch, optimizer), model, optimizer, batch)
     assert abs(profile.first_step_peak_bytes - first) < 0.1 * first
     assert abs(profile.peak_bytes - steady) < 0.1 * steady
+
+
+def _keys_of_the_thread():
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def test_the_note_says_what_was_read_and_where():
