@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from django.db import transaction
-from ninja import Schema
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from memscale.server.access import Access
 from memscale.server.models import Document, Measurement, Plan, Project, Run
@@ -21,10 +21,11 @@ from memscale.server.problems import Problem
 
 MOST_BYTES = 256 << 10
 _MOST_COLUMNS = 240
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\ud800-\udfff]")
 
 
 def _printable(text: str) -> str:
-    if any((ord(letter) < 32 and letter not in "\n\t") or 0xD800 <= ord(letter) < 0xE000 for letter in text):
+    if _UNPRINTABLE.search(text):
         raise ValueError("has control characters or half of a surrogate pair")
     return text
 
@@ -44,7 +45,7 @@ Measured = Annotated[dict[Named, Real], Field(max_length=64)]
 Sizes = Annotated[dict[Word, Bytes], Field(max_length=32)]
 
 
-class Closed(Schema):
+class Closed(BaseModel):
     """A schema without room for fields of the sender's own."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
