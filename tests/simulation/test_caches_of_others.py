@@ -282,7 +282,6 @@ def model_of(kind, n=160):
 
 WAYS = {
     "profile": lambda model, x: ms.profile(model, x, loss=mean),
-    "profile for a card": lambda model, x: ms.profile(model, x, loss=mean, hardware="h100"),
     "plan": lambda model, x: ms.plan(model, x, loss=mean, budget="2GiB", optimizer=None, hardware="h100"),
     "wrap": lambda model, x: ms.wrap(model, sample_input=x),
 }
@@ -292,7 +291,7 @@ def mean(y, _):
     return y.nan_to_num().mean()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param("profile", marks=pytest.mark.deep), "plan", "wrap"])  # the others profile
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_model_gives_what_it_gives_in_a_process_that_did_not_simulate(kind, way, monkeypatch):
     monkeypatch.setenv("MEMSCALE_CACHE", "")

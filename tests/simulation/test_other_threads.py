@@ -8,8 +8,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 LOOPS = '''
 import random, threading, time, warnings
 import numpy as np
@@ -65,7 +63,7 @@ PLANS = {
 def simulated():
     """Profiles and a plan, on a CPU and for a card; what they say."""
     with torch.device("meta"):
-        model = nn.Sequential(*[Block(64, 0.1) for _ in range(4)])
+        model = nn.Sequential(*[Block(64, 0.1) for _ in range(2)])
         batch = torch.empty(32, 256, 64)
     said = []
     for hardware in (None, "h100"):
@@ -74,7 +72,7 @@ def simulated():
         said.append((profile.peak_bytes, profile.reserved_peak_bytes, profile.by_category))
     for hardware in ("h100",):
         planned = ms.plan(model, batch, optimizer=torch.optim.AdamW(model.parameters()), loss=mean, hardware=hardware,
-                          budget=int(0.7 * said[-1][1]))
+                          budget=int(0.9 * said[-1][1]))
         said.append(planned.to_json())
     return said
 
@@ -120,12 +118,12 @@ def test_loops_of_other_threads_train_as_in_a_quiet_process():
         for thread in threads:
             thread.start()
         started.wait()
-        again = [simulated() for _ in range(3)]
+        again = [simulated() for _ in range(2)]
         stop.set()
         for thread in threads:
             thread.join()
         assert not wrong, wrong
-        assert again == [said] * 3
+        assert again == [said] * 2
         """
     )
 
@@ -201,7 +199,7 @@ def test_nobody_else_sees_the_card():
         count = gc.get_freeze_count()
         thread = threading.Thread(target=look)
         thread.start()
-        for _ in range(3):
+        for _ in range(2):
             simulated()
         with torch.device("meta"):
             model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(2, 8)
@@ -214,11 +212,9 @@ def test_nobody_else_sees_the_card():
     )
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_two_threads_simulate_at_once(fails):
+def test_two_threads_simulate_at_once():
     run(
-        f"""
-        fails = {fails}
+        """
         said = simulated()
         call, patches = nn.Module.__call__, [(torch.cuda, "is_available"), (torch.Tensor, "device"), (F, "linear")]
         before = [getattr(*patch) for patch in patches]
@@ -229,7 +225,7 @@ def test_two_threads_simulate_at_once(fails):
 
         def both():
             try:
-                for _ in range(2):
+                for fails in (True, False):
                     if fails:
                         try:
                             ms.profile(nn.Linear(4, 4), torch.ones(2, 4), loss=fail, hardware="h100")
