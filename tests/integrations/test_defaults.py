@@ -39,7 +39,7 @@ Config = ms.Config | None
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        *[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(4)]
+        *[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(2)]
     )
 
 
@@ -221,8 +221,23 @@ def numbers(model: nn.Module) -> Any:
     return bits([parameter.detach() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("train", ALL, ids=lambda train: train.__name__)
+# The same framework, told to wrap at another place: one precision shows it.
+ELSEWHERE = {accelerate_wrapped_after: "bf16", lightning_wrapped: "fp32", trainer_wrapped: "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("train", "precision"),
+    [
+        pytest.param(
+            train,
+            precision,
+            id=f"{train.__name__}-{precision}",
+            marks=[pytest.mark.deep] if ELSEWHERE.get(train, precision) != precision else [],
+        )
+        for train in ALL
+        for precision in DTYPES
+    ],
+)
 def test_with_defaults(train: Train, precision: str, verdicts: list[Verdict], caplog: pytest.LogCaptureFixture) -> None:
     if precision == "fp16" and train in (trainer, trainer_wrapped):
         pytest.skip("TrainingArguments(fp16=True) needs a GPU; accelerate, which does it, is tested")
