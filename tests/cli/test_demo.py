@@ -14,7 +14,12 @@ from memscale.reports import plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 SMALL = ["--steps", "3", "--layers", "2", "--width", "64", "--batch", "2", "--seq", "64", "--device", "cpu"]
-JOB = Job(steps=3, layers=3, width=64, batch=2, seq=128, device=torch.device("cpu"))
+JOB = Job(steps=3, layers=2, width=64, batch=2, seq=64, device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _no_known_plans():
+    """A plan stays known: all demos have the same step."""
 
 
 def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -492,7 +492,7 @@ def test_a_search_that_is_stopped_tells_what_it_has(folder, capsys, monkeypatch)
 
 def test_a_slow_command_says_what_it_does_without_a_terminal(folder, capsys, monkeypatch):
     monkeypatch.setattr("memscale.cli.terminal._QUIET_SECONDS", 0.0)
-    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "batch", "--no-recommend") == 0
+    assert predict("--hf", "gpt2.json", "--gpu", "h100", "--largest", "batch", "--at-most", "4", "--no-recommend") == 0
     assert "now size 2" in capsys.readouterr().err
 
 
