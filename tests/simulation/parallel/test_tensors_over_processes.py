@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 WIDTH, VOCABULARY = 64, 301  # rows that no two processes divide
+FEW = ms.Config(mode="conservative")
 TOKENS = torch.arange(4 * 40).view(4, 40) % VOCABULARY
 
 
@@ -112,7 +113,7 @@ def test_a_plan_for_a_mesh():
     assert {(each.kind, each.size) for each in profile.schedule.collectives} >= {("all-reduce", 2), ("all-gather", 4)}
     with pytest.raises(ms.TransformError, match="whose weight is split over processes"):
         ms.profile(model, TOKENS, plan={"head": ms.tile(chunks=2)}, **step)
-    plan = ms.DecisionEngine(model, TOKENS, **step | {"hardware": "cpu"}).smallest()
+    plan = ms.DecisionEngine(model, TOKENS, config=FEW, **step | {"hardware": "cpu"}).smallest()
     assert plan
     assert plan.parallel == Parallel("fsdp2", 8, None, 2)
     assert "tensors over 2 of them" in plan.to_python()
@@ -127,7 +128,7 @@ def test_tied_weights_stay_one():
 
 def test_a_split_model_is_planned_as_it_is(group):
     model = split()
-    plan = ms.DecisionEngine(model, TOKENS, loss=loss, hardware="cpu").smallest()
+    plan = ms.DecisionEngine(model, TOKENS, loss=loss, config=FEW, hardware="cpu").smallest()
     assert plan
     assert (plan.parallel.kind, plan.parallel.world) == ("fsdp2", 8)
 
