@@ -404,11 +404,12 @@ def test_what_cannot_be_taken_out_is_refused_by_name():
         ms.profile(Keeps(), torch.ones(2, 8), loss=mean)
 
 
-def test_models_of_transformers_that_cache_their_positions():
+def test_models_of_transformers_that_cache_their_positions(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra `hf`")
     program = """
-        import torch, warnings
+        import os, sys, torch, warnings
         warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
         import transformers as tr
         import memscale as ms
 
@@ -440,19 +441,14 @@ def test_models_of_transformers_that_cache_their_positions():
                 found[name] = model(**batch).last_hidden_state.detach()
             return found
 
-        torch.save(outputs({profiled}), "{path}")
+        other = os.fork()  # neither has what the other caches
+        torch.save(outputs(other == 0), sys.argv[1 + (other == 0)])
+        if other:
+            sys.exit(os.waitpid(other, 0)[1])
     """
-    import pathlib
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        found = []
-        for profiled in (False, True):
-            path = pathlib.Path(folder) / f"{profiled}.pt"
-            source = textwrap.dedent(program).replace("{profiled}", str(profiled)).replace("{path}", str(path))
-            run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
-            assert run.returncode == 0, run.stderr[-3000:]
-            found.append(torch.load(path))
-    assert {name: torch.equal(value, found[1][name]) for name, value in found[0].items()} == dict.fromkeys(
-        found[0], True
-    )
+    paths = [tmp_path / "plain.pt", tmp_path / "profiled.pt"]
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, paths)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    plain, profiled = map(torch.load, paths)
+    assert {name: torch.equal(value, profiled[name]) for name, value in plain.items()} == dict.fromkeys(plain, True)

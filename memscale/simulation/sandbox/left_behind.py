@@ -111,7 +111,7 @@ def _tensors_over(alive: dict[int, Any]) -> dict[int, _Own]:
     """All tensors of Python over these storages, by these."""
     found: dict[int, _Own] = {}
     seen: set[int] = set()
-    rest = _all_tensors()
+    rest = _all_tensors() if alive else _Own()
     while rest:
         tensor = rest.pop()
         if id(tensor) in seen or tensor.layout is not torch.strided:
