@@ -8,7 +8,11 @@ import subprocess
 import sys
 import textwrap
 
-LOOPS = '''
+from tests.support.coverings import DEEP
+
+LOOPS = f'''
+ROUNDS = {3 if DEEP else 1}
+''' + '''
 import random, threading, time, warnings
 import numpy as np
 import torch
@@ -118,12 +122,12 @@ def test_loops_of_other_threads_train_as_in_a_quiet_process():
         for thread in threads:
             thread.start()
         started.wait()
-        again = [simulated() for _ in range(2)]
+        again = [simulated() for _ in range(ROUNDS)]
         stop.set()
         for thread in threads:
             thread.join()
         assert not wrong, wrong
-        assert again == [said] * 2
+        assert again == [said] * ROUNDS
         """
     )
 
@@ -183,6 +187,7 @@ def test_nobody_else_sees_the_card():
 
         def look():
             while not done.is_set():
+                time.sleep(0.0002)  # or the simulations take most of their time waiting for the interpreter
                 seen.add((
                     torch.cuda.is_available(), torch.ones(1).device.type, here.is_cuda, here.device.type,
                     here.to("cpu").device.type, torch.cuda.device_count(), gc.isenabled(), gc.get_threshold(),
@@ -199,7 +204,7 @@ def test_nobody_else_sees_the_card():
         count = gc.get_freeze_count()
         thread = threading.Thread(target=look)
         thread.start()
-        for _ in range(2):
+        for _ in range(ROUNDS):
             simulated()
         with torch.device("meta"):
             model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(2, 8)
