@@ -24,7 +24,9 @@ demo: $(READY)
 	$(PYTHON) -m memscale.cli demo $(ARGS)
 
 # A test that hangs ends the run, and says where. A file's tests stay in one process: they share what they have made.
-PYTEST := -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -n auto --dist loadfile
+# Files run in their order, which ends with many short ones: by their number of tests, long files of few tests came last.
+PYTEST := -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -n auto --dist loadfile \
+	--no-loadscope-reorder
 
 test: $(READY)
 	$(PYTHON) $(PYTEST) $(ARGS)

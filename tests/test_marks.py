@@ -6,6 +6,7 @@ what for.
 
 import ast
 import collections
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -29,6 +30,7 @@ def lines_of_python(text):
     return len(kept - docstrings)
 
 
+@functools.cache
 def lines_by_folder():
     """Of each folder of the package, the files beside the folders as ``(top)``."""
     found = collections.Counter()

@@ -10,9 +10,7 @@ import textwrap
 
 from tests.support.coverings import DEEP
 
-LOOPS = f'''
-ROUNDS = {3 if DEEP else 1}
-''' + '''
+LOOPS = '''
 import random, threading, time, warnings
 import numpy as np
 import torch
@@ -86,7 +84,7 @@ def mean(y, _):
 
 
 def run(program, *, seconds=600):
-    source = textwrap.dedent(LOOPS) + textwrap.dedent(program)
+    source = textwrap.dedent(LOOPS) + f"\nROUNDS = {3 if DEEP else 1}\n" + textwrap.dedent(program)
     found = subprocess.run(
         [sys.executable, "-W", "error", "-c", source],
         capture_output=True,
