@@ -39,7 +39,7 @@ memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError
     shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings takes_no template
     tensors unflatten validate version versions
 memscale.crashes: Explanation Holder explain
-memscale.hardware: COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
+memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
     host_seconds knows_copies new_memory_seconds nominal on_card seconds span tfloat32 work_of
 memscale.history: Baseline Comparison History Remote Run TEXTS TRACKERS commit_of document_of is_address keep

@@ -44,6 +44,7 @@ _EXPLAIN = """Explain a crash: what held the memory when it ran out, and which p
 
 The file is read as plain data; one that names anything is refused. Exits with 0, with 2 if an option is wrong."""
 
+_CARDS = "List the cards that --gpu and hardware= know by name, with the memory that CUDA reports and their speeds."
 _HISTORY = "What was predicted before ($MEMSCALE_HISTORY), and whether a step takes more now."
 _TELEMETRY = "Counts of calls: off by default, and sent by nothing but `send`. Alone it shows what holds."
 _SERVER = "Run history for a team: accounts, projects, pages and an API (needs the extra 'server')."
@@ -55,6 +56,7 @@ _COMMANDS = {
     "plan": ("plan", "PlanOptions", "plan", _PLAN),
     "frontier": ("plan", "FrontierOptions", "frontier", _FRONTIER),
     "tune": ("tune", "TuneOptions", "tune", _TUNE),
+    "cards": ("cards", "CardsOptions", "cards", _CARDS),
     "explain": ("explain", "ExplainOptions", "explain_snapshot", _EXPLAIN),
 }
 _GROUPS = {"history": ("HISTORY", _HISTORY), "telemetry": ("TELEMETRY", _TELEMETRY), "server": ("SERVER", _SERVER)}

@@ -1,6 +1,6 @@
 """Devices as data: cards, measured speeds, and how long an operator takes by its FLOPs and traffic."""
 
-from memscale.hardware.cards import card_name, card_names
+from memscale.hardware.cards import CARDS, card_name, card_names
 from memscale.hardware.copies import (
     DIRECTIONS,
     Direction,
@@ -19,6 +19,7 @@ from memscale.hardware.roofline import Seconds, has_rate, narrow_dtype, seconds
 from memscale.hardware.work import Work, tfloat32, work_of
 
 __all__ = [
+    "CARDS",
     "COLLECTIVES",
     "DIRECTIONS",
     "Direction",

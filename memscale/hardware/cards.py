@@ -69,6 +69,7 @@ class Card:
 # PCI Express with 16 lanes, one direction: 8, 16 and 32 GT/s a lane less the 128b/130b line code (PCI-SIG base
 # specifications 3.0, 4.0 and 5.0). Data sheets quote both directions together.
 _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
+_C2C = 450.0  # NVLink-C2C between the two dies of a Grace Hopper, 900 GB/s both directions together
 
 
 def _rates(float64: float, float32: float, tfloat32: float | None, half: float, **others: float) -> dict[str, float]:
@@ -86,15 +87,26 @@ _T4 = _rates(8.1 / 32, 8.1, None, 65, int8=130)
 _A10 = _rates(31.2 / 64, 31.2, 62.5, 125, int8=250)
 _A100 = _rates(19.5, 19.5, 156, 312, int8=624)
 _A6000 = _rates(38.7 / 64, 38.7, 77.4, 154.8, int8=309.7)
+_RTX_3060 = _rates(12.7 / 64, 12.7, 12.7, 25.5, int8=102)
+_RTX_3080 = _rates(29.8 / 64, 29.8, 29.8, 59.5, int8=238)
 _RTX_3090 = _rates(35.6 / 64, 35.6, 35.6, 71, int8=284)
+_RTX_3090_TI = _rates(40 / 64, 40, 40, 80, int8=320)
 _L4 = _rates(30.3 / 64, 30.3, 60, 121, int8=242.5, float8_e4m3fn=242.5)
 _L40S = _rates(91.6 / 64, 91.6, 183, 362.05, int8=733, float8_e4m3fn=733)
 _RTX_6000_ADA = _rates(91.1 / 64, 91.1, 182.1, 364.2, int8=728.5, float8_e4m3fn=728.5)
+_RTX_4070 = _rates(29.1 / 64, 29.1, 29.1, 58.3, int8=233.2, float8_e4m3fn=116.6)
 _RTX_4090 = _rates(82.6 / 64, 82.6, 82.6, 165.2, int8=660.6, float8_e4m3fn=330.3)
+# float32 is two operations a core and boost clock. Sheets quote FP4 with sparsity, which is 16 times float16 summed in
+# float32: 759, 1406 and 1801 of these three.
+_RTX_5060_TI = _rates(23.7 / 64, 23.7, 23.7, 47.4, int8=189.8, float8_e4m3fn=94.9)
+_RTX_5070_TI = _rates(43.9 / 64, 43.9, 43.9, 87.9, int8=351.5, float8_e4m3fn=175.8)
+_RTX_5080 = _rates(56.3 / 64, 56.3, 56.3, 112.6, int8=450.2, float8_e4m3fn=225.1)
+_RTX_PRO_6000 = _rates(126 / 64, 126, 251.9, 503.8, int8=1007.6, float8_e4m3fn=1007.6)
 _RTX_5090 = _rates(104.8 / 64, 104.8, 104.8, 209.5, int8=838, float8_e4m3fn=419)
 _H100_PCIE = _rates(51.2, 51.2, 378, 756, int8=1513, float8_e4m3fn=1513)
 _HOPPER_SXM = _rates(66.9, 66.9, 494.7, 989.4, int8=1978.9, float8_e4m3fn=1978.9)
 _B200 = _rates(37, 75, 1100, 2250, int8=4500, float8_e4m3fn=4500)
+_B300 = _rates(1.2, 75, 1125, 2250, float8_e4m3fn=4500)
 _MI300X = _rates(163.4, 163.4, 653.7, 1307.4, int8=2614.9, float8_e4m3fnuz=2614.9)
 
 # What NCCL itself reckons with for one step of a ring (its `src/graph/tuning.cc`, LL128), in microseconds.
@@ -106,6 +118,7 @@ _DGX_A100 = Interconnect(8, 300, _NVLINK_US, 25, "NVIDIA DGX A100 data sheet")
 _DGX_H100 = Interconnect(8, 450, _NVLINK_US, 50, "NVIDIA DGX H100 data sheet")
 _DGX_H200 = Interconnect(8, 450, _NVLINK_US, 50, "NVIDIA DGX H200 data sheet")
 _DGX_B200 = Interconnect(8, 900, _NVLINK_US, 50, "NVIDIA DGX B200 data sheet")
+_DGX_B300 = Interconnect(8, 900, _NVLINK_US, 100, "NVIDIA DGX B300 data sheet")
 # Seven links of 64 GB/s to the seven others.
 _MI300X_LINKS = Interconnect(
     8, 448, _NVLINK_US, 50, "AMD Instinct MI300X Platform data sheet and Cluster Reference Guide"
@@ -120,10 +133,13 @@ def _pcie(gb_per_second: float, devices_per_node: int | None = None, sheet: str 
     )
 
 
+_GH200_ALONE = Interconnect(1, _PCIE5, _PCIE_US, None, "NVIDIA GH200 data sheet (one in a node); PCI-SIG, 16 lanes")
 _IN_PCIE3, _IN_PCIE4, _IN_PCIE5 = _pcie(_PCIE3), _pcie(_PCIE4), _pcie(_PCIE5)
 
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix A"
+_RTX_50 = "NVIDIA GeForce RTX 50 product pages (cores, boost clock, bandwidth, AI TOPS)"
 _ADA = "NVIDIA Ada GPU Architecture white paper, appendix A"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"
 _HOPPER = "NVIDIA H100 Tensor Core GPU Architecture white paper"
 
 # NVLink figures are half of what the sheets quote, which is both directions together. The MI300X has one link of
@@ -147,26 +163,49 @@ CARDS = (
          "NVIDIA A100 Tensor Core GPU data sheet, 2021 (80 GB PCIe)"),
     Card("a6000", ("rtx a6000",), ("NVIDIA RTX A6000", "RTX A6000"), 48_676, _A6000, 768, _PCIE4, 56.25, (8, 6), 84,
          _IN_PCIE4, _GA102),
+    Card("rtx-3060", ("3060", "rtx-3060-12"), ("NVIDIA GeForce RTX 3060", "GeForce RTX 3060"), 11_906, _RTX_3060, 360,
+         _PCIE4, None, (8, 6), 28, _IN_PCIE4,
+         "NVIDIA GeForce RTX 3060 product page (12 GB), rates as GA102's by the core"),
+    Card("rtx-3080", ("3080", "rtx-3080-10"), ("NVIDIA GeForce RTX 3080", "GeForce RTX 3080"), 10_002, _RTX_3080, 760,
+         _PCIE4, None, (8, 6), 68, _IN_PCIE4, f"{_GA102} (10 GB)"),
     Card("rtx-3090", ("3090",), ("NVIDIA GeForce RTX 3090", "GeForce RTX 3090"), 24_120, _RTX_3090, 936, _PCIE4, 56.25,
          (8, 6), 82, _IN_PCIE4, _GA102),
+    Card("rtx-3090-ti", ("3090-ti",), ("NVIDIA GeForce RTX 3090 Ti",), 24_112, _RTX_3090_TI, 1008, _PCIE4, 56.25,
+         (8, 6), 84, _IN_PCIE4, _GA102),
     Card("l4", ("l4-24",), ("NVIDIA L4",), 22_562, _L4, 300, _PCIE4, None, (8, 9), 58,
          _pcie(_PCIE4, 8, "NVIDIA L4 data sheet"), "NVIDIA L4 data sheet, 2023"),
     Card("l40s", ("l40s-48",), ("NVIDIA L40S",), 45_450, _L40S, 864, _PCIE4, None, (8, 9), 142, _IN_PCIE4,
          "NVIDIA L40S data sheet, 2023"),
     Card("rtx-6000-ada", ("6000-ada",), ("NVIDIA RTX 6000 Ada Generation",), 48_520, _RTX_6000_ADA, 960, _PCIE4, None,
          (8, 9), 142, _IN_PCIE4, _ADA),
+    Card("rtx-4070", ("4070",), ("NVIDIA GeForce RTX 4070",), 11_866, _RTX_4070, 504, _PCIE4, None, (8, 9), 46,
+         _IN_PCIE4, "NVIDIA GeForce RTX 4070 product page, rates as the Ada white paper's by the core"),
     Card("rtx-4090", ("4090",), ("NVIDIA GeForce RTX 4090",), 24_080, _RTX_4090, 1008, _PCIE4, None, (8, 9), 128,
          _IN_PCIE4, _ADA),
+    # Eight lanes of PCI Express 5.0 are as quick as sixteen of 4.0.
+    Card("rtx-5060-ti", ("5060-ti", "rtx-5060-ti-16"), ("NVIDIA GeForce RTX 5060 Ti",), 15_823, _RTX_5060_TI, 448,
+         _PCIE4, None, (12, 0), 36, _IN_PCIE4, f"{_RTX_50}, 16 GB"),
+    Card("rtx-5070-ti", ("5070-ti",), ("NVIDIA GeForce RTX 5070 Ti",), 15_808, _RTX_5070_TI, 896, _PCIE5, None, (12, 0),
+         70, _IN_PCIE5, _RTX_50),
+    Card("rtx-5080", ("5080",), ("NVIDIA GeForce RTX 5080",), 15_840, _RTX_5080, 960, _PCIE5, None, (12, 0), 84,
+         _IN_PCIE5, _BLACKWELL),
     Card("rtx-5090", ("5090",), ("NVIDIA GeForce RTX 5090",), 32_102, _RTX_5090, 1792, _PCIE5, None, (12, 0), 170,
-         _IN_PCIE5, "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A"),
+         _IN_PCIE5, _BLACKWELL),
+    Card("rtx-pro-6000", ("pro-6000", "rtx-pro-6000-blackwell"), ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
+         97_234, _RTX_PRO_6000, 1792, _PCIE5, None, (12, 0), 188, _IN_PCIE5,
+         "NVIDIA RTX PRO Blackwell GPU Architecture white paper (Workstation Edition)"),
     Card("h100", ("h100-sxm", "h100-sxm5", "h100-80"), ("NVIDIA H100 80GB HBM3",), 81_082, _HOPPER_SXM, 3352, _PCIE5,
          450, (9, 0), 132, _DGX_H100, f"{_HOPPER} (SXM5)"),
     Card("h100-pcie", (), ("NVIDIA H100 PCIe",), 81_008, _H100_PCIE, 2039, _PCIE5, 300, (9, 0), 114,
          _pcie(_PCIE5, 8, "NVIDIA H100 data sheet"), f"{_HOPPER} (PCIe)"),
     Card("h200", ("h200-sxm", "h200-141"), ("NVIDIA H200",), 143_156, _HOPPER_SXM, 4800, _PCIE5, 450, (9, 0), 132,
          _DGX_H200, "NVIDIA H200 data sheet, 2024 (SXM), whose arithmetic is the H100's"),
+    Card("gh200", ("gh200-96", "gh200-480"), ("NVIDIA GH200 480GB",), 96_763, _HOPPER_SXM, 4000, _C2C, None, (9, 0),
+         132, _GH200_ALONE, "NVIDIA GH200 Superchip data sheet (96 GB HBM3), whose arithmetic is the H100's"),
     Card("b200", ("b200-sxm", "b200-180"), ("NVIDIA B200",), 182_631, _B200, 7700, _PCIE5, 900, (10, 0), 148, _DGX_B200,
          "NVIDIA Blackwell data sheet, 2025 (HGX B200, one GPU)"),
+    Card("b300", ("b300-sxm", "b300-288"), ("NVIDIA B300 SXM6 AC",), 274_110, _B300, 8000, _PCIE5, 900, (10, 3), 148,
+         _DGX_B300, "NVIDIA HGX B300 data sheet, 2025 (one GPU)"),
     Card("mi300x", ("mi300x-192",), ("AMD Instinct MI300X",), 196_592, _MI300X, 5300, _PCIE5, 64, None, 304,
          _MI300X_LINKS, "AMD Instinct MI300X data sheet, 2023"),
 )  # fmt: skip

@@ -21,6 +21,7 @@ from memscale.simulation.schedule.sizing import prefetch_depth
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _WORTH_A_SETTING = 0.01  # of the device
+_OF_AMD = ("AMD ", "Radeon ")
 _HOLDINGS = 512
 _ROUNDING = "rounding"
 _PLACES = {category: place for place, category in enumerate(CATEGORIES)}
@@ -73,7 +74,7 @@ def analyse(
     largest = sorted(steady.alive, key=lambda number: -ledger.records[number].nbytes)[:_HOLDINGS]
     return Profile(
         method="static",
-        notes=(*notes, *warnings, *_untimed(ledger, hardware)),
+        notes=(*notes, *warnings, *_unlike_cuda(hardware), *_untimed(ledger, hardware)),
         hardware=hardware,
         peak_bytes=steady.nbytes,
         first_step_peak_bytes=peaks[0].nbytes,
@@ -293,6 +294,25 @@ def _prefetch_depth(ledger: Ledger, clock: Clock) -> int | None:
     )
     seconds = [end - begin for begin, end in zip(clock.begins[first_op:], clock.ends[first_op:], strict=True)]
     return prefetch_depth(seconds, list(passes)[1:], moved, first=first_op)
+
+
+def _unlike_cuda(hardware: Hardware) -> list[str]:
+    """What of the bytes is not known to hold on a device that is neither a CPU nor an NVIDIA card.
+
+    >>> _unlike_cuda(Hardware.named("t4")), [note[:32] for note in _unlike_cuda(Hardware.named("mi300x"))]
+    ([], ['blocks and reserved memory are t'])
+    """
+    if hardware.device_type not in ("cpu", "cuda"):
+        return [
+            f"bytes are those of the tensors: how PyTorch's allocator for {hardware.device_type} rounds and caches is "
+            "not modelled, nor the scratch memory of its kernels; leave room for both"
+        ]
+    if hardware.device_type == "cuda" and hardware.name.startswith(_OF_AMD):
+        return [
+            "blocks and reserved memory are those of PyTorch's CUDA allocator, whose code ROCm builds run; the scratch "
+            "memory of AMD's libraries (hipBLASLt, MIOpen) is not known, and CUDA's is counted in its place"
+        ]
+    return []
 
 
 def _untimed(ledger: Ledger, hardware: Hardware) -> list[str]:

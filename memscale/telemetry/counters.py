@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-SCHEMA = 2
+SCHEMA = 3
 MOST = 100  # of any count: more is this
 
 #: The verbs that are counted, and the commands.
 CALLS = ("detach", "optimize", "plan", "predict", "transform", "wrap")
-COMMANDS = ("demo", "explain", "frontier", "history", "plan", "predict", "tune")
+COMMANDS = ("cards", "demo", "explain", "frontier", "history", "plan", "predict", "tune")
 
 _VERSION = r"^[0-9]{1,3}\.[0-9]{1,3}$"
 _ARCHITECTURES = "convnet decoder embedding encoder encoder_decoder mixture recurrent state_space other"

@@ -12,8 +12,9 @@ from memscale.hardware.cards import CARDS, by_device_name, by_name
 MIB = 1024**2
 GIB_ON_THE_BOX = {
     "v100-16": 16, "v100-32": 32, "t4": 16, "a10": 24, "a100-40": 40, "a100-80": 80, "a100-80-pcie": 80, "a6000": 48,
-    "rtx-3090": 24, "l4": 24, "l40s": 48, "rtx-6000-ada": 48, "rtx-4090": 24, "rtx-5090": 32, "h100": 80,
-    "h100-pcie": 80, "h200": 141, "b200": 180, "mi300x": 192,
+    "rtx-3060": 12, "rtx-3080": 10, "rtx-3090": 24, "rtx-3090-ti": 24, "l4": 24, "l40s": 48, "rtx-6000-ada": 48,
+    "rtx-4070": 12, "rtx-4090": 24, "rtx-5060-ti": 16, "rtx-5070-ti": 16, "rtx-5080": 16, "rtx-5090": 32,
+    "rtx-pro-6000": 96, "h100": 80, "h100-pcie": 80, "h200": 141, "gh200": 96, "b200": 180, "b300": 288, "mi300x": 192,
 }  # fmt: skip
 
 
@@ -67,7 +68,9 @@ def test_cards_of_amd_have_no_cuda_capability_and_float8_of_their_own():
     [("h100", "h100"), ("H100-SXM", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("H100 PCIe", "h100-pcie"),
      ("a100-80", "a100-80"), ("A100 80GB", "a100-80"), ("a100_40gb", "a100-40"), ("A100-SXM4-40GB", "a100-40"),
      ("rtx 4090", "rtx-4090"), ("RTX4090", "rtx-4090"), ("4090", "rtx-4090"), ("GeForce RTX 4090", "rtx-4090"),
-     ("Tesla T4", "t4"), ("AMD Instinct MI300X", "mi300x"), ("l40s", "l40s"), ("L4", "l4")],
+     ("Tesla T4", "t4"), ("AMD Instinct MI300X", "mi300x"), ("l40s", "l40s"), ("L4", "l4"),
+     ("RTX 3060", "rtx-3060"), ("RTX 5060 Ti 16GB", "rtx-5060-ti"), ("3090 Ti", "rtx-3090-ti"), ("GH200", "gh200"),
+     ("RTX PRO 6000", "rtx-pro-6000")],
 )  # fmt: skip
 def test_names_that_people_use(name, card):
     assert by_name(name).name == card
@@ -83,7 +86,7 @@ def test_every_name_means_one_card():
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("h1000", "'h100'"), ("rtx-3090-ti", "'rtx-3090'"), ("a100", "'a100-40', 'a100-80', 'a100-80-pcie'"),
+    [("h1000", "'h100'"), ("rtx-3090-tj", "'rtx-3090-ti'"), ("a100", "'a100-40', 'a100-80', 'a100-80-pcie'"),
      ("v100", "'v100-16', 'v100-32'"), ("mi300", "'mi300x'"), ("RTX 409O", "'rtx-4090'")],
 )  # fmt: skip
 def test_unknown_names_are_told_the_nearest_and_all(name, nearest):
@@ -99,7 +102,7 @@ def test_names_with_no_likeness_are_told_all(name):
         Hardware.named(name)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A10G", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3080 Ti", "NVIDIA A10G", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
                                   "NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "h100"])  # fmt: skip
 def test_drivers_names_match_exactly_or_not_at_all(name):
     assert by_device_name(name) is None

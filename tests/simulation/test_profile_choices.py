@@ -225,3 +225,18 @@ def test_8_bit_states_of_bitsandbytes():
 def test_a_lazy_module_is_refused_by_name():
     with pytest.raises(ms.ConfigError, match=r"parameter '0\.weight' has no shape yet.*run a batch"):
         ms.profile(nn.Sequential(nn.LazyLinear(3)), x(2, 4), loss=mean)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [
+        (ms.Hardware.named("mi300x"), "scratch memory of AMD's libraries"),
+        (ms.Hardware("M4", "mps", 2**34), "allocator for mps rounds and caches is not modelled"),
+        (ms.Hardware("Arc B580", "xpu", 2**34), "allocator for xpu rounds and caches is not modelled"),
+        (ms.Hardware.named("t4"), ""),
+    ],
+)
+def test_a_device_whose_allocator_is_not_known_is_told(hardware, said):
+    profile = ms.profile(nn.Linear(8, 8), torch.ones(2, 8), loss=lambda y, _: y.sum(), hardware=hardware)
+    assert profile.notes == () if not said else said in profile.notes[0]
+    assert (profile.reserved_peak_bytes is None) == (hardware.device_type != "cuda")

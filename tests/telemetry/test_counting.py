@@ -272,7 +272,7 @@ def test_no_variable_switches_it_on(place, monkeypatch, stored):
 def test_a_new_schema_asks_again(place):
     chosen(State.ON)
     file = place / "consent.json"
-    file.write_text(file.read_text().replace('"schema": 2', '"schema": 1'))
+    file.write_text(file.read_text().replace('"schema": 3', '"schema": 2'))
     assert consent().state is State.LOCAL
     assert "on again" in consent().because
 

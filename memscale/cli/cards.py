@@ -1,0 +1,50 @@
+"""``memscale cards``: the cards that ``--gpu`` and ``hardware=`` know by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+from typer import Option
+
+from memscale.cli.terminal import show
+from memscale.core import aligned
+from memscale.hardware import CARDS, Hardware
+
+_HEADER = ("name", "GiB", "usable", "dtype", "TFLOP/s", "GB/s", "host GB/s", "source")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CardsOptions:
+    """The command line of ``memscale cards``, as typed."""
+
+    as_json: Annotated[bool, Option("--json", help="Print JSON: each card as a Hardware, with its source.")] = False
+
+
+def cards(options: CardsOptions) -> int:
+    """Print each card once, those of one maker and generation together."""
+    known = [(card, Hardware.named(card.name)) for card in CARDS]
+    if options.as_json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "name": card.name,
+                        "usable_bytes": hardware.usable_bytes,
+                        "source": card.source,
+                        "hardware": json.loads(hardware.to_json()),
+                    }
+                    for card, hardware in known
+                ]
+            )
+        )
+        return 0
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for card, hardware in known:
+        dtype = "bfloat16" if "bfloat16" in card.tflops else "float16"
+        speeds = (card.tflops[dtype], card.memory_gb_per_second, card.host_gb_per_second)
+        sizes = (f"{nbytes / 2**30:.2f}" for nbytes in (hardware.memory_bytes, hardware.usable_bytes))
+        rows.append((card.name, *sizes, dtype, *(f"{speed:.4g}" for speed in speeds), card.source))
+    show("\n".join(aligned(rows, "<>><>>><", "  ")))
+    return 0
