@@ -176,3 +176,44 @@ def test_the_page_on_architecture_names_files_that_exist_and_every_folder():
     assert [name for name in named if not any((folder / name).exists() for folder in PLACES)] == []
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
     assert {name for name in folders if f" {name}/ " not in text} == set()
+
+
+def unexplained(path):
+    """Named numbers that no comment is about, at their line or above their group, and no words in them."""
+    lines = path.read_text().splitlines()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        values = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+        says = "version=" in ast.unparse(node.value) or any(isinstance(each, str) and " " in each for each in values)
+        if name != name.upper() or says or not {int, float} & set(map(type, values)):
+            continue
+        above = node.lineno - 2
+        while lines[above].strip() and not lines[above].startswith("#"):
+            above -= 1
+        if "#" not in lines[node.end_lineno - 1] and not lines[above].startswith("#"):
+            yield f"{name_of(path)}.{name}"
+
+
+def test_each_number_that_plans_and_times_rest_on_says_what_it_is_of():
+    units = {"memscale.hardware.device._GIB", "memscale.hardware.device._MIB", "memscale.hardware.work._NOTHING"}
+    of_models = [path for name in ("hardware", "planning") for path in (ROOT / name).rglob("*.py")]
+    assert {name for path in of_models for name in unexplained(path)} - units == set()
+
+
+def silent(path):
+    """Lines at which any error whatever is caught, by whoever raises none and says at that line not why."""
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)):
+        is_handler = isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name)
+        broad = is_handler and node.type.id in ("Exception", "BaseException")
+        broad = broad or (isinstance(node, ast.withitem) and re.search(r"suppress\(Exception", ast.unparse(node)))
+        line = node.lineno if is_handler else node.context_expr.lineno if broad else 0
+        raises = any(isinstance(each, ast.Raise) for each in ast.walk(node))
+        if broad and not raises and "#" not in "".join(text.splitlines()[line - 1 : line + 1]):
+            yield f"{name_of(path)}:{line}"
+
+
+def test_who_catches_any_error_raises_another_or_says_whose_it_is():
+    assert {line for path in MODULES.values() for line in silent(path)} == set()

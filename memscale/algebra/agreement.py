@@ -128,7 +128,7 @@ def _compare(distributed: Any, ranks: tuple[int, ...], text: str) -> None:
     store.set(keys[distributed.get_rank()], text)
     try:
         store.wait(list(keys.values()), _PATIENCE)
-    except Exception as error:
+    except RuntimeError as error:  # of the store: it took too long, or its host is gone
         late = [rank for rank, key in keys.items() if not store.check([key])]
         raise TransformError(
             f"processes {late} have not begun a step of a transformed model {_PATIENCE.seconds} s after this one: give "

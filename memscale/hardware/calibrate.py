@@ -17,6 +17,7 @@ from memscale.runtime.storage import PAGE_BYTES
 Clock = Callable[[], float]
 Run = Callable[[], object]
 
+# Of square products, rows: up to where a card is full.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 # Three buffers of it take turns, so that copies go through memory.
 _COPY_BYTES = 128 * 1024**2

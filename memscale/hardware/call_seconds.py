@@ -20,6 +20,7 @@ Clock = Callable[[], float]
 #: The kinds of calls.
 CALLS = ("operator", "backward", "view", "module")
 
+# Blocks of the model that is timed, views in a row, and steps of which the least times count.
 _BLOCKS, _VIEWS, _REPEATS = 12, 400, 15
 _LEAST_SECONDS = 1e-8
 # How much longer than here they take in models of Hugging Face, whose modules do more in Python and are less at home in

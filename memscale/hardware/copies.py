@@ -10,21 +10,25 @@ from memscale.hardware.device import Hardware
 # 25 of 31.5 on an A100 (NVIDIA/nvbandwidth#42) and 12.2 to 12.9 of 15.75 on a P100 (mpicbg-scicomp/gearshifft#82).
 _LINK_SHARE = 0.85
 
-# From the end of one copy to the start of the next that waits behind it, and a request of the disk.
+# Seconds from the end of one copy to the start of the next that waits behind it, and of a request of the disk: orders
+# of magnitude of a kernel's launch and of an NVMe disk, which `benchmarks/bench_offload.py` compares with a card's.
 _COPY_SECONDS = 5e-6
 _DISK_SECONDS = 100e-6
 
-# The driver copies pageable memory through a buffer of its own, with one thread of the CPU.
+# The driver copies pageable memory through a buffer of its own, with one thread of the CPU: an order of magnitude.
 _PAGEABLE_BYTES_PER_SECOND = 8e9
 
-# What is assumed where the hardware does not say: an NVMe disk of a server, and its RAM.
+# Assumed, and said in a note, where the hardware does not say (`Hardware.measure()` does): an NVMe disk of a server,
+# and its RAM.
 _DISK_READ_BYTES_PER_SECOND = 3e9
 _DISK_WRITE_BYTES_PER_SECOND = 2e9
 _HOST_BYTES_PER_SECOND = 50e9
 
+# An operator of PyTorch on the CPU, beside its traffic: an order of magnitude, between `_CPU_LAUNCH_SECONDS` of the
+# roofline and the 13 µs of a CPU that was not measured.
 _HOST_OPERATOR_SECONDS = 5e-6
 
-# A page of 4 KiB in a microsecond and a half.
+# A page of 4 KiB in a microsecond and a half, as `Hardware.measure()` finds on a CPU.
 _NEW_MEMORY_BYTES_PER_SECOND = 2.7e9
 
 Direction = Literal["out", "in"]

@@ -11,6 +11,7 @@ from memscale.core import MemscaleError, RuntimeUnavailable
 from memscale.runtime import HostBackend
 from memscale.runtime.backends import Buffer, Event
 
+# Copies are as large as an engine's, at least so many, and the best of so many rounds counts.
 _PIECE_BYTES = 4 * 1024**2
 _FEWEST_PIECES = 4
 _ROUNDS = 3

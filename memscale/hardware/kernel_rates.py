@@ -99,6 +99,7 @@ _SUMS = {"sum", "mean"}
 _LAUNCHES_OF_COLUMNS = 3
 _LEAST_BYTES = 1 << 20
 
+# The arguments of a product whose rows are looked at.
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Rows of 16-bit numbers that begin at no multiple of 16 bytes, or of 4, are nothing for Hopper's cores.
 _UNALIGNED = ((8, 0.3), (2, 0.16))
@@ -116,6 +117,7 @@ class _Shares(NamedTuple):
     weight: float
 
 
+# Of all others, by the same run.
 _USUAL = _Shares(0.4, 0.3, 0.3)
 # A stem reads images of three colours, and a kernel of patches does. In 16 bits, and in 32.
 _FEW = 8

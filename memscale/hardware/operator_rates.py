@@ -17,6 +17,7 @@ from memscale.hardware.work import PRODUCTS, rate_name, work_of
 Clock = Callable[[], float]
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# Steps after the one that loads code.
 _REPEATS = 2
 # A call that moves less says more about its dispatch than about its rate.
 _SMALLEST_BYTES = 1 << 18

@@ -183,7 +183,7 @@ def _simulated(
             model, trains, loss=any_loss, hardware=hardware, config=config, keeps_output=keeps_output
         )
         return None, profiler.profile(batch), trouble
-    except Exception as error:
+    except Exception as error:  # the model's own: what follows is said below
         trouble = _first_line(error)
         LOG.warning(
             "the step cannot be profiled: %s; what stays from step to step decides, and activations may not fit. "

@@ -302,7 +302,7 @@ class _Trial:
         before = list(map(_bytes, parameters))
         for parameter in parameters:
             parameter.grad = None
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the optimizer's own, of gradients that are None
             self._run(self.groups)
         return list(map(_bytes, parameters)) != before
 

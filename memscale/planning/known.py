@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +17,8 @@ from memscale.planning.evidence.evidence import Figures
 from memscale.planning.evidence.proven import ProvenPlan
 from memscale.planning.parts.candidates import Candidate
 from memscale.simulation import Profile, few_collections
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Proofs:
                 found = self._profile(answer.fault.plan)
                 return answer if found.taken_bytes == answer.fault.peak_bytes else None
             return Answer(tuple(map(self._same, answer.plans)))
-        except Exception:  # of the step, which is another one, or of a plan that is not for this model
+        except Exception as error:  # of the step, which is another one, or of a plan that is not for this model
+            _log.debug("a plan that was kept does not hold: %s", error)
             return None
 
     def _same(self, plan: ProvenPlan) -> ProvenPlan:
@@ -119,7 +123,8 @@ class KnownPlans(Generic[Asked]):
             return find(engine)
         try:
             self._about = self._about or engine.about()
-        except Exception:  # a class of the caller's does not let itself be looked at
+        except Exception as error:  # a class of the caller's does not let itself be looked at
+            _log.debug("this plan is not kept: %s", error)
             return find(engine)
         self._asked.append(request)
         name = hashlib.sha256(json.dumps([self._about, self._asked], sort_keys=True).encode()).hexdigest()

@@ -204,7 +204,7 @@ def _followed(steps: _Steps, step: TrainingStep, target: Target, notes: tuple[st
                     return _simulated(steps, step, target, (*notes, *said), draws, attempt)
             except ConfigError:
                 raise
-            except Exception as error:
+            except Exception as error:  # the step's own: raised below, unless it goes on another way
                 followed |= attempt.followed
                 faults.append(error)
                 if not attempt.asked:

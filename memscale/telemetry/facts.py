@@ -32,7 +32,7 @@ class Call:
 
     def __post_init__(self) -> None:
         self.before: Any = None  # the executor of the model as the call found it
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a fact that cannot be told is left out; likewise below
             self.before = _executor_in(self.model)
 
     @property
@@ -45,7 +45,7 @@ class Call:
         """The buckets of the call, as ``name:bucket``; those that cannot be told are left out."""
         for name, dimension in counters.DIMENSIONS.items():
             if self.verb in dimension.calls:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # of an argument that is none
                     told = _TELLERS[name](self)
                     for bucket in (told,) if isinstance(told, str) else told:
                         if bucket in dimension.buckets:

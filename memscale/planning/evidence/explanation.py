@@ -9,7 +9,7 @@ from typing import TypeVar
 from memscale.core import aligned, format_bytes, format_seconds, format_unlike, template
 from memscale.planning.evidence.evidence import Decision, Evidence
 
-_COLUMNS = 120
+_COLUMNS = 120  # of a terminal, as in `reports.text`
 _OUTSIDE, _WHOLE = "(outside)", "(the model)"
 _HEADER = ("part", "keeps", "as it is", "time", "as it is", "what is done")
 

@@ -13,7 +13,7 @@ from memscale.core import ConfigError, Document, format_bytes, format_seconds, f
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
-_ROWS = 5
+_ROWS = 5  # categories that a prediction prints
 
 
 class OOMRisk(enum.IntEnum):

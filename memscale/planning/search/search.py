@@ -28,6 +28,7 @@ from memscale.planning.trials.trial_rows import MOVES
 from memscale.planning.trials.trials import Trials
 from memscale.simulation import Ledger, SimulatedStep
 
+# Choices that are simulated for a budget: what moves interacts more, and takes more of them.
 _ROUNDS, _ROUNDS_WITH_MOVES = 6, 8
 # Of the step as it is, what the allocator is thought to keep beside what is allocated, at most.
 _KEPT = 0.1

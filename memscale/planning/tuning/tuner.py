@@ -20,7 +20,7 @@ from memscale.planning.tuning.tuning import Confirmation, Tuning
 from memscale.simulation import Parallel, ParallelKind, TrainingStep, hardware_for
 
 _OBJECTIVES = ("throughput", "batch", "sequence")
-_MOST = 2**20
+_MOST = 2**20  # the largest size that is looked at unless told
 # Real steps that are tried before a simulation that they contradict is given up.
 _CONFIRMATIONS = 3
 

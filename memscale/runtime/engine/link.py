@@ -7,6 +7,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
+from memscale.core import MemscaleError
 from memscale.runtime.backends.protocol import Event
 
 # A stream that has the next copy queued behind the present one never runs dry. More of them only stand in the way of
@@ -120,7 +121,7 @@ class Link:
             heapq.heappop(self._waiting)
             if copy.start is not None:
                 # Whoever is here may have no part in it. It is tried again when it is needed, by whom it concerns.
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(MemscaleError, MemoryError, OSError, RuntimeError):
                     self.start(copy)
 
     def start(self, copy: Copy) -> None:

@@ -71,7 +71,7 @@ class Courier:
             future._began_seconds = time.perf_counter()
             try:
                 result = run()
-            except BaseException as error:
+            except BaseException as error:  # which belongs to who waits for the result
                 future._ended_seconds = time.perf_counter()
                 future.set_exception(error)
             else:

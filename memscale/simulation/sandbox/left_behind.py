@@ -265,7 +265,7 @@ def _let_go(holder: Any, wanted: _Wanted, attributes: bool) -> bool | _Wanted:
         return attributes
     if is_from_before(holder) and (names := [*_names_of(holder, wanted.thing)]):
         for name in names if attributes else ():
-            with suppress(Exception):
+            with suppress(Exception):  # its class's own: what has a tensor still is refused afterwards
                 setattr(holder, name, None)
         return attributes
     # What the step has made goes as a whole: a tuple, an object, a function with what it closes over.

@@ -241,7 +241,7 @@ def _real(leaf: Any) -> Any:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return a is b or bool(a == b)
-    except Exception:
+    except (RuntimeError, TypeError, ValueError):  # of tensors and arrays of several elements, or of other shapes
         return False
 
 
