@@ -230,7 +230,7 @@ class _Block(nn.Module):
 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_a_plan_cuts_whole_blocks_only_where_rows_are_independent(coupled):
-    model = nn.Sequential(*[_Block(coupled) for _ in range(4)])
+    model = nn.Sequential(*[_Block(coupled) for _ in range(2)])
     rounds = ms.Config(mode="aggressive")
     engine = ms.DecisionEngine(
         model, torch.ones(16, 32, 32), loss=lambda y, _: y.square().mean(), hardware="cpu", config=rounds
