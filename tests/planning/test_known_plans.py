@@ -181,11 +181,10 @@ def test_an_entry_that_says_something_else_is_planned_again():
 def test_a_kept_plan_uses_nothing_that_is_not_allowed(monkeypatch):
     """Not even where its figures are right: cast changes numbers."""
     monkeypatch.setattr(engines, "fingerprint", lambda *_: {})
-    allowed = ms.Config(mode="aggressive", use_mixed_precision=True)
-    assert "cast" in repr(Asked(config=allowed).plan(3_300_000))
+    allowed = ms.Config(mode="conservative", use_mixed_precision=True)
+    assert "cast" in repr(Asked(config=allowed).plan())
     asked = Asked()
-    with contextlib.suppress(ms.BudgetError):
-        assert "cast" not in repr(asked.plan(3_300_000))
+    assert "cast" not in repr(asked.plan())
     assert not asked.known
 
 

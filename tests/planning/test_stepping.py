@@ -30,7 +30,7 @@ def loss(y, _):
 
 def engine(stepping=(), **options):
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(2)])
     optimizer = torch.optim.AdamW(model.parameters())
     config = ms.Config(mode="conservative", **options)
     step = {"optimizer": optimizer, "loss": loss, "hardware": CARD, "config": config, "stepping": stepping}
