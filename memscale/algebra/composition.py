@@ -9,13 +9,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 
 from memscale.core import ConfigError, TransformError, Value, factory, shown
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
+
+#: What a transform does to the numbers of a step: equal bit for bit; the same sums in another order or rounded
+#: otherwise; computed or kept in fewer bits.
+Numbers = Literal["exact", "rounds", "lossy"]
+_NUMBERS: tuple[Numbers, ...] = ("exact", "rounds", "lossy")
 
 
 class Transform(Value):
@@ -31,6 +36,7 @@ class Transform(Value):
 
     uses_runtime: ClassVar[bool] = False
     of_optimizers: ClassVar[bool] = False
+    own_numbers: ClassVar[Numbers] = "exact"
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` under this transform; `fn` is any callable, its tensors anywhere in its arguments."""
@@ -39,6 +45,19 @@ class Transform(Value):
     def on(self, runtime: Any) -> Transform:
         """This transform with `runtime` as the one it uses, where it uses one; `None` is the process's own."""
         return On(self, runtime) if self.uses_runtime and runtime is not None else self
+
+    @property
+    def numbers(self) -> Numbers:
+        """What the transform does to the numbers of a step.
+
+        ``"exact"``: they are equal, bit for bit. ``"rounds"``: sums are in another order, or rounded otherwise.
+        ``"lossy"``: something is computed or kept in fewer bits.
+
+        >>> import torch, memscale as ms
+        >>> [how.numbers for how in (ms.checkpoint(), ms.tile(chunks=4), ms.cast(compute=torch.bfloat16))]
+        ['exact', 'rounds', 'lossy']
+        """
+        return self.own_numbers
 
     @property
     def moves(self) -> bool:
@@ -98,6 +117,10 @@ class Compose(Transform):
         if self.transforms:
             return self.transforms[-1].misfit(subject)
         return None if isinstance(subject, torch.optim.Optimizer) else super().misfit(subject)
+
+    @property
+    def numbers(self) -> Numbers:
+        return max((transform.numbers for transform in self.transforms), key=_NUMBERS.index, default="exact")
 
     @property
     def moves(self) -> bool:

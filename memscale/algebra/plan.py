@@ -42,8 +42,8 @@ class Plan:
     >>> plan == ms.Plan.from_json(plan.to_json())
     True
     >>> print(plan)
-    path      transform
-    layers.*  checkpoint()
+    path      numbers  transform
+    layers.*  exact    checkpoint()
 
     Args:
         rules: a mapping from path patterns to transforms, or an iterable of such pairs when one pattern is to occur
@@ -100,12 +100,12 @@ class Plan:
         return f"Plan([{', '.join(f'({r.pattern!r}, {r.transform!r})' for r in self.rules)}])"
 
     def __str__(self) -> str:
-        rows = [("path", "transform")]
-        rows += [(rule.pattern or "(root)", repr(rule.transform)) for rule in self.rules]
+        rows = [("path", "numbers", "transform")]
+        rows += [(rule.pattern or "(root)", rule.transform.numbers, repr(rule.transform)) for rule in self.rules]
         if not self.rules:
-            rows.append(("(none)", "identity"))
-        width = max(len(path) for path, _ in rows)
-        return "\n".join(f"{path:<{width}}  {transform}" for path, transform in rows)
+            rows.append(("(none)", "exact", "identity"))
+        width = max(len(path) for path, *_ in rows)
+        return "\n".join(f"{path:<{width}}  {numbers:<7}  {transform}" for path, numbers, transform in rows)
 
     @property
     def parallel(self) -> Any:

@@ -24,7 +24,7 @@ from memscale.core.host import (
     read_or_empty,
 )
 from memscale.core.misuse import by_name, shown, takes_no
-from memscale.core.paths import matches, misfit, numbers, template
+from memscale.core.paths import matches, misfit, numbers, template, written
 from memscale.core.recording import HISTORY, Record, history_path
 from memscale.core.units import aligned, budget_bytes, format_bytes, format_flops, format_seconds, format_unlike
 from memscale.core.validation import TIERS, Check, Misfit, boolean, check_count, check_tier, integer, optional, validate
@@ -148,6 +148,7 @@ __all__ = [
     "validate",
     "version",
     "versions",
+    "written",
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from memscale.core.misuse import shown
 
 _NUMBER = re.compile(r"\d+")
+_WRAPPER = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _CLASS = re.compile(r"\[(?:\w-\w|\w)+\]")
 _PIECES = re.compile(rf"\*|{_CLASS.pattern}|[^*\[]+|\[")
 
@@ -23,8 +24,27 @@ def matches(pattern: str, path: str) -> bool:
     (True, False, True)
     >>> [number for number in range(12) if matches("layers.[0-37]", f"layers.{number}")]
     [0, 1, 2, 3, 7]
+
+    ``torch.compile`` wraps a module, which is then its ``_orig_mod``. A pattern that does not say so is one for the
+    wrapper, and for what is inside as if there were none:
+
+    >>> matches("layers.*", "_orig_mod.layers.0"), matches("layers.*", "layers.0"), matches("*", "_orig_mod")
+    (True, True, False)
     """
+    if "_orig_mod" in path and "_orig_mod" not in pattern:
+        if path.endswith("_orig_mod"):
+            return False
+        path = written(path)
     return pattern == path or _regex(pattern).fullmatch(f".{path}" if path else "") is not None
+
+
+def written(path: str) -> str:
+    """`path` as users write it: without ``_orig_mod``, the wrapper of ``torch.compile`` around a module on the way.
+
+    >>> written("_orig_mod.layers.0._orig_mod.mlp"), written("layers.0._orig_mod")
+    ('layers.0.mlp', 'layers.0._orig_mod')
+    """
+    return _WRAPPER.sub("", path)
 
 
 def template(path: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memscale.algebra.composition import Numbers
 from memscale.core import by_name
 from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart
@@ -20,6 +21,7 @@ class CompensateRounding(OptimizerTransform):
     """See `compensate_rounding`."""
 
     spelling: ClassVar[str] = "compensate_rounding"
+    own_numbers: ClassVar[Numbers] = "rounds"
     innermost: ClassVar[bool] = True
 
     def part(self, optimizer: PartedOptimizer, inner: StepPart) -> StepPart:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memscale.algebra.composition import Numbers
 from memscale.core import ConfigError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most
@@ -30,6 +31,7 @@ class QuantizeStates(OptimizerTransform):
     """See `quantize_states`."""
 
     spelling: ClassVar[str] = "quantize_states"
+    own_numbers: ClassVar[Numbers] = "lossy"
 
     bits: int = 8
     block: int = 256

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from memscale.algebra.composition import Numbers
 from memscale.core import ConfigError, Misfit, by_name, integer
 from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart, check_whole
@@ -20,6 +21,7 @@ class RoundStochastically(OptimizerTransform):
     """See `round_stochastically`."""
 
     spelling: ClassVar[str] = "round_stochastically"
+    own_numbers: ClassVar[Numbers] = "rounds"
     innermost: ClassVar[bool] = True
 
     seed: int = 0

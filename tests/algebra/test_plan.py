@@ -119,11 +119,26 @@ def test_a_plan_is_immutable_comparable_and_hashable():
 
 def test_a_plan_prints_as_a_table():
     assert str(Plan({"layers.*": checkpoint(), "": DOTS})) == (
-        "path      transform\n"
-        "layers.*  checkpoint()\n"
-        "(root)    checkpoint(policy=policies.dots_saveable)"
+        "path      numbers  transform\n"
+        "layers.*  exact    checkpoint()\n"
+        "(root)    exact    checkpoint(policy=policies.dots_saveable)"
     )  # fmt: skip
-    assert str(Plan()) == "path    transform\n(none)  identity"
+    assert str(Plan()) == "path    numbers  transform\n(none)  exact    identity"
+
+
+def test_each_transform_says_what_it_does_to_numbers():
+    half, chunks = ms.cast(), ms.tile(chunks=4)
+    of_steps = (ms.step_in_backward(), ms.step_in_groups(group_bytes="1MiB"), ms.offload_states())
+    exact = (ms.identity, DOTS, ms.offload(), *of_steps)
+    assert {how.numbers for how in exact} == {"exact"}
+    assert {how.numbers for how in (chunks, ms.round_stochastically(), ms.compensate_rounding())} == {"rounds"}
+    assert {how.numbers for how in (half, ms.quantize_states())} == {"lossy"}
+    assert ms.compose(DOTS, chunks).numbers == "rounds"
+    assert ms.compose(half, DOTS, chunks).numbers == "lossy"
+    assert str(Plan({"a": chunks, "b": half})).splitlines()[1:] == [
+        "a     rounds   tile(chunks=4)",
+        "b     lossy    cast()",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from memscale.core import aligned, format_bytes, format_seconds, format_unlike, template
+from memscale.core import aligned, format_bytes, format_seconds, format_unlike, template, written
 from memscale.planning.evidence.evidence import Decision, Evidence
 
 _COLUMNS = 120  # of a terminal, as in `reports.text`
@@ -95,7 +95,7 @@ def label(paths: Sequence[str]) -> str:
     >>> label(["layers.2"]), label(["layers.0", "layers.1", "layers.2"]), label(["a.0.mlp", "a.1.mlp"])
     ('layers.2', 'layers.0 to 2', 'a.0.mlp to a.1.mlp')
     """
-    first, last = paths[0] or _OUTSIDE, paths[-1]
+    first, last = written(paths[0]) or _OUTSIDE, written(paths[-1])
     if len(paths) == 1:
         return first
     head, _, tail = last.rpartition(".")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from memscale.algebra import Plan, Transform, find_regions
-from memscale.core import matches
+from memscale.core import matches, written
 
 _NUMBER = re.compile(r"\d+")
 _MOST_NUMBERS = 6  # of a path, which has twice as many patterns for each
@@ -39,7 +39,7 @@ def with_globs(plan: Plan, model: nn.Module) -> Plan:
     for path, how in by_path.items():
         if path in covered:
             continue
-        for pattern in _patterns(path):
+        for pattern in _patterns(written(path)):
             found = [each for each in paths if matches(pattern, each)]
             if all(by_path.get(each) == how for each in found) and covered.isdisjoint(found):
                 rules[pattern] = how

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
+from memscale.algebra.composition import Numbers
 from memscale.core import (
     ConfigError,
     TransformError,
@@ -51,6 +52,7 @@ class Cast(Transform):
     """Made by `cast`."""
 
     spelling: ClassVar[str] = "cast"
+    own_numbers: ClassVar[Numbers] = "lossy"
 
     compute: torch.dtype = torch.bfloat16
     output: torch.dtype | None = None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memscale.algebra import Transform, Transformed
+from memscale.algebra.composition import Numbers
 from memscale.core import (
     ConfigError,
     TransformError,
@@ -53,6 +54,7 @@ class Tile(Transform):
     """Made by `tile`."""
 
     spelling: ClassVar[str] = "tile"
+    own_numbers: ClassVar[Numbers] = "rounds"
 
     chunks: int | None = None
     size: int | None = None
