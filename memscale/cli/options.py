@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -38,7 +39,7 @@ Shorthand = Annotated[
     typer.Option(help="checkpoint, offload, tile and cast (cast:fp16) joined by +, or the file of a Plan in JSON."),
 ]
 Json = Annotated[Path | None, file("Where the result goes as JSON.")]
-Python = Annotated[Path | None, file("Where a script goes that builds the model and applies the plan.")]
+Python = Annotated[Path | None, file("Where a script goes that trains the model under the plan.")]
 
 
 def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int], text: str) -> None:
@@ -60,6 +61,26 @@ def add(app: typer.Typer, name: str, options: type[_T], run: Callable[[_T], int]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     app.command(name, help=text)(command)
+
+
+def typed(options: Any) -> str:
+    """The fields of `options` that differ from their defaults, as they are typed.
+
+    >>> from memscale.cli.step import StepOptions
+    >>> typed(StepOptions(hf="my model/config.json", batch=8, keeps_output=False))
+    "--hf 'my model/config.json' --batch 8 --no-keeps-output"
+    """
+    words: list[str] = []
+    for field in sorted(dataclasses.fields(options), key=lambda field: field.default is not dataclasses.MISSING):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+            continue
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            words += [f"--{name}", shlex.quote(str(each))]
+    return " ".join(words)
 
 
 def _parameters(options: type) -> Iterator[inspect.Parameter]:

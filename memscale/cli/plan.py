@@ -9,18 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
-from memscale.cli.step import RankOptions, batch_of, read_step
-from memscale.cli.subject import Subject
+from memscale.cli.script import as_script
+from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
 from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes
 
 if TYPE_CHECKING:
-    from memscale.planning import ProvenPlan
+    pass
 
 # What --allow and --forbid call the switches of a Config.
 _SWITCHES = {
@@ -131,7 +130,7 @@ def plan(options: PlanOptions) -> int:
     """
     from memscale.planning import Point
 
-    with _engine(options, auto=options.auto) as (engine, subject):
+    with _engine(options, auto=options.auto) as (engine, step):
         try:
             found = engine.plan(options.budget)
         except BudgetError as error:
@@ -142,10 +141,12 @@ def plan(options: PlanOptions) -> int:
             "json": found.to_json(),
             "plot": lambda path: engine.steps.profile(found).plot(path),
             "html": ms.Frontier.of(map(Point.of, (found, as_it_is))).html,
-            "python": as_script(subject, found, engine.step.optimizer),
+            "python": as_script(step, options.step, found, engine.step.batch),
         }
         write(options.files, contents)
-    show(f"{found.explain()}\n\n{found}")
+    show("\n".join([found.explain(), *filter(None, [step.precision]), "", str(found)]))
+    if found and options.python is None:
+        show("\nnext: --python fit.py writes a script that trains under this plan")
     return 0
 
 
@@ -161,7 +162,7 @@ def frontier(options: FrontierOptions) -> int:
         raise ConfigError("--python needs --budget: a script is that of one plan, and a frontier has many")
     if options.points < 2:
         raise ConfigError(f"--points must be at least 2, got {options.points}")
-    with _engine(options) as (engine, subject):
+    with _engine(options) as (engine, step):
         curve = engine.frontier(options.points)
         found, fault = None, None
         if options.budget is not None:
@@ -173,7 +174,7 @@ def frontier(options: FrontierOptions) -> int:
                 curve = ms.Frontier.of([*curve, Point.of(found)])
         contents: dict[str, Content] = {"json": curve.to_json(), "plot": curve.plot, "html": curve.html}
         if found is not None:
-            contents["python"] = as_script(subject, found, engine.step.optimizer)
+            contents["python"] = as_script(step, options.step, found, engine.step.batch)
         write({name: path for name, path in options.files.items() if name in contents}, contents)
     show(str(curve))
     if fault is not None:
@@ -184,7 +185,7 @@ def frontier(options: FrontierOptions) -> int:
 
 
 @contextmanager
-def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.DecisionEngine, Subject]]:
+def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.DecisionEngine, Step]]:
     """The engine for the step of these options, with its progress on stderr."""
     options.step.check()
     check_files(options.files)
@@ -212,31 +213,26 @@ def _engine(options: _Options, *, auto: bool = False) -> Iterator[tuple[ms.Decis
             raise ConfigError(
                 f"the step fails: {type(error).__name__}: {error}; check that the batch is what the model takes"
             ) from error
-        yield engine, step.subject
+        yield engine, step
 
 
 def nothing_fits(error: BudgetError, *, steps: bool = False) -> int:
     """Say so, as it is typed for a command that has ``--stepping`` if it `steps`, and return the exit status."""
-    print(f"memscale: {error.spelled(lambda argument: _typed(argument, steps))}", file=sys.stderr)
+    print(f"memscale: {error.spelled(lambda argument: as_option(argument, steps))}", file=sys.stderr)
     return DOES_NOT_FIT
 
 
-def _typed(argument: Argument, steps: bool) -> str:
-    """How an argument of the library is typed; as Python where no option is it."""
+def as_option(argument: Argument, steps: bool = True) -> str:
+    """How an argument of the library is typed, for a command that has ``--stepping`` if it `steps`; as Python where no
+    option is it.
+    """
     switches = {field: name for name, field in _SWITCHES.items()}
     if argument.of == "Config" and argument.name in switches:
         return f"--allow {switches[argument.name]}"
     if argument.name == "stepping" and steps:
         return " ".join(f"--stepping {name}" for name in argument.value)
+    if argument.name == "fused":
+        return f"--optimizer {argument.of.lower()}-fused"
     if argument.name == "shard":
         return " ".join(f"--shard '{path}'" for path in argument.value)
     return str(argument)
-
-
-def as_script(subject: Subject, found: ProvenPlan, optimizer: torch.optim.Optimizer | None) -> str:
-    """Python that builds the model, and the optimizer where the plan has rules for it, and applies the plan."""
-    code = subject.code
-    if optimizer is not None and found.of_optimizers():
-        code = code if "import torch\n" in code else f"import torch\n{code}"
-        code += f"\noptimizer = torch.optim.{type(optimizer).__name__}(model.parameters())"
-    return f"{code}\n\n{found.to_python()}\n"

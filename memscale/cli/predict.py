@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from typer import Option
 
 import memscale as ms
-from memscale.cli.options import Shorthand, count
+from memscale.cli.options import Shorthand, count, typed
+from memscale.cli.plan import as_option
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
@@ -20,6 +22,7 @@ from memscale.core import BudgetError, ConfigError, MemscaleError
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
     from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid
+    from memscale.planning.prediction.prediction import Recommendation
 
 _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down
@@ -43,6 +46,9 @@ class Options:
         bool | None,
         Option("--recommend/--no-recommend", help="Simulate what would free memory; by default if it is close."),
     ] = None
+    seconds: Annotated[
+        float, Option(metavar="N", help="How long to look for what would free memory; Ctrl-C keeps what was found.")
+    ] = 30.0
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
     html: Annotated[Path | None, Option(help="Where a report of the step goes, a .html.")] = None
     plot: Annotated[Path | None, Option(help="Where a picture of the step, or of the table, goes: a .png or .svg.")] = (
@@ -69,18 +75,23 @@ def predict(options: Options) -> int:
         wanted = ["batch", "seq"] if options.largest == "grid" else [options.largest]
         check_axis("--largest", options.largest, wanted, subject, options.step.batch, seq)
     budget = options.budget
-    with simulations() as progress:
+    with simulations() as bar:
         predictor = ms.OOMPredictor(
             subject.model,
             step.optimizer,
             hardware=step.hardware,
             loss=subject.loss,
             plan=None if options.plan is None else read_plan(options.plan, subject.model, step.hardware),
-            progress=progress,
+            progress=lambda what, done, total: bar(what, done, total),  # the one that is on the screen then
             **options.step.arguments,
         )
         batch = batch_of(subject, options.step.batch, seq)
-        prediction = predictor.predict(batch, budget=budget, recommend=options.recommend)
+        prediction = predictor.predict(batch, budget=budget, recommend=False)
+    if not options.as_json:
+        show("\n".join(filter(None, (prediction.verdict(), step.precision))))
+    with simulations() as bar:
+        if prediction.risk > ms.OOMRisk.LOW if options.recommend is None else options.recommend:
+            prediction = predictor.recommended(prediction, batch, seconds=options.seconds)
         largest = _largest(predictor, subject, options, seq, budget)
     _write(files, prediction, largest)
     _show(prediction, largest, options)
@@ -188,9 +199,23 @@ def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetEr
             data["largest"] = _as_data(largest)
         print(json.dumps(data))
         return
-    show(str(prediction))
+    if advice := prediction.advice():
+        for argument in {argument for each in prediction.recommendations for argument in each.arguments}:
+            advice = advice.replace(str(argument), as_option(argument))
+        show(advice)
+    if (fits := _that_fits(prediction)) is not None and not prediction.fits:
+        budget = "95%" if options.budget is None else options.budget
+        words = [typed(options.step), f"--budget {budget}", *map(as_option, fits.arguments)]
+        show(f"next: memscale plan {' '.join(words)}")
     if largest is not None:
         show(str(largest) if isinstance(largest, SizeGrid) else f"largest {options.largest}: {largest}")
+
+
+def _that_fits(prediction: OOMPrediction) -> Recommendation | None:
+    """What fits with a plan of one batch, the fastest first where times are known."""
+    fitting = [each for each in prediction.recommendations if each.plan and each.parts == 1]
+    fitting = [each for each in fitting if each.peak_bytes <= prediction.capacity_bytes]
+    return min(fitting, key=lambda each: each.step_seconds or math.inf, default=None)
 
 
 def _as_data(largest: LargestBatch | SizeGrid | BudgetError | None) -> Any:

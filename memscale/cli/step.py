@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typer import Option
 
+from memscale.cli.autocast import AMP, autocasting
 from memscale.cli.options import count
 from memscale.cli.subject import DTYPES, Subject, first_line, read_subject
 from memscale.core import ConfigError
@@ -27,12 +28,19 @@ class TrainingOptions:
 
     batch: Annotated[int, count("N", "Rows of a batch.")] = 1
     seq: Annotated[int | None, count("N", "Tokens of a row; by default 1024 or all positions.")] = None
-    optimizer: Annotated[str, Option(help="An optimizer of torch.optim, or none.")] = "adamw"
+    optimizer: Annotated[
+        str, Option(help="An optimizer of torch.optim, also as adamw-fused or adamw-foreach; or none.")
+    ] = "adamw"
     gpu: Annotated[
         str | None, Option(metavar="NAME", help="A card such as h100, or cpu; by default the device at hand.")
     ] = None
     dtype: Annotated[
-        str | None, Option(help="fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory.")
+        str | None,
+        Option(help="Of the weights: fp32, bf16 or fp16; by default fp32 for a config, and as it is for a factory."),
+    ] = None
+    amp: Annotated[
+        str | None,
+        Option(metavar="bf16|fp16", help="Autocast to it, as a Trainer's bf16=True; weights stay as they are."),
     ] = None
 
 
@@ -69,6 +77,8 @@ class StepOptions(TrainingOptions):
                 raise ConfigError(f"--{name} must be at least 1, got {value}")
         if self.dtype is not None and self.dtype.lower() not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.amp is not None and self.amp.lower() not in AMP:
+            raise ConfigError(f"--amp must be one of {', '.join(AMP)}, got {self.amp!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +123,14 @@ class Step:
         seq: the sequence length.
         optimizer: of the model's parameters, None for a step without one.
         hardware: where it would run.
+        precision: a note that tells weights in fewer bits from autocast, empty where neither was asked for.
     """
 
     subject: Subject
     seq: int
     optimizer: torch.optim.Optimizer | None
     hardware: Hardware
+    precision: str = ""
 
 
 def read_step(options: StepOptions) -> Step:
@@ -132,7 +144,15 @@ def read_step(options: StepOptions) -> Step:
 
     hardware = as_hardware(options.gpu, "meta")
     subject = read_subject(options.hf, None if options.dtype is None else DTYPES[options.dtype.lower()])
-    return Step(subject, subject.seq(options.seq), _optimizer(options.optimizer, subject.model), hardware)
+    optimizer, precision = _optimizer(options.optimizer, subject.model), ""
+    if options.amp is not None:
+        autocasting(subject.model, hardware.device_type, DTYPES[options.amp.lower()])
+        precision = (
+            f"note: --amp {options.amp} is autocast around weights as they are, outputs in float32, as a Trainer's"
+        )
+    elif options.dtype is not None and DTYPES[options.dtype.lower()] is not torch.float32:
+        precision = f"note: --dtype {options.dtype} makes the weights so; a Trainer's {options.dtype}=True is --amp"
+    return Step(subject, subject.seq(options.seq), optimizer, hardware, precision)
 
 
 def batch_of(subject: Subject, batch: int, seq: int) -> Any:
@@ -157,11 +177,14 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key.lower() not in _NOT_OPTIMIZERS
     }
-    if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)
+    kind, _, loop = name.lower().partition("-")
+    if kind not in known or loop not in ("", "fused", "foreach"):
+        near = difflib.get_close_matches(kind, known, n=1, cutoff=0)
         raise ConfigError(f"--optimizer {name!r} is none; the nearest is {near[0]!r}, and there are {', '.join(known)}")
     try:
-        made: torch.optim.Optimizer = known[name.lower()](each for each in model.parameters() if each.requires_grad)
+        made: torch.optim.Optimizer = known[kind](
+            (each for each in model.parameters() if each.requires_grad), **({loop: True} if loop else {})
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from error
     return made

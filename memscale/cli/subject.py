@@ -145,10 +145,14 @@ def _from_config(path: Path, dtype: torch.dtype) -> Subject:
             f"--hf {str(path)!r}: transformers cannot build the model on meta: {type(error).__name__}: "
             f"{first_line(error)}; correct the config, or write a function that builds it and give module:factory"
         ) from error
+    name, folder = f"transformers.{type(model).__name__}", path.parent
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        made = f"{name}.from_pretrained({str(folder)!r}, config=config, dtype={dtype}).train()"
+    else:
+        made = f"{name}(config).to({dtype}).train()  # random weights; {name}.from_pretrained(...) loads trained ones"
     code = (
         "import torch\nimport transformers\n\n"
-        f"config = transformers.AutoConfig.from_pretrained({str(path)!r}, use_cache=False)\n"
-        f"model = transformers.{type(model).__name__}(config).to({dtype}).train()"
+        f"config = transformers.AutoConfig.from_pretrained({str(path)!r}, use_cache=False)\nmodel = {made}"
     )
     return dataclasses.replace(_of_transformers(model.to(dtype)), code=code)
 

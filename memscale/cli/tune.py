@@ -11,8 +11,9 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
-from memscale.cli.plan import AllowOptions, as_script, nothing_fits
+from memscale.cli.plan import AllowOptions, nothing_fits
 from memscale.cli.predict import check_axis
+from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import BudgetError, ConfigError, budget_bytes
@@ -36,7 +37,7 @@ class TuneOptions:
         ),
     ] = "throughput"
     budget: Annotated[
-        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default all of the device.")
+        str | None, Option(metavar="SIZE", help=f"What a step may take: {SIZES}; by default 95 % of the device.")
     ] = None
     at_least: Annotated[int, count("N", "The smallest size to look at.")] = 1
     at_most: Annotated[int | None, count("N", "The largest size to look at.")] = None
@@ -106,10 +107,10 @@ def tune(options: TuneOptions) -> int:
             "json": found.to_json(),
             "plot": found.plot,
             "html": found.html,
-            "python": as_script(subject, found.plan, None),
+            "python": as_script(step, options.step, found.plan, batch_fn(found.size)),
         }
         write(options.files, contents)
-    show(str(found))
+    show("\n".join(filter(None, (str(found), step.precision))))
     return INTERRUPTED if found.interrupted else 0
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memscale.core import ConfigError, Loss
+from memscale.core import ConfigError, Loss, format_bytes
 from memscale.crashes.explanation import Explanation, Holder
 from memscale.crashes.snapshot import FAILURE, Frame, Moment, check_snapshot, moment_of, read_snapshot
 from memscale.hardware import Hardware
-from memscale.planning import Budget, OOMPredictor
+from memscale.planning import Budget, OOMPrediction, OOMPredictor
 
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -37,6 +37,8 @@ _PLACES = (
     "_load_from_state_dict",
 )
 _STATES = ("_init_group", "__setstate__", "load_state_dict")
+# Of what a simulated step takes: a run that needed more was another step. Predictions are within 3 %.
+_SURELY = 1.05
 _BACKWARD = ("torch/_tensor.py", "autograd/__init__.py", "autograd/graph.py")
 
 
@@ -101,7 +103,24 @@ enough but for fragmentation: less in its largest piece
         )
     given = found.available_bytes if budget is None else budget
     prediction = predictor.predict(batch, budget=given, recommend=True)
-    return dataclasses.replace(found, prediction=prediction)
+    notes = (*_contradictions(found, prediction, model), *found.notes)
+    return dataclasses.replace(found, prediction=prediction, notes=notes)
+
+
+def _contradictions(found: Explanation, prediction: OOMPrediction, model: nn.Module) -> list[str]:
+    """That the run which failed cannot have been the simulated step, and what differs most likely; [] where it can."""
+    needed = found.allocated_bytes + (found.requested_bytes or 0)
+    simulated = prediction.profile.peak_bytes
+    if found.requested_bytes is None or needed <= _SURELY * simulated:
+        return []
+    half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
+    weights = "float32 weights under autocast (--amp) where this model has 16 bits (--dtype), "
+    return [
+        f"contradiction: the run had {format_bytes(found.allocated_bytes)} in tensors and asked for "
+        f"{format_bytes(needed - found.allocated_bytes)} more, and this step takes {format_bytes(simulated)} at most: "
+        f"it was another step. Most likely it had {weights if half else ''}more or longer rows than this batch, or "
+        "kept outputs, losses or a second model alive"
+    ]
 
 
 def _of_snapshot(snapshot: dict[str, Any], device: int | None) -> Explanation:

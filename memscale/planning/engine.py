@@ -12,7 +12,7 @@ from torch import nn
 
 from memscale.algebra import Plan, Transform, is_transformed
 from memscale.config import Config, check_config
-from memscale.core import ConfigError, Loss, budget_bytes, check_count, format_bytes, format_unlike
+from memscale.core import ConfigError, Loss, MemscaleError, budget_bytes, check_count, format_bytes, format_unlike
 from memscale.hardware import Hardware, knows_copies, narrow_dtype
 from memscale.planning.beside import lighter_update
 from memscale.planning.evidence.curve import Frontier, Point
@@ -24,6 +24,7 @@ from memscale.planning.known import Answer, KnownPlans, Proofs
 from memscale.planning.parts.candidates import Menu, Rules
 from memscale.planning.parts.globs import with_globs
 from memscale.planning.refusal import Refusal
+from memscale.planning.remedies import shorthands, summary
 from memscale.planning.search.found import Found, Proven
 from memscale.planning.search.search import Search, leaves_margin
 from memscale.planning.speeds import dtypes_of, link_rates, timed
@@ -36,6 +37,14 @@ from memscale.transforms import cast
 
 Budget = int | float | str
 POINTS = 12  # of a frontier
+
+#: The share of a device that recommendations and `AutoTuner` leave free where no budget says otherwise: for other
+#: processes, for libraries that PyTorch does not count, and because the last percent of speed is not worth a crash.
+LEFT_FREE = 0.05
+
+# Of a step's time or bytes: what `exact=False` would give is told from there on.
+_WORTH_TELLING = 0.05
+_ROUNDS = ": its sums are in another order"
 
 # A plan of few techniques that takes so much of what no plan can beat is taken, without a look at the others.
 _NEAR = 1.02
@@ -438,7 +447,28 @@ class DecisionEngine:
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))
+        if tells_room and (rounded := self._with_rounding(found, limit)):
+            evidence = dataclasses.replace(evidence, notes=(*evidence.notes, rounded))
         return ProvenPlan(with_globs(found.plan, self.model), evidence, decision or self._as_given(limit))
+
+    def _with_rounding(self, found: Proven, limit: int) -> str:
+        """What the loss head in pieces would give, where plans are exact: one simulation, or two."""
+        head = shorthands(self.model, self.hardware).get("tile")
+        if head is None or "tile" in self.config.eligible() or found.plan.of_optimizers():
+            return ""
+        own = {rule.pattern: rule.transform for rule in found.plan}
+        try:
+            alone = self.steps.other(Plan(head), None)
+            if alone.taken_bytes <= limit and (alone.step_seconds or 0.0) < (1 - _WORTH_TELLING) * found.seconds:
+                gain = f"the step takes {1 - (alone.step_seconds or 0.0) / found.seconds:.0%} less time"
+                return f"with exact=False (--allow-rounding) {summary(Plan(head))} alone fits, and {gain}{_ROUNDS}"
+            both = self.steps.other(Plan({**own, **head}), None).taken_bytes
+        except MemscaleError:  # the head does not run in pieces
+            return ""
+        if both > (1 - _WORTH_TELLING) * found.taken_bytes:
+            return ""
+        takes, before = format_unlike(both, found.taken_bytes)
+        return f"with exact=False (--allow-rounding) and {summary(Plan(head))} it takes {takes}, not {before}{_ROUNDS}"
 
     def _room(self, plan: Plan, taken_bytes: int) -> str:
         """What the step under `plan`, which takes `taken_bytes` here, takes in a loop that lets go of the output."""

@@ -14,6 +14,9 @@ from memscale.planning.search.search import Search
 from memscale.planning.step_simulator import StepSimulator
 from memscale.transforms import cast
 
+# What a field of the config does to numbers, where it does.
+_CHANGES = {"enable_tiling": " (sums in another order)", "use_mixed_precision": " (a lower precision)"}
+
 
 class Refusal:
     """Makes the error of a budget that no plan fits.
@@ -55,6 +58,7 @@ class Refusal:
         lower = [(Argument("Config", field, True), each) for field, each in wider if each < smallest.taken_bytes]
         lines = [
             f"{argument} would lower it to {format_unlike(nbytes, smallest.taken_bytes, limit)[0]}"
+            + _CHANGES.get(argument.name, "")
             for argument, nbytes in lower
         ]
         own = Setting(smallest.plan, self.steps.step.parallel)

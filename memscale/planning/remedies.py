@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from memscale.transforms import cast, checkpoint, offload, tile
 
 # Pieces of a head that is recommended by name: an eighth of the logits is seldom what the peak is about.
 _CHUNKS = 8
+_TOLD = 3  # transforms in a summary
 
 Rules = Mapping[str, Transform]
 
@@ -51,13 +53,20 @@ def planned(rules: Mapping[str, Rules]) -> Plan:
 
 
 def summary(plan: Plan) -> str:
-    """A plan in a line: each of its transforms with the first of its paths, and how many more there are."""
+    """A plan in a line: its first transforms, each with the first of its paths, and how many more there are.
+
+    >>> import memscale as ms
+    >>> summary(ms.Plan({"layers.0": ms.checkpoint(), "layers.1": ms.checkpoint(), "head": ms.tile(chunks=8)}))
+    'checkpoint() on layers.0 and 1 more, tile(chunks=8) on head'
+    """
     paths: dict[str, list[str]] = {}
     for rule in plan:
         paths.setdefault(repr(rule.transform), []).append(rule.pattern or "the whole model")
-    return ", ".join(
-        f"{how} on {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}" for how, where in paths.items()
-    )
+    told = [
+        f"{how} on {where[0]}{f' and {len(where) - 1} more' if len(where) > 1 else ''}"
+        for how, where in itertools.islice(paths.items(), _TOLD)
+    ]
+    return ", ".join(told) + (f", {len(paths) - _TOLD} other transforms" if len(paths) > _TOLD else "")
 
 
 def split(batch: Any, parts: int) -> Any | None:

@@ -112,6 +112,36 @@ def test_a_plan_may_change_how_the_optimizer_steps(folder, capsys):
     assert isinstance(scope["optimizer"], torch.optim.AdamW)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--no-keeps-output", "--accumulate", 2), ("--amp", "fp16"), ("--stepping", "step_in_backward")],
+    ids=["as it is", "accumulated", "float16", "in backward"],
+)
+def test_a_script_trains_on_the_weights_that_are_there(folder, capsys, options):
+    """From the weights beside the config, which it changes; with a scaled loss in float16."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=99, bos_token_id=0, eos_token_id=0
+    )
+    trained = transformers.GPT2LMHeadModel(config)
+    trained.save_pretrained("weights")
+    step = ("--hf", "weights", "--batch", 8, "--gpu", "cpu", "--budget", "7.5MiB")
+    assert command("plan", *step, *options, "--python", "fit.py") == 0
+    capsys.readouterr()
+    text = Path("fit.py").read_text()
+    scope = {}
+    exec(text.partition("for batch in batches()")[0].partition("for number, batch in")[0], scope)
+    before = scope["fit"].state_dict()
+    assert is_transformed(scope["fit"])
+    assert all(torch.equal(value, trained.state_dict()[name]) for name, value in before.items())
+    exec(text, scope)
+    losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert ("LossScale()" in text) == ("fp16" in options)
+
+
 def test_what_a_plan_may_use(folder, capsys):
     assert command("plan", *STEP, "--budget", "1.3MiB", "--forbid", "checkpoint", "--forbid", "tile") == 3
     shown = capsys.readouterr()

@@ -438,7 +438,7 @@ def test_bad_options_get_one_line(folder, capsys, options, message):
     device = [] if "--gpu" in options else ["--gpu", "cpu"]
     assert predict(*subject, *device, *options) == 2
     shown = capsys.readouterr()
-    assert shown.out == ""
+    assert not shown.out or "--largest" in options, "the verdict of the step comes before a search for sizes"
     assert shown.err.startswith("memscale: ")
     assert shown.err.count("\n") == 1
     assert message in shown.err
@@ -547,3 +547,71 @@ def test_a_size_that_no_tensor_has_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["predict", "--hf", "huge:plain", "--gpu", "h100", "--batch", "9" * 20]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+AUTOCAST = """
+import torch, types
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.layers = nn.Sequential(*(block() for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+def plain():
+    return Net(), lambda batch, seq: torch.ones(batch * seq, 64), lambda y, _: y.square().mean()
+
+def by_hand():
+    return Autocast(), *plain()[1:]
+"""
+
+
+def test_amp_is_autocast_around_float32_weights(folder, capsys):
+    """The same step as of a model that does it by hand, and another one than with weights in bfloat16."""
+    Path("autocast.py").write_text(AUTOCAST)
+    box = ("--gpu", "cpu", "--batch", 4, "--seq", 64, "--optimizer", "sgd", "--json")
+    peaks = {}
+    for name, options in {
+        "plain": ("plain",),
+        "by hand": ("by_hand",),
+        "amp": ("plain", "--amp", "bf16"),
+    }.items():
+        assert predict("--hf", f"autocast:{options[0]}", *options[1:], *box) == 0
+        peaks[name] = printed(capsys)["profile"]["by_category"]
+    assert peaks["amp"] == peaks["by hand"] != peaks["plain"]
+    assert peaks["amp"]["parameter"] == peaks["plain"]["parameter"]
+
+
+def test_precision_is_told(folder, capsys):
+    for option, note in (("--amp", "autocast around weights as they are"), ("--dtype", "makes the weights so")):
+        assert predict("--hf", "gpt2.json", "--seq", 16, "--gpu", "cpu", option, "bf16", "--no-recommend") == 0
+        assert note in capsys.readouterr().out
+    assert predict("--hf", "gpt2.json", "--amp", "fp8") == 2
+    assert "--amp must be one of bf16, bfloat16, fp16, float16, got 'fp8'" in capsys.readouterr().err
+
+
+def test_the_verdict_comes_first_and_the_command_that_makes_it_fit_last(folder, capsys):
+    step = ("--hf", "gpt2.json", "--batch", 4, "--gpu", "cpu", "--budget", "30MiB")
+    assert predict(*step) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("CRITICAL: the step does not fit")
+    assert lines[-1].startswith("next: memscale plan --hf gpt2.json --batch 4 --gpu cpu --budget 30MiB")
+    assert main(lines[-1].split()[2:]) == 0, "the command that is told plans it"
+
+
+def test_a_limit_of_seconds_keeps_what_was_found(folder, capsys):
+    step = ("--hf", "gpt2.json", "--batch", 4, "--gpu", "cpu", "--budget", "30MiB")
+    assert predict(*step, "--seconds", 0) == 3
+    shown = capsys.readouterr().out
+    assert shown.startswith("CRITICAL: the step does not fit")
+    assert "note: stopped after 0 s, while simulating: checkpointed blocks; allow more seconds" in shown
+    assert "what would free memory" not in shown

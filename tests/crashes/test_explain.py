@@ -139,6 +139,24 @@ def test_a_log_tells_what_its_last_error_did(tmp_path: Path) -> None:
         assert each.available_bytes == 29 * 2**29
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_that_held_more_than_the_step_takes_was_another_step(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+    batch = torch.empty(8, 64, device="meta", dtype=dtype)
+    found = ms.explain(LOG, model=model, batch=batch, loss=lambda y, _: y.square().mean(), hardware="t4")
+    told = "contradiction: the run had 12.0 GiB in tensors and asked for 2.00 GiB more, and this step takes "
+    assert found.notes[0].startswith(told)
+    assert ("float32 weights under autocast (--amp)" in found.notes[0]) == (dtype is torch.bfloat16)
+
+
+def test_a_run_that_the_step_explains_is_not_contradicted() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(3)])
+    step: Any = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": lambda y, _: y.square().mean()}
+    found = ms.explain(snapshot(), model=model, batch=torch.ones(8192, 256), budget="200MiB", hardware="t4", **step)
+    assert not any("contradiction" in note for note in found.notes)
+
+
 def test_no_plan_is_made_for_another_device_than_the_one_that_ran_out() -> None:
     with pytest.raises(ms.ConfigError, match=r"planned for .+: name the card, as hardware='t4', or with --gpu"):
         ms.explain(LOG, model=nn.Linear(2, 2), batch=torch.ones(1, 2))

@@ -345,7 +345,7 @@ def test_the_log_and_its_file(tmp_path, caplog):
     assert text.startswith("earlier\n")
     for message in caplog.messages:
         assert f" {message}\n" in text
-    assert "transformer.h.*  checkpoint()" in table
+    assert "transformer.h.*  exact    checkpoint()" in table
     for part in (
         f"hardware: {Hardware.detect('cpu').name}",
         "step without memscale: ",

@@ -14,6 +14,7 @@ from torch import nn
 
 import memscale as ms
 from memscale.algebra import is_transformed
+from memscale.core import format_bytes
 from memscale.planning import ProvenPlan
 from memscale.simulation.measured import training_roles
 from tests.support.checks import bits
@@ -440,6 +441,32 @@ def test_a_budget_holds_for_a_loop_that_keeps_its_output():
     assert ["keeps the model's output" in plan.explain() for plan in (held, let_go)] == [True, False]
 
 
+def test_an_exact_plan_tells_what_a_head_in_pieces_would_give():
+    """As much as it is, by the profile of that step; nothing where rounding is allowed, or gives less than 5 %."""
+    torch.manual_seed(0)
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    loss = lambda y, tokens: nn.functional.cross_entropy(y.flatten(0, 1), tokens.flatten())  # noqa: E731
+
+    def told(model, config=None, exact=True):
+        step = {"loss": loss, "hardware": "t4"}
+        limit = ms.profile(model, tokens, **step).taken_bytes * 9 // 10
+        plan = ms.plan(model, tokens, limit, config=config, exact=exact, **step)
+        return plan, step, [note for note in plan.evidence.notes if "exact=False" in note]
+
+    plan, step, (note,) = told(model := Language())
+    head = {"lm_head": ms.tile(chunks=8)}
+    rules = {} if "alone fits" in note else {rule.pattern: rule.transform for rule in plan}
+    there = ms.profile(model, tokens, plan=ms.Plan({**rules, **head}), **step)
+    assert "tile(chunks=8) on lm_head" in note
+    if rules:
+        assert format_bytes(there.taken_bytes) in note
+    else:
+        assert f"{1 - there.step_seconds / plan.evidence.planned.step_seconds:.0%} less time" in note
+    assert there.taken_bytes <= plan.evidence.budget_bytes
+    assert not told(model, exact=False)[2]
+    assert not told(model, ms.Config(mode="aggressive"))[2]
+
+
 def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     """A budget that only a tiled head reaches is refused by default, and names what would reach it."""
 
@@ -455,7 +482,8 @@ def test_a_plan_changes_no_bit_unless_it_is_asked_to():
     model, x, target = Head(), torch.randn(256, 16), torch.randint(0, 4000, (256,))
     step = {"loss": lambda y, _: nn.functional.cross_entropy(y, target), "hardware": "cpu", "keeps_output": False}
     plain = ms.profile(model, x, **step).peak_bytes
-    with pytest.raises(ms.BudgetError, match="enable_tiling=True"):
+    reached = r"Config\(enable_tiling=True\) would lower it to [\d.]+ [KM]iB \(sums in another order\)"
+    with pytest.raises(ms.BudgetError, match=reached):
         ms.plan(model, x, plain // 2, **step)
     rounds = ms.plan(model, x, plain // 2, exact=False, **step)
     asked = ms.plan(model, x, plain // 2, config=ms.Config(mode="aggressive"), **step)

@@ -677,22 +677,49 @@ def test_nothing_is_changed(trained):
     assert state_of(model, optimizer) == before
 
 
-def test_nothing_is_changed_by_an_error():
+def test_nothing_is_changed_by_an_interrupt_and_what_was_found_is_kept():
     model = dropping()
     optimizer = torch.optim.Adam(model.parameters())
     before = state_of(model, optimizer)
-    calls = itertools.count()
 
-    def failing(output, _):
-        if next(calls) == 5:
-            raise KeyboardInterrupt
-        return square(output, _)
+    def predict(at):
+        calls = itertools.count()
 
-    predictor = ms.OOMPredictor(model, optimizer, loss=failing, hardware=box(1))
+        def interrupted(output, _):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return square(output, _)
+
+        return ms.OOMPredictor(model, optimizer, loss=interrupted, hardware=box(1)).predict(torch.ones(8, 8))
+
     with pytest.raises(KeyboardInterrupt):
-        predictor.predict(torch.ones(8, 8))
-    assert next(calls) == 6
+        predict(0)  # there is no verdict yet
+    whole, cut = predict(None), predict(8)
+    assert cut.peak_bytes == whole.peak_bytes
+    assert cut.recommendations
+    assert len(cut.recommendations) < len(whole.recommendations)
+    assert cut.notes[-1].startswith("interrupted while simulating: ")
     assert state_of(model, optimizer) == before
+
+
+def test_no_simulation_begins_after_the_last_second():
+    prediction = predictor(hardware=box(1)).predict(torch.ones(8, 4), seconds=0)
+    assert not prediction.fits
+    assert not prediction.recommendations
+    assert prediction.notes[-1].startswith("stopped after 0 s, while simulating: ")
+
+
+def test_what_a_checkpointed_model_needs_to_fit_is_told_as_arguments():
+    """In a step whose update holds most of the peak, a fused update or one in backward beside checkpointed blocks."""
+    with torch.device("meta"):
+        model = blocks(6, 512)
+    step = {"optimizer": torch.optim.AdamW(model.parameters()), "loss": square, "hardware": "t4"}
+    batch = torch.empty(8, 512, device="meta")
+    found = ms.OOMPredictor(model, **step).predict(batch, budget=8 * ms.profile(model, batch, **step).taken_bytes // 10)
+    (told,) = [each for each in found.recommendations if each.arguments]
+    assert str(told.arguments[0]) in told.action
+    assert told.peak_bytes <= found.capacity_bytes
+    assert OOMPrediction.from_json(found.to_json()) == found
 
 
 def predictor(**options):

@@ -11,7 +11,7 @@ from memscale.algebra import Plan
 from memscale.config import Config
 from memscale.hardware import Hardware
 from memscale.planning.step_simulator import Progress
-from memscale.simulation import Profile, Target, TrainingStep, profile_of, record_in_a_row
+from memscale.simulation import Parallel, Profile, Target, TrainingStep, profile_of, record_in_a_row
 
 
 @dataclass
@@ -54,6 +54,10 @@ class PredictedStep:
         """The same with so many passes for each step of the optimizer."""
         loop = dataclasses.replace(self.step.loop, accumulate=passes)
         return dataclasses.replace(self, step=dataclasses.replace(self.step, loop=loop))
+
+    def among(self, parallel: Parallel | None) -> PredictedStep:
+        """The same as one process's of these."""
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, parallel=parallel))
 
     def next(self, what: str, total: int | None = None) -> None:
         """Tell that the next simulation begins."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memscale.algebra import Plan
-from memscale.core import ConfigError, Document, format_bytes, format_seconds, format_unlike
+from memscale.core import Argument, ConfigError, Document, format_bytes, format_seconds, format_unlike
 from memscale.simulation import Profile
 
 _DOCUMENT = Document("prediction", version=1, writer="OOMPrediction.to_json()", error=ConfigError)
@@ -59,6 +59,7 @@ class Recommendation:
         optimizer_options: what to build the optimizer with, such as ``{"fused": True}``.
         parts: into how many equal parts to cut the batch, their gradients accumulated.
         step_seconds: the estimated time of the step after it, None if the hardware's speed is not known.
+        arguments: of `plan`, `profile` and the optimizer, that the caller has to write beside the plan.
     """
 
     action: str
@@ -68,6 +69,7 @@ class Recommendation:
     optimizer_options: Mapping[str, bool] = field(default_factory=dict)
     parts: int = 1
     step_seconds: float | None = None
+    arguments: tuple[Argument, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,6 +167,10 @@ class OOMPrediction:
         return f"OOMPrediction(risk={self.risk}, peak_bytes={self.peak_bytes}, capacity_bytes={self.capacity_bytes})"
 
     def __str__(self) -> str:
+        return "\n".join([self.verdict(), *filter(None, [self.advice()])])
+
+    def verdict(self) -> str:
+        """Whether the step fits, and what is held at its peak, as lines of text: the first part of its ``str``."""
         profile = self.profile
         lines = [f"{self.risk}: {self.message}"]
         if profile.reserved_peak_bytes is not None:
@@ -172,13 +178,15 @@ class OOMPrediction:
         parts = sorted(profile.by_category.items(), key=lambda item: -item[1])[:_ROWS]
         lines.append(f"at the peak, {profile.moment}")
         lines += [f"  {name:<16} {format_bytes(nbytes):>10}" for name, nbytes in parts if nbytes]
+        return "\n".join(lines)
+
+    def advice(self) -> str:
+        """What would free memory, and the notes, as lines of text: the second part of its ``str``."""
+        lines, seconds = [], self.profile.step_seconds
         if self.recommendations:
-            base = (
-                f" (step times are multiples of {format_seconds(profile.step_seconds)})" if profile.step_seconds else ""
-            )
-            lines.append(f"what would free memory{base}")
-            lines += [f"  {self._line(each)}" for each in self.recommendations]
-        return "\n".join([*lines, *(f"note: {note}" for note in (*profile.notes, *self.notes))])
+            base = f" (step times are multiples of {format_seconds(seconds)})" if seconds else ""
+            lines = [f"what would free memory{base}", *(f"  {self._line(each)}" for each in self.recommendations)]
+        return "\n".join([*lines, *(f"note: {note}" for note in (*self.profile.notes, *self.notes))])
 
     def _line(self, each: Recommendation) -> str:
         verdict = "fits" if each.peak_bytes <= self.capacity_bytes else "does not fit"
@@ -191,4 +199,9 @@ class OOMPrediction:
 
 def _recommendation(data: dict[str, Any]) -> Recommendation:
     plan = data["plan"]
-    return Recommendation(**{**data, "plan": None if plan is None else Plan.from_json(json.dumps(plan))})
+    arguments = tuple(
+        Argument(of, name, tuple(value) if isinstance(value, list) else value)
+        for of, name, value in data.get("arguments", ())
+    )
+    plan = None if plan is None else Plan.from_json(json.dumps(plan))
+    return Recommendation(**{**data, "plan": plan, "arguments": arguments})

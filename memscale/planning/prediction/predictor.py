@@ -102,13 +102,16 @@ class OOMPredictor:
         self._step = PredictedStep(step, applied, config or Config(), config, target, progress)
 
     @counted("predict")
-    def predict(self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None) -> OOMPrediction:
+    def predict(
+        self, batch: Any, *, budget: Budget | None = None, recommend: bool | None = None, seconds: float | None = None
+    ) -> OOMPrediction:
         """Whether the step with this batch fits, and what would free how much.
 
-        What is recommended was simulated like the step itself, and frees something: the plan that `memscale.plan`
-        finds for what the device has (the smallest one where none fits), `cast` to bfloat16, the other loops of a
-        ``torch.optim`` optimizer, also with that plan, and the batch in as many parts as it takes, their gradients
-        accumulated, with the plan too if that alone does not fit.
+        What is recommended was simulated like the step itself, and frees something: the repeated blocks checkpointed,
+        with more shards, a fused update or `step_in_backward` if it takes that to fit; `cast` to bfloat16, the other
+        loops of a ``torch.optim`` optimizer, the batch in as many parts as it takes, their gradients accumulated; and
+        at last the plan that `memscale.plan` finds for what the device has (the smallest one where none fits), with
+        these beside it if that alone does not fit. Interrupted from the keyboard, the prediction has what was found.
 
         Args:
             batch: what the model is called with: a tensor is one positional argument, a tuple or list the arguments, a
@@ -117,6 +120,7 @@ class OOMPredictor:
                 ``"6GB"``, or a share of ``hardware.usable_bytes`` as a float in (0, 1].
             recommend: whether to look for what frees memory, which takes as long as `memscale.plan` does. None does so
                 for a risk above ``OOMRisk.LOW``.
+            seconds: how long to look for that; None for as long as it takes, so that the answer is the same each time.
 
         Raises:
             ConfigError: the batch does not fit the model, or another argument is wrong.
@@ -128,7 +132,16 @@ class OOMPredictor:
         profile = self._step.profile(batch, capacity_bytes)
         prediction = OOMPrediction(profile, capacity_bytes)
         wanted = prediction.risk > OOMRisk.LOW if recommend is None else recommend
-        return recommending(self._step, prediction, batch) if wanted else prediction
+        return self.recommended(prediction, batch, seconds=seconds) if wanted else prediction
+
+    def recommended(self, prediction: OOMPrediction, batch: Any, *, seconds: float | None = None) -> OOMPrediction:
+        """A prediction of `predict` for this batch, with recommendations; for callers that show the verdict first.
+
+        Args:
+            prediction: without them.
+            batch, seconds: as in `predict`.
+        """
+        return recommending(self._step, prediction, batch, seconds)
 
     def predict_steps(self, batches: Sequence[Any], *, budget: Budget | None = None) -> OOMPrediction:
         """Whether steps with these batches fit, one after the other: text of any length, images of any size.

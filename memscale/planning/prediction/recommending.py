@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,36 +13,77 @@ from torch import nn
 from memscale.algebra import Plan
 from memscale.core import MemscaleError
 from memscale.hardware import narrow_dtype
-from memscale.planning.engine import DecisionEngine
+from memscale.planning.beside import Setting, beside
+from memscale.planning.engine import LEFT_FREE, DecisionEngine, allowed
 from memscale.planning.prediction.predicted_step import PredictedStep
 from memscale.planning.prediction.prediction import OOMPrediction, Recommendation
 from memscale.planning.remedies import optimizer_options, other_loops, shorthands, split, summary
+from memscale.simulation import Parallel, Profile
+
+# Of the peak: what frees less is not told.
+_LEAST = 2e-3
 
 
-def recommending(step: PredictedStep, prediction: OOMPrediction, batch: Any) -> OOMPrediction:
+def recommending(
+    step: PredictedStep, prediction: OOMPrediction, batch: Any, seconds: float | None = None
+) -> OOMPrediction:
     """The prediction with what frees memory, the most first.
+
+    What takes few simulations comes first, and the search for a plan last. Interrupted from the keyboard, or after so
+    many seconds, the prediction has what was found until then, and a note of it.
 
     Args:
         step: with its hardware known.
         prediction: of this step.
         batch: that it was made for.
+        seconds: after which no simulation begins; None for no limit.
     """
-    return _Remedies(step, prediction, batch).found()
+    return _Remedies(step, prediction, batch, seconds).found()
+
+
+class _OutOfTime(Exception):
+    """A simulation would begin after the last second."""
 
 
 class _Remedies:
     """The simulations, and what became of them."""
 
-    def __init__(self, step: PredictedStep, prediction: OOMPrediction, batch: Any) -> None:
-        self._step, self._prediction, self._batch = step, prediction, batch
+    def __init__(self, step: PredictedStep, prediction: OOMPrediction, batch: Any, seconds: float | None) -> None:
+        self._prediction, self._batch, self._seconds = prediction, batch, seconds
         self._found: list[Recommendation] = []
         self._notes: list[str] = []
+        self._now = ""
+        until, told = None if seconds is None else time.monotonic() + seconds, step.progress
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            if until is not None and time.monotonic() >= until:
+                raise _OutOfTime
+            if told is not None:
+                told(what, done, total)
+
+        self._step = dataclasses.replace(step, progress=progress)
 
     def found(self) -> OOMPrediction:
         """The prediction with those that free something."""
-        step, model = self._step, self._model
-        planned = self._try("a plan", self._planned)
-        plan = None if planned is None else planned.plan
+        try:
+            self._look()
+        except _OutOfTime:
+            self._notes.append(f"stopped after {self._seconds:g} s, while simulating: {self._now}; allow more seconds")
+        except KeyboardInterrupt:
+            self._notes.append(f"interrupted while simulating: {self._now}")
+        # The planner may come to the plan that was tried before.
+        once = {(each.plan, each.peak_bytes): each for each in self._found}.values()
+        best_first = sorted(once, key=lambda each: -each.freed_bytes)
+        return dataclasses.replace(self._prediction, recommendations=tuple(best_first), notes=tuple(self._notes))
+
+    def _look(self) -> None:
+        step, model, capacity_bytes = self._step, self._model, self._prediction.capacity_bytes
+        loops = other_loops(step.step.optimizer)
+        if not step.plan and not self._prediction.fits and not self._is_measured:
+            self._try("checkpointed blocks", self._checkpointed)
+        # No loop of the optimizer lowers a peak that is in forward or backward.
+        for options in loops if self._prediction.profile.moment.phase == "optimizer" else []:
+            self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
         if casting := shorthands(model, step.hardware).get("cast", {}):
             own = [(rule.pattern, rule.transform) for rule in step.plan]
             if not any("cast" in repr(how) for _, how in own):
@@ -49,28 +91,47 @@ class _Remedies:
                 scaled = narrow_dtype(step.hardware) is torch.float16
                 told = f"{summary(Plan(casting))}{', and scale the loss (LossScale)' if scaled else ''}"
                 self._try("cast()", lambda: self._simulated(told, whole))
-        short = planned is None or planned.peak_bytes > self._prediction.capacity_bytes
-        loops = other_loops(step.step.optimizer)
-        # No loop of the optimizer lowers a peak that is in forward or backward.
-        for options in loops if self._prediction.profile.moment.phase == "optimizer" else []:
-            self._try(_loop(options), lambda: self._simulated(_loop(options), None, options))  # noqa: B023
-        if planned is not None and short and loops:
+        in_parts = split(self._batch, 2) is not None
+        if in_parts:
+            self._try("accumulate gradients", lambda: self._in_parts(None))
+        planned = self._try("a plan", self._planned)
+        plan = None if planned is None else planned.plan
+        if planned is None or planned.peak_bytes <= capacity_bytes:
+            return
+        if loops:
             both = f"{planned.action}, and {_loop(loops[0])}"
             self._try(both, lambda: self._simulated(both, plan, loops[0]), beyond=planned.freed_bytes)
-        if split(self._batch, 2) is not None:
-            self._try("accumulate gradients", lambda: self._in_parts(None))
-            if planned is not None and short:
-                self._try("the plan and accumulated gradients", lambda: self._in_parts(plan))
-        best_first = sorted(self._found, key=lambda each: -each.freed_bytes)
-        return dataclasses.replace(self._prediction, recommendations=tuple(best_first), notes=tuple(self._notes))
+        if in_parts:
+            self._try("the plan and accumulated gradients", lambda: self._in_parts(plan))
+
+    def _checkpointed(self) -> Recommendation | None:
+        """The repeated blocks checkpointed, with what else the caller may write until that fits."""
+        step, prediction = self._step, self._prediction
+        rules = Plan(shorthands(self._model, step.hardware).get("checkpoint", {}))
+        if not rules or "checkpoint" not in allowed(step.allowed).eligible():
+            return None
+
+        def simulate(plan: Plan, parallel: Parallel | None) -> Profile:
+            step.next(summary(plan))
+            return self._like(plan).among(parallel).profile(self._batch, prediction.capacity_bytes)
+
+        own = Setting(rules, step.step.parallel)
+        profile = simulate(rules, step.step.parallel)
+        said, nbytes = beside(own, profile, prediction.capacity_bytes, simulate, step=step.step)
+        action = summary(rules) + (f", with {' and '.join(map(str, said))}" if said else "")
+        seconds = None if said else profile.step_seconds
+        return Recommendation(
+            action, prediction.peak_bytes - nbytes, nbytes, plan=rules, arguments=said, step_seconds=seconds
+        )
 
     def _try(self, what: str, make: Callable[[], Recommendation | None], beyond: int = 0) -> Recommendation | None:
+        self._now = what
         try:
             better = make()
         except MemscaleError as error:
             self._notes.append(f"not simulated: {what}: {error}")
             return None
-        if better is None or better.freed_bytes <= beyond:
+        if better is None or better.freed_bytes <= max(beyond, _LEAST * self._prediction.peak_bytes):
             return None
         self._found.append(better)
         return better
@@ -91,7 +152,9 @@ class _Remedies:
             progress=lambda what, *_: step.next(what),
         )
         capacity_bytes = prediction.capacity_bytes
-        limits = [capacity_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
+        # A budget of the user's is used whole; of a whole device some is left free.
+        spare_bytes = int(LEFT_FREE * capacity_bytes) if capacity_bytes == step.hardware.usable_bytes else 0
+        limits = [capacity_bytes - spare_bytes, capacity_bytes * 85 // 100, prediction.peak_bytes * 3 // 4]
         plan = engine.nearest(max(1, next((each for each in limits if each < prediction.peak_bytes), limits[-1])))
         rejected = plan.evidence.rejected.items()
         self._notes += [f"not simulated: {candidate}: {reason}" for candidate, reason in rejected]

@@ -11,7 +11,7 @@ from torch import nn
 from memscale.config import Config, check_config
 from memscale.core import BudgetError, ConfigError, Loss, budget_bytes, format_unlike
 from memscale.hardware import Hardware
-from memscale.planning.engine import Budget, check_model
+from memscale.planning.engine import LEFT_FREE, Budget, check_model
 from memscale.planning.prediction.sizes import BatchFn, Sizes, check_range
 from memscale.planning.step_simulator import Progress
 from memscale.planning.tuning.confirmation import confirmed
@@ -106,7 +106,7 @@ class AutoTuner:
                 ``"sequence"`` the size is the length of its rows.
             objective: ``"throughput"`` for the size that gets through most in a second, under the plan that each size
                 needs; ``"batch"`` or ``"sequence"`` for the largest size that any plan fits.
-            budget: what a step may take of the device, as in `memscale.plan`; None is all that it has.
+            budget: what a step may take of the device, as in `memscale.plan`; None leaves a twentieth of it free.
             at_least, at_most: the sizes between which to look, such as 1 and the most positions of the model.
             count: what a batch is worth, for the rate; None counts its size, and for ``"sequence"`` its tokens: the
                 elements of its first tensor of integers.
@@ -124,7 +124,7 @@ class AutoTuner:
         if count is not None and not callable(count):
             raise ConfigError(f"tune(count={count!r}) must be a function from a batch to a number, or None")
         usable_bytes = self.hardware.usable_bytes
-        limit = usable_bytes if budget is None else min(usable_bytes, budget_bytes(budget, usable_bytes))
+        limit = min(usable_bytes, budget_bytes(1 - LEFT_FREE if budget is None else budget, usable_bytes))
         search = SizeSearch(self._step, self._say, batch_fn, objective, limit, at_least, at_most, count)
         found = search.best()
         rounds = 0
