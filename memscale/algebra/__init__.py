@@ -1,7 +1,7 @@
 """The language: transforms and their compositions, modules as functions, plans, and the one interpreter of a plan."""
 
 from memscale.algebra.apply import PlanLike, find_regions, install, transform, uninstall
-from memscale.algebra.composition import Transform, chain, compose, identity
+from memscale.algebra.composition import Numbers, Transform, chain, compose, identity
 from memscale.algebra.functions import functional, walk
 from memscale.algebra.of_optimizers import rules_by_parameter
 from memscale.algebra.plan import Plan, as_plan
@@ -20,6 +20,7 @@ from memscale.algebra.region import (
 __all__ = [
     "ForwardPatch",
     "Method",
+    "Numbers",
     "OfModule",
     "OwnForward",
     "Placing",

@@ -21,8 +21,7 @@ from memscale.core import BudgetError, ConfigError, MemscaleError
 
 if TYPE_CHECKING:
     from memscale.hardware import Hardware
-    from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, SizeGrid
-    from memscale.planning.prediction.prediction import Recommendation
+    from memscale.planning import Budget, LargestBatch, OOMPrediction, OOMPredictor, Recommendation, SizeGrid
 
 _MOST = 2**20
 _ROWS, _COLUMNS, _DEFAULT_LONGEST = 6, 6, 8192  # of a table: powers of two from the batch up, from the longest down

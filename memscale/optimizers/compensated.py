@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.algebra.composition import Numbers
+from memscale.algebra import Numbers
 from memscale.core import by_name
 from memscale.optimizers.in_float32 import StepInFloat32
 from memscale.optimizers.parts import PartedOptimizer, StepPart

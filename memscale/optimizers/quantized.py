@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from memscale.algebra.composition import Numbers
+from memscale.algebra import Numbers
 from memscale.core import ConfigError, by_name, format_bytes
 from memscale.optimizers.blockwise import kernels, prepare, quantized, restored
 from memscale.optimizers.in_groups import at_most

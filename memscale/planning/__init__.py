@@ -26,7 +26,7 @@ from memscale.planning.fingerprint import simulator
 from memscale.planning.parts.blocks import repeated_blocks
 from memscale.planning.prediction.grid import SizeGrid
 from memscale.planning.prediction.largest import LargestBatch
-from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk
+from memscale.planning.prediction.prediction import OOMPrediction, OOMRisk, Recommendation
 from memscale.planning.prediction.predictor import OOMPredictor
 from memscale.planning.prediction.sizes import parts_of
 from memscale.planning.remedies import planned, shorthands
@@ -51,6 +51,7 @@ __all__ = [
     "Point",
     "Progress",
     "ProvenPlan",
+    "Recommendation",
     "SizeGrid",
     "SizeTrial",
     "Tuning",

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from memscale.algebra import Transform, Transformed
-from memscale.algebra.composition import Numbers
+from memscale.algebra import Numbers, Transform, Transformed
 from memscale.core import (
     ConfigError,
     TransformError,
