@@ -23,7 +23,7 @@ memscale.policies:
     Move Policy Recompute Save Site Verdict attention_saveable dots_saveable dots_with_no_batch_dims_saveable
     everything_saveable nothing_saveable save_and_offload_only_these_names save_any_names_but_these
     save_from_both_policies save_only_these_names
-memscale.algebra: ForwardPatch Method OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach
+memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach
     chain compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform
     uninstall walk
 memscale.benchmarks:
@@ -37,7 +37,7 @@ memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError
     in_process_group integer internals is_alone is_in_memory is_of_modules is_own_thread joining matches misfit
     modules_in numbers one_at_a_time optional own_threads pytrees read_or_empty scalar_loss
     shown simulated_choices simulated_device_type simulated_randomness simulating simulation spellings takes_no template
-    tensors unflatten validate version versions
+    tensors unflatten validate version versions written
 memscale.crashes: Explanation Holder explain
 memscale.hardware: CARDS COLLECTIVES DIRECTIONS Direction Hardware HostSeconds Seconds Span Work assumed_links
     assumed_speeds beside card_name card_names collective_seconds copy_seconds cpu_name has_rate narrow_dtype host_calls
@@ -52,7 +52,7 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
     without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
-    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan SizeGrid SizeTrial Tuning allowed check_model
+    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid SizeTrial Tuning allowed check_model
     parts_of planned repeated_blocks shorthands simulator
 memscale.planning.evidence:
 memscale.planning.parts:
