@@ -23,8 +23,8 @@ memscale.policies:
     Move Policy Recompute Save Site Verdict attention_saveable dots_saveable dots_with_no_batch_dims_saveable
     everything_saveable nothing_saveable save_and_offload_only_these_names save_any_names_but_these
     save_from_both_policies save_only_these_names
-memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan attach
-    chain compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform
+memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan
+    attach chain compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform
     uninstall walk
 memscale.benchmarks:
 memscale.cli: main
@@ -52,8 +52,8 @@ memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer a
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
     without_states
 memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
-    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid SizeTrial Tuning allowed check_model
-    parts_of planned repeated_blocks shorthands simulator
+    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid SizeTrial Tuning allowed
+    check_model parts_of planned repeated_blocks shorthands simulator
 memscale.planning.evidence:
 memscale.planning.parts:
 memscale.planning.prediction:
