@@ -7,27 +7,24 @@ what for.
 import ast
 import collections
 import functools
-import io
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = Path(__file__).with_name("marks.txt")
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 BESIDES = {".css", ".csv", ".html", ".js", ".json", ".sql", ".toml", ".txt"}  # templates, scripts, tables of data
 
 
 def lines_of_python(text):
     """How many lines of `text` hold code: no blanks, comments or docstrings."""
-    kept, docstrings = set(), set()
+    docstrings, strings = set(), set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in LAYOUT:
-            kept.update(range(token.start[0], token.end[0] + 1))
-    return len(kept - docstrings)
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
+            strings.update(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), start=1)
+    return len(({number for number, line in lines if line and line[0] != "#"} | strings) - docstrings)
 
 
 @functools.cache
