@@ -1,6 +1,7 @@
 """What holds for every transform of an optimizer: the numbers, and that the result is an optimizer like any other."""
 
 import copy
+import itertools
 import pickle
 
 import bitsandbytes
@@ -12,6 +13,7 @@ from transformers.optimization import Adafactor as HFAdafactor
 import memscale as ms
 from memscale.optimizers import offloaded
 from tests.support.checks import bits
+from tests.support.coverings import pairwise
 from tests.support.optimizers import OPTIMIZERS, batch, network, numbers, train, trained, twins
 
 ADAMW = OPTIMIZERS["AdamW"]
@@ -342,13 +344,14 @@ SIX = [
 ]
 
 
-@pytest.mark.parametrize("rate", [5e-5, 1e-8, 0.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("make", RATES.values(), ids=RATES)
-def test_any_rate_and_type_of_parameters_can_be_transformed_and_steps_to_the_same_bits(make, dtype, rate):
+RATED = pairwise(itertools.product(RATES, (torch.bfloat16, torch.float16, torch.float32), (5e-5, 1e-8, 0.0)))
+
+
+@pytest.mark.parametrize(("name", "dtype", "rate"), RATED)
+def test_any_rate_and_type_of_parameters_can_be_transformed_and_steps_to_the_same_bits(name, dtype, rate):
     def stepped(how):
         model = network().to(dtype)
-        optimizer = how(make(list(model.parameters()), rate))
+        optimizer = how(RATES[name](list(model.parameters()), rate))
         for number in range(2):
             for position, parameter in enumerate(model.parameters()):
                 parameter.grad = torch.full_like(parameter, 0.1 * position - number)
