@@ -79,6 +79,12 @@ def is_of_users(value: Any) -> bool:
 
 
 @by_class
+def _has_attributes(kind: Any) -> bool:
+    """Whether `kind` is a class of parameters that is not PyTorch's own, whose attributes a call may change."""
+    return issubclass(kind, nn.Parameter) and not kind.__module__.startswith("torch.")
+
+
+@by_class
 def _leads_on(kind: Any) -> bool:
     return kind is torch.Generator or is_host_generator(kind) or is_followed(kind)
 
@@ -428,6 +434,10 @@ class Scope:
                     stack.extend([child for child in content.values() if child is not None])
                 elif content:
                     tensors += [(position, key, value) for key, value in content.items() if value is not None]
+                    for key, value in content.items():
+                        if _has_attributes(type(value)):  # bitsandbytes takes those of 8 bits away at the first call
+                            self._at = hash((number, key))
+                            self._add(Attributes(value.__dict__, 0))
             self._visit_forward_hooks(own)
 
     def _visit_forward_hooks(self, own: dict[str, Any]) -> None:

@@ -154,9 +154,20 @@ def test_a_model_in_4_bits_that_peft_prepares_recomputes_once_and_is_counted(wra
     assert profile.by_category["parameter"] == sum(parameter.nbytes for parameter in expected.parameters())
 
 
+@pytest.mark.parametrize("in_bits", [4, 8])
 @pytest.mark.parametrize("wrap_first", [True, False])
-def test_adapters_of_weights_in_4_bits_train_to_the_same_numbers(wrap_first: bool) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the weights in 4 bits are of bitsandbytes")
+def test_adapters_of_weights_in_few_bits_train_to_the_same_numbers(wrap_first: bool, in_bits: int) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="the weights in few bits are of bitsandbytes")
+
+    def packing(linear: nn.Linear) -> nn.Module:
+        sizes = {"input_features": linear.in_features, "output_features": linear.out_features, "bias": False}
+        if in_bits == 4:
+            small = bitsandbytes.nn.Linear4bit(**sizes, compute_dtype=torch.float32)
+            small.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False)
+        else:  # whose first call moves the scales from the weight to the layer
+            small = bitsandbytes.nn.Linear8bitLt(**sizes, has_fp16_weights=False)
+            small.weight = bitsandbytes.nn.Int8Params(linear.weight.data, requires_grad=False)
+        return small  # type: ignore[no-any-return]
 
     def run(wraps: bool) -> Any:
         torch.manual_seed(0)
@@ -167,20 +178,18 @@ def test_adapters_of_weights_in_4_bits_train_to_the_same_numbers(wrap_first: boo
         for layer in model.model.layers:
             for name, linear in layer.mlp.named_children():
                 if isinstance(linear, nn.Linear):
-                    small = bitsandbytes.nn.Linear4bit(
-                        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32
-                    )
-                    small.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False)
-                    setattr(layer.mlp, name, small)
+                    setattr(layer.mlp, name, packing(linear))
         model = model.to("cpu")  # which packs them
-        model.is_loaded_in_4bit = True
+        setattr(model, f"is_loaded_in_{in_bits}bit", True)
         if wraps and wrap_first:
             ms.wrap(model, FORCE)
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up_proj"], lora_dropout=0.1))
         if wraps and not wrap_first:
             ms.wrap(model, FORCE)
-        assert {each.dtype for name, each in model.named_parameters() if "mlp.gate" in name} == {torch.uint8}
+        assert {each.dtype for name, each in model.named_parameters() if "mlp.gate" in name} == {
+            torch.uint8 if in_bits == 4 else torch.int8
+        }
         assert sum("forward" in each.__dict__ for each in model.modules()) >= (2 if wraps else 0)
         return bits(trained(model))
 

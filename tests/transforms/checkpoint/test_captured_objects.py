@@ -285,3 +285,39 @@ def test_verify_leaves_counters_of_objects_alone():
     model = nn.Sequential(Scaled())
     assert ms.verify(model, ms.transform(model, {"0": ms.checkpoint()}), torch.ones(8, 4)).exact
     assert model[0].calls.count == 0
+
+
+class Weight(nn.Parameter):
+    """A weight with a scale beside it, until the first call takes it away, as those of bitsandbytes in 8 bits have."""
+
+
+class TakesScale(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight = Weight(self.weight.detach(), requires_grad=False)
+        self.weight.scale, self.scale = torch.full((4, 1), 3.0), None
+
+    def forward(self, x):
+        if self.weight.scale is not None:
+            self.scale, self.weight.scale = self.weight.scale, None
+        weight = self.weight if self.scale is None else self.weight * self.scale
+        return nn.functional.linear(x, weight, self.bias).tanh()
+
+
+@pytest.mark.parametrize("how", [None, *HOW])
+def test_what_a_weight_has_as_an_attribute_and_loses_is_there_again(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), TakesScale())
+    scale = model[1].weight.scale
+    expected = torch.func.functional_call(
+        nn.Sequential(model[0], nn.Linear(4, 4)),
+        {"1.weight": model[1].weight.detach() * scale, "1.bias": model[1].bias},
+        X,
+    ).tanh()
+    wanted = torch.autograd.grad(expected.sum(), model[0].weight)[0]
+    fit = model if how is None else ms.transform(model, {"1": HOW[how]})
+    for _ in range(2):  # the first call moves it
+        model[0].weight.grad = None
+        fit(X).sum().backward()
+        assert torch.equal(model[0].weight.grad, wanted)
+        assert (model[1].weight.scale, fit[1].scale) == (None, scale)
