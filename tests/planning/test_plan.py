@@ -374,6 +374,7 @@ def test_a_head_that_is_tiled_and_one_that_is_not_have_corrections_of_their_own(
     batch = torch.ones(512, 64)
     labels = torch.zeros(512, dtype=torch.long)
     step = {**_step(model, batch), "loss": lambda y, _: nn.functional.cross_entropy(y, labels)}
+    step["config"] = ms.Config(mode="aggressive")
     engine = ms.DecisionEngine(model, **step)
     curve = engine.frontier(3)
     assert "tile" in repr(curve[0].plan)
