@@ -153,11 +153,11 @@ def test_a_tuned_size_is_one_processs():
     step["config"] = ms.Config(mode="conservative")
     ranks = {"parallel": "fsdp2", "world": 64}
     peak = ms.OOMPredictor(model, **step, **ranks).predict(batch(64), recommend=False).peak_bytes
-    tuned = ms.AutoTuner(model, **step, **ranks).tune(batch, budget=peak + 2**22, **asked)
+    tuned = ms.AutoTuner(model, **step, **ranks).tune(batch, budget=peak + 2**20, **asked)
     assert tuned.plan.parallel == Parallel("fsdp2", 64)
     assert any("one process's of several (fsdp2 over 64 processes)" in note for note in tuned.notes)
     with pytest.raises(ms.BudgetError):
-        ms.AutoTuner(model, **step).tune(batch, budget=peak + 2**22, **asked)
+        ms.AutoTuner(model, **step).tune(batch, budget=peak + 2**20, **asked)
 
 
 MISTAKES = {
