@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +105,9 @@ class OperatorWatch(internals.TorchDispatchMode):
         if torch.is_inference_mode_enabled():
             with _as_without_a_mode(func):
                 return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
+        if _changes_lists(func):
+            with _new_versions(args[0]):
+                return without_dynamo(type(self).on_call)(self, func, args, kwargs or {})
         if _dynamo_callback() is None:
             return self.on_call(func, args, kwargs or _NO_KEYWORDS)
         return _disabled(type(self).on_call)(self, func, args, kwargs or {})
@@ -111,6 +115,27 @@ class OperatorWatch(internals.TorchDispatchMode):
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called in place of `func`."""
         raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=4096)
+def _changes_lists(func: Any) -> bool:
+    return (
+        isinstance(func, internals.OpOverload) and re.fullmatch(r"aten::_foreach_\w+_", func._schema.name) is not None
+    )
+
+
+@contextmanager
+def _new_versions(changed: Iterable[Any]) -> Iterator[None]:
+    """Give tensors that an operator changes in place new versions, which under a mode PyTorch does not do for lists.
+
+    Autograd, and whoever saves a tensor, would not notice that it was changed.
+    """
+    tensors = [each for each in changed if isinstance(each, torch.Tensor) and not each.is_inference()]
+    before = [each._version for each in tensors]
+    yield
+    for each, then in zip(tensors, before, strict=True):
+        if each._version == then:
+            torch.autograd.graph.increment_version(each)
 
 
 def _as_without_a_mode(func: Any) -> AbstractContextManager[Any]:

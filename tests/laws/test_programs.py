@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from torch import nn
 
 import memscale as ms
@@ -69,6 +69,8 @@ def test_a_random_program_gives_the_same_numbers(sort):
     @settings(max_examples=max(30, settings().max_examples))
     @given(programs.programs(sort))
     def check(program):
+        # The default dtype is of all threads: the simulation beside would rightly take more for it.
+        assume(not (os.environ.get("FUZZ_BESIDE") and "around: default dtype" in program.features()))
         wrong, end = fails(program)
         ends[end] += 1
         assert wrong is None, f"{wrong}\n\n{program}"

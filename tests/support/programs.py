@@ -250,7 +250,8 @@ BACKWARD = {
     "of some parameters": "loss.backward(inputs=[p for p in model.parameters() if p.requires_grad][:1] + [x])",
     "double": "(g,) = torch.autograd.grad(loss, x, create_graph=True)\nwatch('first', g)\n(g.square().sum() + loss).backward()",
     "in a thread": "in_threads(loss.backward)",
-    "in two threads": "gs = {}\nin_threads(*[lambda i=i: gs.update({i: torch.autograd.grad(loss * (i + 1), [x, *[p for p in model.parameters() if p.requires_grad]], retain_graph=True, allow_unused=True)}) for i in range(2)])\nwatch('two', [gs[0], gs[1]])",
+    # What requires gradients is asked before: beside a recompute another thread sees the module as the forward had it.
+    "in two threads": "gs, ps = {}, [x, *[p for p in model.parameters() if p.requires_grad]]\nin_threads(*[lambda i=i: gs.update({i: torch.autograd.grad(loss * (i + 1), ps, retain_graph=True, allow_unused=True)}) for i in range(2)])\nwatch('two', [gs[0], gs[1]])",
     "stopped, then again": "handle = x.register_hook(lambda g: 1 / 0)\ntry:\n    loss.backward(retain_graph=True)\nexcept ZeroDivisionError:\n    pass\nhandle.remove()\nmodel.zero_grad()\nx.grad = None\nloss.backward()",
     "none": "pass",
 }
