@@ -139,7 +139,7 @@ def plan(options: PlanOptions) -> int:
 
         contents: dict[str, Content] = {
             "json": found.to_json(),
-            "plot": lambda path: engine.steps.profile(found).plot(path),
+            "plot": lambda path: engine.steps.profile(found).plot(path, budget_bytes=found.evidence.budget_bytes),
             "html": ms.Frontier.of(map(Point.of, (found, as_it_is))).html,
             "python": as_script(step, options.step, found, engine.step.batch),
         }

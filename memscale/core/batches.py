@@ -141,14 +141,22 @@ def given_loss(output: Any, batch: Any, loss: Loss) -> torch.Tensor:
     Raises:
         ConfigError: not a tensor with one element, or a loss of PyTorch's, which takes targets and not a batch.
     """
-    is_torchs = getattr(loss, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
-    if is_torchs and not isinstance(batch, torch.Tensor):  # of an autoencoder the batch is the target
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise ConfigError(
-            f"loss={name} compares an output with targets, and a loss is called as loss(output, batch), here with the "
-            f"whole {type(batch).__name__}; write loss=lambda output, _: {name}(output, y), with your labels for y"
-        )
-    return _one_element(loss(output, batch), "loss(output, batch)")
+    if getattr(loss, "__module__", "") not in ("torch.nn.modules.loss", "torch.nn.functional"):
+        return _one_element(loss(output, batch), "loss(output, batch)")
+    name = getattr(loss, "__name__", type(loss).__name__)
+    call = f"{name}(output, y)" if hasattr(loss, "__name__") else f"nn.{name}()(output, y)"
+    fault = ConfigError(
+        f"loss={name} compares an output with targets, and a loss is called as loss(output, batch), here with the "
+        f"whole {type(batch).__name__}; write loss=lambda output, _: {call}, with your labels for y"
+    )
+    if not isinstance(batch, torch.Tensor):  # of an autoencoder the batch is the target
+        raise fault
+    try:
+        return _one_element(loss(output, batch), "loss(output, batch)")
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise fault from error
 
 
 def scalar_loss(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:

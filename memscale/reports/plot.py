@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
 
 INK = "#222222"
+BUDGET = "#b3261e"
 _COLUMNS = 1200  # about as many as the widest panel has pixels
 _LETTER = 0.0095  # the width of a letter of 9 points, as a share of a panel 8 inches wide
 
@@ -66,7 +67,7 @@ def plot_timelines(path: str | PathLike[str], traces: Mapping[str, AllocatorTrac
     figure.savefig(path, format="png")
 
 
-def plot_profile(profile: Profile, path: str | PathLike[str]) -> None:
+def plot_profile(profile: Profile, path: str | PathLike[str], budget_bytes: int | None = None) -> None:
     """Write `Profile.plot`'s picture.
 
     Raises:
@@ -74,10 +75,10 @@ def plot_profile(profile: Profile, path: str | PathLike[str]) -> None:
         RuntimeUnavailable: matplotlib is not installed.
     """
     target = checked_target(path, "Profile.plot", (".png", ".svg"), "use html() for a report")
-    profile_figure(profile).savefig(target, format=target.suffix.lower()[1:])
+    profile_figure(profile, budget_bytes).savefig(target, format=target.suffix.lower()[1:])
 
 
-def profile_figure(profile: Profile) -> Figure:
+def profile_figure(profile: Profile, budget_bytes: int | None = None) -> Figure:
     """`plot_profile`'s picture as a matplotlib figure."""
     timeline = profile.timeline
     time_unit, seconds = time_scale(float(timeline.position[-1])) if timeline.unit == "seconds" else ("", 1.0)
@@ -105,8 +106,13 @@ def profile_figure(profile: Profile) -> Figure:
     lowest = below[-1] if below else axes
     lowest.set_xlabel(f"{estimated}time ({time_unit})" if time_unit else "operators", color=INK)
     axes.set_ylabel(f"live memory ({unit})", color=INK)
-    axes.set_ylim(0, profile.peak_bytes / scale * 1.12)
+    axes.set_ylim(0, max(profile.peak_bytes, budget_bytes or 0) / scale * 1.12)
     axes.set_xlim(0, end)
+    if budget_bytes is not None:
+        height = budget_bytes / scale
+        axes.axhline(height, color=BUDGET, linewidth=1.2)
+        told = f"budget {format_bytes(budget_bytes)}"
+        label(axes, told, (1, height), ("axes fraction", "data"), offset=(-4, 4), ha="right", color=BUDGET)
     _legend(figure, axes, len(shown))
     return figure
 

@@ -271,14 +271,18 @@ class Profile:
         """
         _reports().write_trace(self, path)
 
-    def plot(self, path: str | PathLike[str]) -> None:
+    def plot(self, path: str | PathLike[str], *, budget_bytes: int | None = None) -> None:
         """Draw live bytes over the step, stacked by category with the peak marked, as PNG or SVG by the suffix.
+
+        Args:
+            path: of the picture.
+            budget_bytes: what the step may take, a line of its own.
 
         Raises:
             ConfigError: the suffix is neither, or the folder does not exist.
             RuntimeUnavailable: matplotlib is not installed.
         """
-        _reports().plot_profile(self, path)
+        _reports().plot_profile(self, path, budget_bytes)
 
     def html(self, path: str | PathLike[str]) -> None:
         """Write a report as one HTML file that needs nothing else, from the network or from disk.

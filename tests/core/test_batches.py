@@ -40,12 +40,16 @@ def test_mistakes_get_the_same_words(verb):
     assert words(lambda: verb(torch.ones(2, 3), 0.5)).startswith(NO_LOSS)
     assert words(lambda: verb(torch.ones(2, 3), lambda y: y.sum())).startswith(OF_ONE)
     assert words(lambda: verb(torch.ones(2, 3), lambda y, _: y)).startswith(NO_SCALAR)
-    for loss, name in ((nn.MSELoss(), "MSELoss"), (nn.functional.cross_entropy, "cross_entropy")):
+    cross_entropy = nn.functional.cross_entropy
+    for loss, call in ((nn.MSELoss(), "nn.MSELoss()(output, y)"), (cross_entropy, "cross_entropy(output, y)")):
         found = words(lambda loss=loss: verb((torch.ones(2, 3),), loss))
-        assert found.startswith(f"loss={name} compares an output with targets, and a loss is called as")
-        assert found.endswith(
-            f"the whole tuple; write loss=lambda output, _: {name}(output, y), with your labels for y"
+        assert found.startswith(
+            f"loss={call.split('(')[0].removeprefix('nn.')} compares an output with targets, and a loss"
         )
+        assert found.endswith(f"the whole tuple; write loss=lambda output, _: {call}, with your labels for y")
+    # The batch is no target that classes could be.
+    found = words(lambda: verb(torch.ones(2, 2, 3), nn.CrossEntropyLoss(weight=torch.ones(5))))
+    assert found.startswith("loss=CrossEntropyLoss compares an output with targets, and a loss is called as")
 
 
 def test_an_autoencoder_has_its_batch_for_a_target():

@@ -125,9 +125,11 @@ class OOMPrediction:
         peak, capacity = format_unlike(self.peak_bytes, self.capacity_bytes)
         left = format_bytes(abs(self.headroom_bytes))
         device = self.profile.hardware.name
+        steps = any(name == "optimizer" for name, _ in self.profile.timeline.phases)
+        step = "the step" if steps else "the step, without an optimizer,"
         if not self.fits:
-            return f"the step does not fit: its peak of {peak} is {left} above the {capacity} of {device}"
-        return f"the step fits: its peak of {peak} leaves {left} of the {capacity} of {device}"
+            return f"{step} does not fit: its peak of {peak} is {left} above the {capacity} of {device}"
+        return f"{step} fits: its peak of {peak} leaves {left} of the {capacity} of {device}"
 
     def to_json(self) -> str:
         """The prediction as JSON text, with a schema version; what is derived (`risk`, `fits`, ...) is in it too."""
