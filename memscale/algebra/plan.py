@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memscale.algebra.composition import Transform, is_of_optimizers, what_to_write
-from memscale.core import Document, PlanError, from_data, matches, misfit, shown, spellings
+from memscale.algebra.composition import Transform, chain, is_of_optimizers, what_to_write
+from memscale.core import Document, PlanError, first_line, from_data, matches, misfit, shown, spellings
 
 _Plan = TypeVar("_Plan", bound="Plan")
 
@@ -106,6 +106,39 @@ class Plan:
             rows.append(("(none)", "exact", "identity"))
         width = max(len(path) for path, *_ in rows)
         return "\n".join(f"{path:<{width}}  {numbers:<7}  {transform}" for path, numbers, transform in rows)
+
+    def explain(self, path: str | None = None) -> str:
+        """The plan as a table, and what each of its transforms does. Figures are those of a plan of `memscale.plan`.
+
+        >>> import memscale as ms
+        >>> print(ms.Plan({"layers.*": ms.checkpoint()}).explain())
+        path      numbers  transform
+        layers.*  exact    checkpoint()
+        checkpoint: A transform that keeps a function's inputs for backward and recomputes the rest.
+
+        Args:
+            path: of a module, for the rules that match it alone; None for all.
+        """
+        rules = Plan([(rule.pattern, rule.transform) for rule in self if path is None or rule.matches(path)])
+        names = dict.fromkeys(each.spelling for rule in rules for each in chain(rule.transform))
+        return "\n".join([str(rules), *(f"{name}: {first_line(name)}" for name in names)])
+
+    def diff(self, other: Plan) -> str:
+        """What `other` does differently, a line for each path pattern; empty where it does nothing else.
+
+        >>> import memscale as ms
+        >>> print(ms.Plan({"layers.*": ms.checkpoint()}).diff(ms.Plan({"layers.*": ms.offload()})))
+        layers.*: checkpoint() -> offload()
+        """
+        lines = []
+        for pattern in dict.fromkeys(rule.pattern for plan in (self, other) for rule in plan):
+            before, after = (
+                ", then ".join(repr(rule.transform) for rule in plan if rule.pattern == pattern) or "as it is"
+                for plan in (self, other)
+            )
+            if before != after:
+                lines.append(f"{pattern or '(root)'}: {before} -> {after}")
+        return "\n".join(lines)
 
     @property
     def parallel(self) -> Any:

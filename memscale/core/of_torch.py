@@ -20,7 +20,7 @@ from memscale.core.simulating import (
     simulating,
     simulation,
 )
-from memscale.core.values import Value, factory, from_data, spellings
+from memscale.core.values import Value, factory, first_line, from_data, spellings
 from memscale.core.versions import changed_error, described, version, versions
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "described",
     "device_type",
     "factory",
+    "first_line",
     "found_once",
     "from_data",
     "fsdp_groups",

@@ -74,6 +74,16 @@ def spellings() -> list[str]:
     return sorted(_FACTORIES)
 
 
+def first_line(spelling: str) -> str:
+    """The first line of what a factory's documentation says.
+
+    >>> import memscale as ms
+    >>> first_line("checkpoint")
+    "A transform that keeps a function's inputs for backward and recomputes the rest."
+    """
+    return (inspect.getdoc(_FACTORIES[spelling]) or "").partition("\n")[0]
+
+
 def from_data(data: Any) -> Any:
     """The inverse of `Value.to_data`. Values are made by their public factories, so they are validated again.
 

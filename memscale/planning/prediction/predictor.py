@@ -40,7 +40,7 @@ class OOMPredictor:
     >>> predictor = ms.OOMPredictor(nn.Sequential(*blocks), loss=lambda y, _: y.square().mean(), hardware=box)
     >>> prediction = predictor.predict(torch.ones(1024, 64))
     >>> print(prediction.message)
-    the step does not fit: its peak of 11.1 MiB is 3.07 MiB above the 8.00 MiB of box
+    the step, without an optimizer, does not fit: its peak of 11.1 MiB is 3.07 MiB above the 8.00 MiB of box
     >>> any(each.plan and each.peak_bytes <= prediction.capacity_bytes for each in prediction.recommendations)
     True
     >>> print(predictor.largest(lambda rows: torch.ones(rows, 64)))
