@@ -154,7 +154,7 @@ def test_it_prints_what_matters(critical):
     prediction = critical
     text = str(prediction).splitlines()
     assert text[0] == f"CRITICAL: {prediction.message}"
-    assert text[0].startswith("CRITICAL: the step, without an optimizer, does not fit: its peak of 3.13 MiB is 133 KiB above")
+    assert text[0].startswith("CRITICAL: the step, without an optimizer, does not fit: its peak of 3.13 MiB is 133 KiB")
     assert text[0].endswith("above the 3.00 MiB of box")
     assert text[1].startswith("at the peak, in backward, ")
     assert text[2].split()[0] == "activation"
