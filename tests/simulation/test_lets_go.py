@@ -59,3 +59,25 @@ def test_the_last_reference_frees_the_weights(use: Callable[[nn.Module, torch.Te
         assert storage() is None
     finally:
         gc.enable()
+
+
+def test_a_step_that_fails_in_backward_leaves_nothing_that_would_be_looked_for(monkeypatch):
+    def fails(gradient):
+        raise ArithmeticError("on purpose")
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))  # whose backward does not run
+            self.other = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.one(x)
+            x.register_hook(fails)
+            return self.other(x).tanh()
+
+    searched = []
+    monkeypatch.setattr(gc, "get_referrers", lambda *things: searched.append(things) or [])
+    with pytest.raises(ms.ConfigError, match="ArithmeticError: on purpose"):
+        ms.plan(Model(), torch.ones(2, 8), budget="1GiB", loss=lambda y, _: y.mean(), hardware="h100")
+    assert not searched

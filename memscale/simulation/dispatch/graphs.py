@@ -36,8 +36,16 @@ class Graphs:
         if not self.gone:
             return
         self.gone.clear()
-        for backward, (root, after) in [*self._ran.items()]:
+        for backward, (root, _) in [*self._ran.items()]:
             if root() is None:
-                del self._ran[backward]
-                while after:
-                    after.popleft()
+                self._drop(backward)
+
+    def end(self) -> None:
+        """Let go of all: a step that failed has let go of none, and what hangs on them would be searched for."""
+        for backward in [*self._ran]:
+            self._drop(backward)
+
+    def _drop(self, backward: int) -> None:
+        _, after = self._ran.pop(backward)
+        while after:
+            after.popleft()

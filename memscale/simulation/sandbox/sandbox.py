@@ -192,6 +192,7 @@ class Simulation:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         left = LeftBehind(self.mode.storages, on_card=self._kernels.device_type != "cpu")
+        self.mode.books.graphs.end()
         self._stack.close()
         self._contents.clear()  # it holds the caller's storages
         self._variables = contextvars.Context()
