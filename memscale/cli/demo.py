@@ -70,13 +70,14 @@ def demo(options: DemoOptions) -> int:
     text = read_text()
     screen.print(
         f"Training GPT-2 with {job.layers} layers of width {job.width} and dropout on {len(text):,} bytes of "
-        f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}.",
-        soft_wrap=True,
+        f"Python source: {job.steps} AdamW steps of {job.batch} × {job.seq} bytes on {job.device}."
     )
     with _deterministic(job.device):
         with simulations() as progress:
             plan = _planned(job, budget, progress)
-        screen.print(f"\n{plan.explain()}\n", soft_wrap=True, highlight=False, markup=False)
+        said = [line for line in plan.evidence.trace if line.startswith(("memory pressure", "smart skip", "proof"))]
+        screen.print("\n".join(["", *said, ""]), highlight=False, markup=False)
+        screen.print(f"{plan}\n", soft_wrap=True, highlight=False, markup=False)
         with _progress() as bar:
             task = bar.add_task("training", total=2 * job.steps)
             baseline, planned = train(job, text, (_unchanged, _under(plan)), lambda: bar.advance(task))

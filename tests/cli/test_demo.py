@@ -50,6 +50,9 @@ def test_it_compares_and_leaves_a_picture(tmp_path: Path, capsys: pytest.Capture
         assert line in shown
     assert "DIFFERENT" not in shown
     assert str(out) in shown
+    *lines, _ = shown.splitlines()  # the last one has a path
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 80
     assert out.read_bytes().startswith(PNG)
 
 
