@@ -117,12 +117,7 @@ class History:
 
     def unsent(self, url: str) -> list[Run]:
         """The runs that `queue` would let go to `url`, and those that wait for it."""
-        with self._told():
-            rows = self._connection.execute(
-                "SELECT document FROM run LEFT JOIN delivery ON run = id AND url = ? WHERE done IS NOT 1 ORDER BY id",
-                (url,),
-            ).fetchall()
-        return [Run.from_json(document) for (document,) in rows]
+        return self._found("LEFT JOIN delivery ON run = id AND url = ? WHERE done IS NOT 1 ORDER BY id", url)
 
     def delivered(self, run: Run, url: str, stamp: int) -> None:
         """Send the run there no more, unless it changed since `stamp`."""
@@ -150,11 +145,7 @@ class History:
         given = {column: value for column, value in wanted.items() if value is not None}
         where = " AND ".join(f"{column} = ?" for column in given) or "1"
         limit = -1 if last is None else last
-        with self._told():
-            rows = self._connection.execute(
-                f"SELECT document FROM run WHERE {where} ORDER BY id DESC LIMIT ?", (*given.values(), limit)
-            ).fetchall()
-        return [Run.from_json(document) for (document,) in reversed(rows)]
+        return self._found(f"WHERE {where} ORDER BY id DESC LIMIT ?", *given.values(), limit)[::-1]
 
     def run(self, start: str) -> Run:
         """The run whose id begins with `start`; ``"last"`` is the newest.
@@ -165,15 +156,16 @@ class History:
         if start == "last":
             found = self.runs(last=1)
         else:
-            with self._told():
-                rows = self._connection.execute(
-                    "SELECT document FROM run WHERE substr(id, 1, length(?)) = ? LIMIT 2", (start, start)
-                ).fetchall()
-            found = [Run.from_json(document) for (document,) in rows]
+            found = self._found("WHERE substr(id, 1, length(?)) = ? LIMIT 2", start, start)
         if len(found) != 1 or not start:
             many = "several runs begin" if found else "no run begins"
             raise ConfigError(f"{many} with {start!r} in {str(self.path)!r}; `memscale history list` shows their ids")
         return found[0]
+
+    def _found(self, which: str, *values: object) -> list[Run]:
+        with self._told():
+            rows = self._connection.execute(f"SELECT document FROM run {which}", values).fetchall()
+        return [Run.from_json(document) for (document,) in rows]
 
     def _open(self) -> None:
         self._connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
