@@ -79,7 +79,7 @@ gpu-sanitize: $(READY)
 		exit 1; }
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -m cuda tests/runtime/backends/test_cuda_runtime.py -q $(ARGS)
 
-# The CUDA build of PyTorch on stand-in libraries: the bytes of a card, without a card. See tests/ghost/README.md. Only
+# The CUDA build of PyTorch on fake CUDA libraries: the bytes of a card, without a card. See tests/ghost/README.md. Only
 # files with tests for a card: its environment has not all that others import. Each in a process of its own: what one
 # leaves on the device (the workspaces of cuBLAS for each thread) would be free memory in the next one's measurement.
 GHOST := .ghost
