@@ -219,8 +219,8 @@ def test_who_catches_any_error_raises_another_or_says_whose_it_is():
     assert {line for path in MODULES.values() for line in silent(path)} == set()
 
 
-# Public classes of two folders with one name, for two things. The list only shrinks. Rows and forms of the server are named
-# as what they are of.
+# Public classes of two folders with one name, for two things: a list that only shrinks. Rows and forms of the server
+# are named as what they are of.
 SHARED_NAMES = {
     "Ahead", "Argument", "Block", "Call", "Comparison", "MemScaleCallback", "Moment", "Replay", "Result", "Rows", "Run",
     "Seen", "Shown", "State", "Subject",
