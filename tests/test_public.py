@@ -24,8 +24,8 @@ memscale.policies:
     everything_saveable nothing_saveable save_and_offload_only_these_names save_any_names_but_these
     save_from_both_policies save_only_these_names
 memscale.algebra: ForwardPatch Method Numbers OfModule OwnForward Placing Plan PlanLike Transform Transformed as_plan
-    attach chain compose find_regions functional identity install is_transformed placing_in rules_by_parameter transform
-    uninstall walk
+    attach chain compose copy_tree find_regions functional identity install is_transformed placing_in rules_by_parameter
+    transform uninstall walk
 memscale.benchmarks:
 memscale.cli: main
 memscale.core: Argument Assembled BudgetError Check ConfigError CorrectnessError DiskCache Document HISTORY Loss
@@ -83,7 +83,8 @@ memscale.server.migrations:
 memscale.server.templatetags:
 memscale.simulation: Attribution Given Holding Ledger Loop MemoryProfiler NeedsValues OUTSIDE Parallel ParallelKind
   Phase Profile ProfileDiff Schedule SimulatedStep Station Strand Target TrainingStep as_hardware check_plan
-  differences few_collections hardware_for profile_of queues_of record record_in_a_row reserved_bytes spliced
+  differences few_collections hardware_for pack_weights profile_of queues_of record record_in_a_row reserved_bytes
+  spliced
 memscale.simulation.allocator:
 memscale.simulation.dispatch:
 memscale.simulation.kernels:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memscale.algebra import Plan
 from memscale.cli.step import Step, StepOptions
 from memscale.cli.subject import DTYPES
+
+if TYPE_CHECKING:
+    from memscale.algebra import Plan
 
 _CPU_OR_CARD = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
 

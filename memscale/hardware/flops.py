@@ -27,7 +27,7 @@ def flops_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
     60
     """
     formula = _FORMULAS.get(op._opname)
-    if formula is not None and op.namespace == "aten":
+    if formula is not None and op.namespace in ("aten", "bitsandbytes"):
         flops = formula({**dict(zip(_names(op), args, strict=False)), **kwargs}, outputs)
     else:
         registered = flop_registry.get(op.overloadpacket)
@@ -114,6 +114,7 @@ _FORMULAS: dict[str, Callable[[Arguments, Any], int]] = {
     **{name: _product("batch1") for name in ("baddbmm", "baddbmm_")},
     **{name: _product("mat") for name in ("addmv", "addmv_")},
     "linear": _product("input"),
+    "int8_linear_matmul": _product("A"),  # of bitsandbytes
     "addbmm": _batch_sum,
     "addbmm_": _batch_sum,
     "_grouped_mm": _grouped_product,

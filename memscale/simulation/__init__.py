@@ -2,7 +2,8 @@
 
 The journey of `profile(model, batch)`, in the order in which to read:
 
-1. `step`: the training step as a value, whose making `checks` what it is made of; `target`: the device. `record`
+1. `step`: the training step as a value, whose making `checks` what it is made of, and `packed` where it
+   has layers in few bits without numbers; `target`: the device. `record`
    simulates the step under a plan, twice (the first step makes the optimizer's states). `profiler` asks for that, and
    for real steps where a step cannot be simulated (`measured/`).
 2. `sandbox/`: finds what the step can reach (`step_scope`), gives what is not on the CPU `stand_ins` there, and puts
@@ -25,6 +26,7 @@ from memscale.simulation.analysis import reserved_bytes
 from memscale.simulation.attribution import OUTSIDE, Attribution, Station
 from memscale.simulation.dispatch.values import NeedsValues
 from memscale.simulation.ledger import Ledger, Phase
+from memscale.simulation.packed import pack_weights
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
 from memscale.simulation.profiler import MemoryProfiler, profile_of
 from memscale.simulation.record import check_plan, record, record_in_a_row
@@ -62,6 +64,7 @@ __all__ = [
     "differences",
     "few_collections",
     "hardware_for",
+    "pack_weights",
     "profile_of",
     "queues_of",
     "record",

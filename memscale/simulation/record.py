@@ -16,6 +16,7 @@ from memscale.core import ConfigError, one_at_a_time
 from memscale.optimizers import TransformedOptimizer, without_states
 from memscale.simulation.checks import about_compiled
 from memscale.simulation.dispatch.host_time import HostTime
+from memscale.simulation.packed import about_experts
 from memscale.simulation.parallel.one_rank import check_places, one_rank
 from memscale.simulation.parallel.spec import Parallel
 from memscale.simulation.sandbox.draws import PYTHON_DRAWN, Draws, drawing
@@ -272,6 +273,7 @@ def _simulated(
         *([PYTHON_DRAWN] if drawn else []),
         *kernels.notes(simulation.scope.modules),
         *about_compiled(simulation.scope.modules, simulation.compiled),
+        *about_experts(step.module),
         *simulation.runtimes.notes(),
     )
     return SimulatedStep(ledger, simulation.clock, (*notes, *found), simulation.below(), drawn or values.goes_by_draws)

@@ -13,6 +13,7 @@ from torch import nn
 from memscale.core import ConfigError, Loss, call, check_count, check_loss, scalar_loss
 from memscale.optimizers import TransformedOptimizer
 from memscale.simulation.checks import check_call, check_followed, check_optimizer
+from memscale.simulation.packed import packed
 from memscale.simulation.parallel.spec import Parallel, ParallelKind
 
 
@@ -97,6 +98,8 @@ class TrainingStep:
                 )
         check_count(f"{caller}(accumulate={accumulate!r})", accumulate)
         check_followed(model)
+        if isinstance(model, nn.Module):
+            model = packed(model)
         check_optimizer(model, optimizer)
         check_loss(loss)
         return cls(model, None, optimizer, loss, Loop(accumulate, keeps_output), spec)

@@ -24,6 +24,7 @@ from memscale.simulation.dispatch.operators import Operator
 from memscale.simulation.dispatch.values import NeedsValues, stands_in
 from memscale.simulation.kernels.cpu_scratch import Sounding
 from memscale.simulation.kernels.cuda_scratch import BLAS_VARIABLES
+from memscale.simulation.kernels.few_bits import without_outliers
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.programs import PLAIN, RESULTS, Program, is_deterministic, taken
 from memscale.simulation.kernels.shapes import (
@@ -41,6 +42,8 @@ LARGEST_RUN_BYTES = 1 << 30
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}  # the fake ones take operands of two dtypes, the real ones refuse
 # Only the kernel knows the size of its workspace, which it keeps for backward; the fake one returns an empty tensor.
 _KERNEL_DECIDES = {aten.mkldnn_rnn_layer.default}
+# By values it knows how many columns it returns.
+_COUNTS_OUTLIERS = "bitsandbytes::int8_vectorwise_quant"
 _MOST_LAYOUTS, _MOST_EFFECTS = 1 << 15, 1 << 14
 # Of the process: a layout follows from the call and from PyTorch's switches, and fake kernels are slow.
 _layouts: dict[Any, ResultLayout] = {}
@@ -180,6 +183,8 @@ class CallEffects:
             return ResultLayout(None, ())
         if op in _KERNEL_DECIDES or (op._opname in _PRODUCTS and len({tensor.dtype for tensor in tensors}) > 1):
             return self._on_zeros(op, args, kwargs, tensors, path)
+        if op.name() == _COUNTS_OUTLIERS:
+            return result_layout(without_outliers(*args), tensors)
         known = None if key is None else _layouts.get((op, key, self._switches))
         if known is not None:
             return known

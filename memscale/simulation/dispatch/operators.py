@@ -11,6 +11,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from memscale.simulation.dispatch.in_place_sums import OF_FORMULAS
+from memscale.simulation.kernels.few_bits import MADE_OF_OTHERS
 from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.shapes import Kind, kind_of, written_arguments
 from memscale.simulation.ledger import StorageRecord
@@ -125,6 +126,7 @@ class Operator:
         """What is known of `op` on the device of `kernels`."""
         schema, name = op._schema, op._opname
         kind = kind_of(op)
+        is_composed = (kernels.is_cuda and op in _COMPOSED) or op.name() in MADE_OF_OTHERS
         reads_nothing = not any("Tensor" in str(value.type) for value in schema.returns) and op not in _READS
         if reads_nothing and kind is Kind.MAKE and not schema.is_mutable:
             kind = Kind.RUN  # sizes, devices, assertions: about tensors, not about their values
@@ -141,7 +143,7 @@ class Operator:
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             leaves=name.removeprefix("new_").startswith("empty"),
             sends=op.namespace in _FUNCTIONAL and any(each.name == "group_name" for each in schema.arguments),
-            composed=composition(op) if kernels.is_cuda and op in _COMPOSED else None,
+            composed=composition(op) if is_composed else None,
             sums=op in _IN_PLACE_WITHOUT_MODE or op in OF_FORMULAS,
             written=written_arguments(op),
             order=kernels.order(op),

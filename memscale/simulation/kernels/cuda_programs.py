@@ -18,6 +18,7 @@ from memscale.simulation.kernels.cuda_convolutions import CONVOLUTIONS
 from memscale.simulation.kernels.cuda_fused import FUSED_ORDER, FUSED_PROGRAMS, partial_gradients
 from memscale.simulation.kernels.cuda_reductions import REDUCTIONS, reduced
 from memscale.simulation.kernels.cuda_rnns import RNNS
+from memscale.simulation.kernels.few_bits import OF_FEW_BITS, ORDER_OF_FEW_BITS
 from memscale.simulation.kernels.programs import PLAIN, RESULTS, Capability, Program, copied, has_channels_last, taken
 
 # The order in which results are taken, where it is not that in which they are returned.
@@ -27,6 +28,7 @@ _ORDER: Mapping[str, tuple[int, ...]] = {
     "aten._scaled_dot_product_cudnn_attention.default": (2, 3, 0, 1),
     "aten._embedding_bag.default": (2, 1, 0, 3),
     **FUSED_ORDER,
+    **ORDER_OF_FEW_BITS,
 }
 _ON_HOST = {
     "aten._scaled_dot_product_efficient_attention.default": (2, 3),  # seeds, but for a capture
@@ -369,6 +371,7 @@ PROGRAMS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
     **CONVOLUTIONS,
     **RNNS,
     **FUSED_PROGRAMS,
+    **OF_FEW_BITS,
     **dict.fromkeys(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"), _product),
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_dense_backward,

@@ -39,6 +39,7 @@ from memscale.simulation.kernels.cuda_scratch import (
     cuda_dropout,
     uses_cublaslt,
 )
+from memscale.simulation.kernels.few_bits import notes_of_few_bits
 from memscale.simulation.kernels.products import products_unwatched
 from memscale.simulation.kernels.programs import RESULTS, Program, most_held, taken
 from memscale.simulation.kernels.shapes import exchanged, tensors_in
@@ -167,7 +168,7 @@ class Kernels:
         if not self.is_cuda:
             return []
         modules = list(modules)
-        found = recurrence_notes(modules, self.capability)
+        found = recurrence_notes(modules, self.capability) + notes_of_few_bits(modules)
         if torch.backends.cudnn.enabled and any(isinstance(module, _CONVOLUTIONS) for module in modules):
             found.append(
                 "what cuDNN takes for convolutions while they run follows rules that were read off an H100; it takes "

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memscale.core import ConfigError, RuntimeUnavailable, shown
 from memscale.simulation.ledger import CATEGORIES
+from memscale.simulation.packed import beside_weights
 from memscale.simulation.results import MemoryTimeline
 from memscale.simulation.sandbox.stand_ins import with_storages
 
@@ -211,16 +212,18 @@ def training_roles(
     [('parameter', 32), ('optimizer state', 0), ('gradient', 0), ('input', 0)]
 
     Args:
-        model: its parameters and buffers are ``parameter``, the parameters' ``.grad`` are ``gradient``.
+        model: its parameters, buffers and the scales of weights in few bits are ``parameter``, the parameters'
+            ``.grad`` are ``gradient``.
         optimizer: the tensors of its state are ``optimizer state``.
         batch: a tree whose tensors are ``input``.
     """
 
     def roles() -> dict[str, list[torch.Tensor]]:
         parameters = list(model.parameters())
+        beside = [tensor for module in model.modules() for tensor in beside_weights(module).values()]
         states = dict(optimizer.state) if optimizer is not None else {}
         return {
-            "parameter": [*parameters, *model.buffers()],
+            "parameter": [*parameters, *model.buffers(), *beside],
             "optimizer state": _tensors(list(states.values())),
             "gradient": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "input": _tensors(batch),

@@ -30,6 +30,7 @@ from memscale.simulation.kernels.kernels import Kernels
 from memscale.simulation.kernels.rnn_weights import flattened_bytes, weights_of
 from memscale.simulation.kernels.shapes import is_sparse
 from memscale.simulation.ledger import Course, StorageRecord
+from memscale.simulation.packed import beside_weights
 from memscale.simulation.parallel.dtensors import propagating
 from memscale.simulation.parallel.offloaded import host_bytes, offloaded_shards
 from memscale.simulation.parallel.sharded import Sharded
@@ -95,7 +96,8 @@ class Simulation:
         self._sharded = Sharded(self.scope.modules, on_card=kernels.is_cuda)
         given = batches.tensors(batch)
         inputs = with_storages(given)
-        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *inputs]
+        beside = [tensor for module in self.scope.modules for tensor in beside_weights(module).values()]
+        reached = [*(tensor for _, _, tensor in self.scope.tensors), *self._sharded.tensors, *beside, *inputs]
         self._leaves = list({id(tensor): tensor for tensor in reached}.values())
         self._tensors = with_storages(self._leaves)
         self._meets_sparse = any(map(is_sparse, [*given, *self._leaves]))
@@ -350,7 +352,7 @@ class Simulation:
             prefix = f"{path}." if (path := self._paths.get(id(module), "")) else ""
             for name, parameter in module._parameters.items():
                 enter(parameter, "parameter", prefix + name)
-            for name, buffer in module._buffers.items():
+            for name, buffer in {**module._buffers, **beside_weights(module)}.items():
                 enter(buffer, "buffer", prefix + name)
         for optimizer in self.scope.optimizers:
             for state in optimizer.state.values():

@@ -1,0 +1,58 @@
+"""The operators of bitsandbytes by which layers with weights in few bits compute.
+
+Read off bitsandbytes 0.50.2: ``backends/cuda/ops.py`` and ``backends/default/ops.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.simulation.kernels.programs import RESULTS, Capability, Program
+
+#: Made of others, which are asked about one by one. A kernel that multiplies by 4 bits is taken on a card for less than
+#: some 512 rows, which no training step is about; else the weight is unpacked for a product of PyTorch's.
+MADE_OF_OTHERS = frozenset(f"bitsandbytes::{name}" for name in ("gemm_4bit", "int8_mixed_scaled_mm", "int8_scaled_mm"))
+
+
+def _rows_in_8_bits(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Magnitudes, which of them are outliers, and whether one is."""
+    rows, threshold = args[0], args[1] if len(args) > 1 else 0.0
+    if not threshold:
+        return (RESULTS,)
+    return RESULTS, rows.nbytes, rows.numel(), -rows.nbytes, 1, -1
+
+
+def _sums_as_floats(args: Sequence[Any], capability: Capability, multiprocessors: int) -> Program:
+    """Its kernel writes float16, from which another dtype is cast."""
+    sums, dtype = args[0], args[3] if len(args) > 3 else None
+    return (RESULTS,) if dtype in (None, torch.float16) else (2 * sums.numel(), RESULTS)
+
+
+OF_FEW_BITS: Mapping[str, Callable[[Sequence[Any], Capability, int], Program]] = {
+    "bitsandbytes.int8_vectorwise_quant.default": _rows_in_8_bits,
+    "bitsandbytes.int8_mm_dequant.default": _sums_as_floats,
+}
+ORDER_OF_FEW_BITS = {"bitsandbytes.int8_vectorwise_quant.default": (1, 0)}
+
+
+def without_outliers(rows: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What ``int8_vectorwise_quant`` returns of rows without outliers, on meta: how many there are, values decide."""
+    found = torch.empty(rows.shape, dtype=torch.int8, device="meta")
+    scales = torch.empty(rows.numel() // rows.shape[-1], dtype=torch.float32, device="meta")
+    return found, scales, torch.empty(0, dtype=torch.int64, device="meta") if threshold else None
+
+
+def notes_of_few_bits(modules: Iterable[nn.Module]) -> list[str]:
+    """What is assumed of layers in 8 bits."""
+    layers = [each for each in modules if type(each).__module__.startswith("bitsandbytes.")]
+    thresholds: set[float] = {getattr(getattr(each, "state", None), "threshold", 0.0) for each in layers}
+    if not any(thresholds):
+        return []
+    return [
+        f"of layers in 8 bits no input is assumed to have a number beyond their threshold ({max(thresholds):g}): "
+        "columns with such outliers are multiplied in 16 bits besides, which takes a little more"
+    ]

@@ -1,0 +1,163 @@
+"""Linear layers of bitsandbytes on meta, with weights in few bits: packed there as a move to a card packs real ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memscale.algebra import copy_tree, walk
+from memscale.core import ConfigError, RuntimeUnavailable, format_bytes
+
+_OLDEST = "0.46"
+_WORTH_A_WORD = 0.01
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Give each layer of bitsandbytes in `model` whose weight on meta is not packed yet a weight that is, in place.
+
+    Raises:
+        ConfigError: a weight with data is not packed, so that the layer cannot be called.
+        RuntimeUnavailable: bitsandbytes is too old to pack without data.
+    """
+    for module in _unpacked(model):
+        _pack(module)
+
+
+def packed(model: nn.Module) -> nn.Module:
+    """`model` where none of its layers has to be packed; else a tree of the same names over its parameters but these.
+
+    Raises:
+        ConfigError, RuntimeUnavailable: as in `pack_weights`.
+    """
+    layers = _unpacked(model)
+    if not layers:
+        return model
+    copies = copy_tree(walk(model))
+    for layer in layers:
+        _pack(copies[id(layer)])
+    other: nn.Module = copies[id(model)]
+    return other
+
+
+def beside_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a layer of bitsandbytes needs to unpack its weight: scales and tables, by the names in its state dict."""
+    if not isinstance(module, _kinds()):
+        return {}
+    layer: Any = module
+    if not _is_of_4_bits(layer):  # whose scales are the weight's until the first call
+        scales = layer.state.SCB if layer.state.SCB is not None else getattr(layer.weight, "SCB", None)
+        return {} if scales is None else {"SCB": scales}
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state
+    if state is None:
+        return {}
+    found = {"absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        nested = state.state2
+        found |= {"offset": state.offset, "nested_absmax": nested.absmax, "nested_quant_map": nested.code}
+    return {f"weight.{name}": tensor for name, tensor in found.items()}
+
+
+def about_experts(model: nn.Module | None) -> tuple[str, ...]:
+    """A note where a model with layers in few bits has weights of three dimensions, as fused experts are.
+
+    Neither bitsandbytes nor transformers packs these, and neither says so.
+    """
+    kinds = _kinds()
+    if model is None or not kinds or not any(isinstance(module, kinds) for module in model.modules()):
+        return ()
+    all_bytes, found = 0, list[tuple[str, torch.Tensor]]()
+    for name, parameter in model.named_parameters():
+        all_bytes += parameter.nbytes
+        if parameter.dim() == 3 and parameter.is_floating_point():
+            found.append((name, parameter))
+    whole_bytes = sum(parameter.nbytes for _, parameter in found)
+    if not found or whole_bytes < _WORTH_A_WORD * all_bytes:
+        return ()
+    name, first = found[0]
+    dtype = str(first.dtype).removeprefix("torch.")
+    return (
+        f"{format_bytes(whole_bytes)} of the weights are not packed and stay in {dtype}, such as {name!r}: "
+        "bitsandbytes packs linear layers, and fused experts are none",
+    )
+
+
+def _kinds() -> tuple[type, ...]:
+    """The layers of bitsandbytes that pack their weights, where it is loaded: no model has them otherwise."""
+    loaded = sys.modules.get("bitsandbytes.nn")
+    return () if loaded is None else (loaded.Linear4bit, loaded.Linear8bitLt)
+
+
+def _is_of_4_bits(layer: Any) -> bool:
+    return hasattr(layer, "quant_state")
+
+
+def _unpacked(model: nn.Module) -> list[Any]:
+    """The layers whose weight is not packed.
+
+    Raises:
+        ConfigError: there is one with data.
+    """
+    kinds, found = _kinds(), list[Any]()
+    layers: list[tuple[str, Any]] = [pair for pair in model.named_modules() if isinstance(pair[1], kinds)]
+    for path, module in layers:
+        if not _waits(module):
+            continue
+        if not module.weight.is_meta:
+            device = module.weight.device.type
+            raise ConfigError(
+                f"the weight of {path!r} is not packed in few bits yet: bitsandbytes packs when a layer moves; call "
+                f"model.to({device!r}) first"
+            )
+        found.append(module)
+    return found
+
+
+def _waits(module: Any) -> bool:
+    weight = module.weight
+    if _is_of_4_bits(module):
+        return getattr(weight, "quant_state", None) is None and module.quant_state is None
+    has_numbers = getattr(weight, "CB", None) is not None or module.state.CB is not None
+    # One in 8 bits that keeps its weight in 16 packs it at each call, and one with data packs it at the first.
+    return not (module.state.has_fp16_weights or has_numbers) and weight.is_meta
+
+
+def _pack(module: Any) -> None:
+    weight = module.weight
+    data = weight.data
+    if not data.is_floating_point():  # as transformers makes a layer whose checkpoint is packed
+        data = torch.empty_like(data, dtype=getattr(module, "compute_dtype", None) or torch.float16)
+    if _is_of_4_bits(module):
+        settings = {name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type")}
+        new = type(weight)(data, requires_grad=False, quant_storage=weight.quant_storage, module=module, **settings)
+    else:
+        new = type(weight)(data, requires_grad=False, has_fp16_weights=False)
+    try:
+        with _tables_kept():
+            new._quantize("meta")
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
+        raise RuntimeUnavailable(
+            f"this bitsandbytes cannot pack a weight without data ({type(error).__name__}: {error}); weights in few "
+            f"bits on meta need bitsandbytes>={_OLDEST}"
+        ) from error
+    if not _is_of_4_bits(module):  # as after the first call; where the state is, a simulation finds it
+        module.state = copy.copy(module.state)
+        module.state.CB, module.state.SCB, new.CB, new.SCB = new.CB, new.SCB, None, None
+    module.weight = new
+
+
+@contextmanager
+def _tables_kept() -> Iterator[None]:
+    """Let no table of codes that was made on meta stay with bitsandbytes, which keeps the first one for all devices."""
+    tables: dict[str, torch.Tensor] = sys.modules["bitsandbytes.functional"].name2qmap
+    before = tables.copy()
+    try:
+        yield
+    finally:
+        tables.clear()
+        tables.update(before)
