@@ -213,6 +213,7 @@ def test_looking_at_the_logits():
         expected.shape, torch.float32, expected.device, 2, ROWS, expected.numel(), CLASSES,
     )  # fmt: skip
     assert logits.requires_grad
+    assert logits.nbytes == expected.nbytes
     assert not logits.recipe.projection.computed, "none of these needs a value"
     assert repr(logits) == repr(expected)
     assert logits.type() == "torch.FloatTensor"

@@ -301,6 +301,7 @@ _METADATA = {
     T.device.__get__,
     T.layout.__get__,
     T.ndim.__get__,
+    T.nbytes.__get__,
     T.is_cuda.__get__,
     T.is_meta.__get__,
     T.is_sparse.__get__,
