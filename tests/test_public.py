@@ -51,9 +51,9 @@ memscale.observability: Metrics Server check_can_serve local_rank memory_keys ra
 memscale.optimizers: InPlace LossScale OptimizerTransform TransformedOptimizer as_plain compensate_rounding
     counts_on_host offload_states quantize_states round_stochastically step_in_backward step_in_groups transformed
     without_states
-memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier LargestBatch
-    OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid SizeTrial Tuning allowed
-    check_model parts_of planned repeated_blocks shorthands simulator
+memscale.planning: AutoTuner Budget Confirmation Decision DecisionEngine Evidence Figures Frontier INTERRUPTED_SEARCH
+    LargestBatch OOMPrediction OOMPredictor OOMRisk POINTS Point Progress ProvenPlan Recommendation SizeGrid SizeTrial
+    Tuning allowed check_model parts_of planned repeated_blocks shorthands simulator
 memscale.planning.evidence:
 memscale.planning.parts:
 memscale.planning.prediction:

@@ -15,7 +15,7 @@ import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
-from memscale.cli.terminal import DOES_NOT_FIT, Content, check_files, show, simulations, write
+from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
 from memscale.core import Argument, BudgetError, ConfigError, MemscaleError, budget_bytes
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ class FrontierOptions(_Options):
 
 
 def plan(options: PlanOptions) -> int:
-    """Plan, print why, write the files; return 0, or 3 if nothing fits.
+    """Plan, print why, write the files; return 0, 3 if nothing fits, or 130 if it was stopped with a plan.
 
     Raises:
         ConfigError: an option is wrong, or the step cannot be simulated.
         RuntimeUnavailable: a package is not there.
     """
-    from memscale.planning import Point
+    from memscale.planning import INTERRUPTED_SEARCH, Point
 
     with _engine(options, auto=options.auto) as (engine, step):
         try:
@@ -147,7 +147,7 @@ def plan(options: PlanOptions) -> int:
     show("\n".join([found.explain(), *filter(None, [step.precision]), "", str(found)]))
     if found and options.python is None:
         show("\nnext: --python fit.py writes a script that trains under this plan")
-    return 0
+    return INTERRUPTED if INTERRUPTED_SEARCH in found.evidence.notes else 0
 
 
 def frontier(options: FrontierOptions) -> int:

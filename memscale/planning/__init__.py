@@ -18,7 +18,7 @@ Two more use the engine: `prediction/` answers whether a step fits as it is, `tu
 batch.
 """
 
-from memscale.planning.engine import POINTS, Budget, DecisionEngine, allowed, check_model
+from memscale.planning.engine import INTERRUPTED_SEARCH, POINTS, Budget, DecisionEngine, allowed, check_model
 from memscale.planning.evidence.curve import Frontier, Point
 from memscale.planning.evidence.evidence import Decision, Evidence, Figures
 from memscale.planning.evidence.proven import ProvenPlan
@@ -35,6 +35,7 @@ from memscale.planning.tuning.tuner import AutoTuner
 from memscale.planning.tuning.tuning import Confirmation, SizeTrial, Tuning
 
 __all__ = [
+    "INTERRUPTED_SEARCH",
     "POINTS",
     "AutoTuner",
     "Budget",

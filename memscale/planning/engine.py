@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -42,6 +43,8 @@ POINTS = 12  # of a frontier
 #: processes, for libraries that PyTorch does not count, and because the last percent of speed is not worth a crash.
 LEFT_FREE = 0.05
 
+#: The note of a plan whose search did not come to its end.
+INTERRUPTED_SEARCH = "interrupted: the fastest of the plans that were simulated until then; a faster one may fit"
 # Of a step's time or bytes: what `exact=False` would give is told from there on.
 _WORTH_TELLING = 0.05
 _ROUNDS = ": its sums are in another order"
@@ -169,6 +172,7 @@ class DecisionEngine:
         """The fastest plan whose step takes at most `budget`, as in `memscale.plan`.
 
         Without `tells` the error that none fits has the smallest peak alone: what would help takes simulations.
+        Interrupted from the keyboard, it returns the fastest plan that was simulated and fits, and a note says so.
         """
         limit = self._budget_bytes(budget)
         asked = self._select(limit)
@@ -177,6 +181,14 @@ class DecisionEngine:
         self._check_link()
 
         def find(engine: DecisionEngine) -> Answer:
+            try:
+                return search(engine)
+            except KeyboardInterrupt:
+                if (found := engine._best_so_far(limit)) is None:
+                    raise
+                return Answer((engine._proven_plan(found, limit, notes=(INTERRUPTED_SEARCH,)),), is_final=False)
+
+        def search(engine: DecisionEngine) -> Answer:
             found, decision = None, None
             floor = engine._floor_bytes()
             if floor <= limit:
@@ -354,6 +366,18 @@ class DecisionEngine:
         best = min(found, key=lambda each: each.proven.preference)
         return dataclasses.replace(best, bound_seconds=min(each.bound_seconds for each in found))
 
+    def _best_so_far(self, limit: int) -> Found | None:
+        """The fastest of the plans that were simulated, are allowed and fit; None if there is none."""
+        among = self._techniques(self.config)
+        searches = itertools.chain(self._searches or (), *self._stepping.values())
+        fitting = [
+            proven for search in searches for proven in search.proven(among) if leaves_margin(proven.taken_bytes, limit)
+        ]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda each: each.preference)
+        return Found(best, best.seconds, best.menu.with_own(among))
+
     # -- with a policy in front ----------------------------------------------------------------------------------------
 
     def _select(self, limit: int) -> StrategyDecision | None:
@@ -438,12 +462,19 @@ class DecisionEngine:
         return ProvenPlan(Plan(), evidence, decision or self._as_given(limit))
 
     def _proven_plan(
-        self, best: Found, limit: int, decision: StrategyDecision | None = None, *, tells_room: bool = False
+        self,
+        best: Found,
+        limit: int,
+        decision: StrategyDecision | None = None,
+        *,
+        tells_room: bool = False,
+        notes: tuple[str, ...] = (),
     ) -> ProvenPlan:
         found, bound = best.proven, best.bound_seconds
         trace = trace_of(best, limit, self.plain, self._link)
         room = self._room(found.plan, found.taken_bytes) if tells_room else ""
         evidence = self._evidence(limit, found.profile, bound, trace, decisions_of(best), rejected_of(best), room)
+        evidence = dataclasses.replace(evidence, notes=(*notes, *evidence.notes))
         if found.costs.streams(found.assignment) and not found.plan.of_optimizers():
             lighter = lighter_update(self.plain, limit, self.step.optimizer)
             evidence = dataclasses.replace(evidence, notes=(*evidence.notes, *filter(None, [lighter])))

@@ -28,10 +28,12 @@ class Answer:
     Attributes:
         plans: with their evidence.
         fault: why there is none; None if there is one.
+        is_final: whether the search came to its end; else the answer is not kept.
     """
 
     plans: tuple[ProvenPlan, ...] = ()
     fault: BudgetError | None = None
+    is_final: bool = True
 
     def plan(self) -> ProvenPlan:
         """The only plan.
@@ -136,7 +138,8 @@ class KnownPlans(Generic[Asked]):
             each(engine)
         self._owed.clear()
         found = find(engine)
-        self._disk.write(name, _as_data(found))
+        if found.is_final:
+            self._disk.write(name, _as_data(found))
         return found
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import memscale as ms
 from memscale.algebra import is_transformed
 from memscale.core import format_bytes
-from memscale.planning import ProvenPlan
+from memscale.planning import INTERRUPTED_SEARCH, ProvenPlan
 from memscale.simulation.measured import training_roles
 from tests.support.checks import bits
 from tests.support.models import TransformerBlock
@@ -440,6 +440,37 @@ def test_a_budget_holds_for_a_loop_that_keeps_its_output():
     held, let_go = (ms.plan(model, batch, limit, hardware=CPU, keeps_output=keeps) for keeps in (True, False))
     assert real_peak(held) <= limit < real_peak(let_go)
     assert ["keeps the model's output" in plan.explain() for plan in (held, let_go)] == [True, False]
+
+
+def test_an_interrupted_search_gives_the_best_that_it_has_simulated(monkeypatch):
+    monkeypatch.setenv("MEMSCALE_CACHE", "")
+    model = _mlps()
+    step, said = _step(model, torch.ones(512, 64)), []
+
+    def stop(at):
+        said.clear()
+
+        def progress(*what):
+            said.append(what)
+            if len(said) == at:
+                raise KeyboardInterrupt
+
+        return ms.plan(model, budget=BUDGET, progress=progress, **step)
+
+    whole = stop(None)
+    calls = len(said)
+    found = []
+    for at in (1, calls // 2, calls):
+        try:
+            found.append(stop(at))
+        except KeyboardInterrupt:
+            assert not found, "what was there is not lost"
+    assert found
+    for plan in found:
+        assert plan.evidence.planned.taken_bytes <= plan.evidence.budget_bytes
+        assert INTERRUPTED_SEARCH in plan.evidence.notes
+        assert plan.evidence.planned.step_seconds >= whole.evidence.planned.step_seconds
+    assert INTERRUPTED_SEARCH not in whole.evidence.notes
 
 
 def test_an_exact_plan_tells_what_a_head_in_pieces_would_give():

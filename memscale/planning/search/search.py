@@ -116,6 +116,15 @@ class Search:
         self._ladders: dict[frozenset[str], Ladder] = {}
         self._small: dict[tuple[frozenset[str], int], dict[Assignment, Proven]] = {}
 
+    def proven(self, among: frozenset[str]) -> list[Proven]:
+        """The plans of these techniques that were simulated."""
+        own = {each for rule in self.always for each in Candidate((rule,)).techniques}
+        return [
+            each
+            for each in self._proofs.values()
+            if Candidate(tuple((rule.pattern, rule.transform) for rule in each.plan)).techniques - own <= among
+        ]
+
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
         """What is decided about."""
