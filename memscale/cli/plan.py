@@ -13,6 +13,7 @@ from typer import Option
 
 import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
+from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, Step, batch_of, read_step
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
@@ -107,6 +108,7 @@ class PlanOptions(_Options):
 
     budget: Annotated[str, Option(metavar="SIZE", help=f"What the step may take: {SIZES}.")]
     plot: Annotated[Path | None, file("Where a picture of the planned step goes, a .png or .svg.")] = None
+    prices: PriceOptions
     auto: Annotated[bool, Option("--auto", help="Let a policy choose the techniques that are tried first.")] = False
     html: Annotated[Path | None, file("Where a page about the plan goes, a .html.")] = None
 
@@ -130,6 +132,7 @@ def plan(options: PlanOptions) -> int:
     """
     from memscale.planning import INTERRUPTED_SEARCH, Point
 
+    options.prices.check()
     with _engine(options, auto=options.auto) as (engine, step):
         try:
             found = engine.plan(options.budget)
@@ -144,7 +147,8 @@ def plan(options: PlanOptions) -> int:
             "python": as_script(step, options.step, found, engine.step.batch),
         }
         write(options.files, contents)
-    show("\n".join([found.explain(), *filter(None, [step.precision]), "", str(found)]))
+    cost = line_of(options.prices, cost_of(options.prices, options.step, step, found.evidence.planned.step_seconds))
+    show("\n".join([found.explain(), *filter(None, [cost, step.precision]), "", str(found)]))
     if found and options.python is None:
         show("\nnext: --python fit.py writes a script that trains under this plan")
     return INTERRUPTED if INTERRUPTED_SEARCH in found.evidence.notes else 0

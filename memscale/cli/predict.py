@@ -14,6 +14,7 @@ from typer import Option
 import memscale as ms
 from memscale.cli.options import Shorthand, count, typed
 from memscale.cli.plan import as_option
+from memscale.cli.price import Cost, PriceOptions, cost_of, line_of
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.subject import DTYPES, Subject
 from memscale.cli.terminal import DOES_NOT_FIT, INTERRUPTED, Content, check_files, show, simulations, write
@@ -32,6 +33,7 @@ class Options:
     """The command line of ``memscale predict``, as typed."""
 
     step: RankOptions
+    prices: PriceOptions
     plan: Shorthand = None
     budget: Annotated[
         str | None, Option(metavar="SIZE", help="What the step may take: 6GiB, 6GB, bytes, or a share: 0.9 or 90%.")
@@ -48,6 +50,9 @@ class Options:
     seconds: Annotated[
         float, Option(metavar="N", help="How long to look for what would free memory; Ctrl-C keeps what was found.")
     ] = 30.0
+    fits: Annotated[
+        bool, Option("--fits", help="Only the verdict, in a line and by the exit status: 0 fits, 3 does not.")
+    ] = False
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False
     html: Annotated[Path | None, Option(help="Where a report of the step goes, a .html.")] = None
     plot: Annotated[Path | None, Option(help="Where a picture of the step, or of the table, goes: a .png or .svg.")] = (
@@ -86,14 +91,19 @@ def predict(options: Options) -> int:
         )
         batch = batch_of(subject, options.step.batch, seq)
         prediction = predictor.predict(batch, budget=budget, recommend=False)
-    if not options.as_json:
-        show("\n".join(filter(None, (prediction.verdict(), step.precision))))
+    cost = cost_of(options.prices, options.step, step, prediction.profile.step_seconds)
+    if options.fits:
+        print(f"{prediction.risk}: {prediction.message}")
+    elif not options.as_json:
+        show("\n".join(filter(None, (prediction.verdict(), line_of(options.prices, cost), step.precision))))
     with simulations() as bar:
+        if options.fits:
+            return 0 if prediction.fits else DOES_NOT_FIT
         if prediction.risk > ms.OOMRisk.LOW if options.recommend is None else options.recommend:
             prediction = predictor.recommended(prediction, batch, seconds=options.seconds)
         largest = _largest(predictor, subject, options, seq, budget)
     _write(files, prediction, largest)
-    _show(prediction, largest, options)
+    _show(prediction, largest, options, cost)
     if isinstance(largest, LargestBatch) and largest.interrupted:
         return INTERRUPTED
     return 0 if prediction.fits else DOES_NOT_FIT
@@ -101,6 +111,10 @@ def predict(options: Options) -> int:
 
 def _check(options: Options) -> None:
     options.step.check()
+    options.prices.check()
+    others = {"--json": options.as_json, "--largest": options.largest, "--html": options.html, "--plot": options.plot}
+    if options.fits and (given := next((name for name, value in others.items() if value), None)):
+        raise ConfigError(f"--fits prints the verdict and nothing else; leave out {given}, or --fits")
     if options.at_most is not None and options.at_most < 1:
         raise ConfigError(f"--at-most must be at least 1, got {options.at_most}")
     if options.largest not in (None, "batch", "seq", "grid"):
@@ -189,13 +203,20 @@ def _write(
     write(files, contents)
 
 
-def _show(prediction: OOMPrediction, largest: LargestBatch | SizeGrid | BudgetError | None, options: Options) -> None:
+def _show(
+    prediction: OOMPrediction,
+    largest: LargestBatch | SizeGrid | BudgetError | None,
+    options: Options,
+    cost: Cost | None,
+) -> None:
     from memscale.planning import SizeGrid
 
     if options.as_json:
         data = json.loads(prediction.to_json())
         if options.largest is not None:
             data["largest"] = _as_data(largest)
+        if cost is not None:
+            data["cost"] = dataclasses.asdict(cost)
         print(json.dumps(data))
         return
     if advice := prediction.advice():

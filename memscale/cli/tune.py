@@ -13,6 +13,7 @@ import memscale as ms
 from memscale.cli.options import SIZES, Json, Python, count, file
 from memscale.cli.plan import AllowOptions, nothing_fits
 from memscale.cli.predict import check_axis
+from memscale.cli.price import PriceOptions, cost_of, line_of
 from memscale.cli.script import as_script
 from memscale.cli.step import RankOptions, batch_of, read_step
 from memscale.cli.terminal import INTERRUPTED, Content, check_files, show, simulations, write
@@ -28,6 +29,7 @@ class TuneOptions:
 
     step: RankOptions
     using: AllowOptions
+    prices: PriceOptions
     objective: Annotated[
         str,
         Option(
@@ -63,6 +65,7 @@ def tune(options: TuneOptions) -> int:
         RuntimeUnavailable: a package is not there.
     """
     options.step.check()
+    options.prices.check()
     _check(options)
     check_files(options.files)
     config = options.using.config()
@@ -110,7 +113,9 @@ def tune(options: TuneOptions) -> int:
             "python": as_script(step, options.step, found.plan, batch_fn(found.size)),
         }
         write(options.files, contents)
-    show("\n".join(filter(None, (str(found), step.precision))))
+    seconds, size = found.plan.evidence.planned.step_seconds, {axis: found.size}
+    cost = line_of(options.prices, cost_of(options.prices, options.step, step, seconds, **size))
+    show("\n".join(filter(None, (str(found), cost, step.precision))))
     return INTERRUPTED if found.interrupted else 0
 
 

@@ -1,0 +1,133 @@
+"""``--price`` and ``--tokens``: what a step's time means in tokens a second, hours and dollars."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from typer import Option
+
+from memscale.cli.step import Step, StepOptions, batch_of
+from memscale.core import ConfigError
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmbt]?)", re.IGNORECASE)
+_POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriceOptions:
+    """What an hour costs and how much is to be trained, as typed."""
+
+    price: Annotated[
+        float | None, Option(metavar="DOLLARS", help="Of an hour of one card: tells what a dollar trains.")
+    ] = None
+    tokens: Annotated[
+        str | None, Option(metavar="10B", help="How many are to be trained: tells the hours, and with --price dollars.")
+    ] = None
+
+    def check(self) -> None:
+        """Raise ConfigError for a price or an amount that is none."""
+        if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
+            raise ConfigError(f"--price must be dollars an hour above 0, got {self.price:g}; write --price 2.50")
+        if self.tokens is not None:
+            amount(self.tokens)
+
+
+def amount(text: str) -> float:
+    """The number that a text such as ``"10B"`` means.
+
+    >>> amount("10B"), amount("1.5k"), amount("300")
+    (10000000000.0, 1500.0, 300.0)
+
+    Raises:
+        ConfigError: it is none, or 0.
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(
+            f"--tokens must be a number above 0, with K, M, B or T behind it, got {text!r}; write --tokens 10B"
+        )
+    return float(found[1]) * _POWERS[found[2].lower()]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training at the pace of a step costs.
+
+    Attributes:
+        unit: ``"tokens"``, or ``"samples"`` where a batch is as large for any length.
+        per_second: how many the cards get through together.
+        per_dollar: how many for a dollar, None without a price.
+        hours: what as many as were asked for take, None where no number was.
+        dollars: what these hours cost, None without a price or a number.
+        cards: how many are paid for.
+    """
+
+    unit: str
+    per_second: float
+    per_dollar: float | None
+    hours: float | None
+    dollars: float | None
+    cards: int
+
+    def __str__(self) -> str:
+        words = [f"at most {_short(self.per_second)} {self.unit} a second"]
+        if self.per_dollar is not None:
+            words.append(f"{_short(self.per_dollar)} {self.unit} for a dollar")
+        if self.hours is not None:
+            paid = "" if self.dollars is None else f" and ${self.dollars:,.2f}"
+            words.append(f"at least {self.hours:,.1f} hours{paid} for them all")
+        return f"cost: {', '.join(words)}{f', on {self.cards} cards' if self.cards > 1 else ''}"
+
+
+def cost_of(prices: PriceOptions, options: StepOptions, step: Step, seconds: float | None, **size: int) -> Cost | None:
+    """What a step that takes `seconds` costs; None where nothing was asked, or the time is not known.
+
+    Args:
+        prices, options: as typed.
+        step: what they mean.
+        seconds: of the step.
+        size: its ``batch`` or ``seq``, where that is another than the options say.
+    """
+    if (prices.price is None and prices.tokens is None) or not seconds:
+        return None
+    from memscale.planning import parts_of
+
+    rows, length = size.get("batch", options.batch), size.get("seq", step.seq)
+    short, long = (parts_of(batch_of(step.subject, 1, each)) for each in (1, 2))
+    unit = "samples" if short == long else "tokens"
+    cards = getattr(options, "world", None) or 1
+    copies = cards // (getattr(options, "tensor", None) or 1)
+    per_second = rows * (1 if unit == "samples" else length) * options.accumulate * copies / seconds
+    hourly = None if prices.price is None else prices.price * cards
+    hours = None if prices.tokens is None else amount(prices.tokens) / per_second / 3600
+    return Cost(
+        unit=unit,
+        per_second=per_second,
+        per_dollar=None if hourly is None else per_second * 3600 / hourly,
+        hours=hours,
+        dollars=None if hourly is None or hours is None else hours * hourly,
+        cards=cards,
+    )
+
+
+def line_of(prices: PriceOptions, cost: Cost | None) -> str:
+    """What is printed of a cost; empty where nothing was asked."""
+    if cost is not None:
+        return str(cost)
+    asked = prices.price is not None or prices.tokens is not None
+    return "cost: not known, since the step's time is not known on this device" if asked else ""
+
+
+def _short(value: Any) -> str:
+    """A number with three digits and what powers of 1000 are called.
+
+    >>> _short(1234.0), _short(0.5), _short(2.5e10)
+    ('1.23 k', '0.5', '25 B')
+    """
+    for power, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= power:
+            return f"{value / power:.3g}{name}"
+    return f"{value:.3g}"
